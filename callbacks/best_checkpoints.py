@@ -12,7 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from rl_plugins.callbacks.checkpoint import PolicyCheckpoint, put_in_place, remove_folder, write_checkpoint
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.callbacks.checkpoint_files import put_in_place, remove_folder
 from rl_plugins.errors import ConfigError, StorageError
 from rl_plugins.manifest import CheckpointWriter, read_manifest
 from rl_plugins.run_folder import RunFolder
@@ -73,13 +74,22 @@ class BestCheckpoints(Callback):
         # Rank 0 decides for all ranks.
         if not trainer.strategy.broadcast(trainer.is_global_zero and self._is_wanted(value, step)):
             return
-        best, metric = self._folder.best(step), json.dumps({self._metric: value})
-        if PolicyCheckpoint.of(trainer).saved_step != step:
-            write_checkpoint(trainer, best, {_METRIC_FILE: metric})
+        checkpoint, best = PolicyCheckpoint.of(trainer), self._folder.best(step)
+        metric = json.dumps({self._metric: value})
+        if checkpoint.saved_step != step:
+            checkpoint.write(trainer, best, {_METRIC_FILE: metric}, then=lambda: self._remove_worse(trainer))
         else:
-            failure = _link_checkpoint(self._folder.checkpoint(step), best, metric) if trainer.is_global_zero else None
-            if (failure := trainer.strategy.broadcast(failure)) is not None:
-                raise StorageError(failure)
+            checkpoint.files.when_in_place(lambda: self._link(trainer, step, metric))
+
+    def _link(self, trainer: Trainer, step: int, metric: str) -> None:
+        """Give the files of a checkpoint a second name. Collective."""
+        checkpoint, best = self._folder.checkpoint(step), self._folder.best(step)
+        failure = _link_checkpoint(checkpoint, best, metric) if trainer.is_global_zero else None
+        if (failure := trainer.strategy.broadcast(failure)) is not None:
+            raise StorageError(failure)
+        self._remove_worse(trainer)
+
+    def _remove_worse(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             for old in self._ranked()[self._keep :]:
                 remove_folder(old)
@@ -121,7 +131,7 @@ def _link_checkpoint(checkpoint: Path, best: Path, metric: str) -> str | None:
         return cannot_write(best, error)
     writer = CheckpointWriter(partial)
     writer.save_text(metric, partial / _METRIC_FILE)
-    return put_in_place(writer, read_manifest(partial), best)
+    return writer.failure or put_in_place(partial, read_manifest(partial) | writer.files, best)
 
 
 def _link(source: str, target: str) -> None:

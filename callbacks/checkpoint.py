@@ -1,17 +1,15 @@
 """Checkpoints on the stage's clock, with everything that a run needs to continue exactly.
 
-All ranks write a checkpoint under a temporary name, and rank 0 renames the folder when the disk has all files and their
-manifest. So a checkpoint with its final name is complete, and a damage is found before a file is loaded. Restarted
-workers and resumed runs look for checkpoints in the run's folder only; under Ray Train a checkpoint is also reported. A
-resumed run writes one line about the restored states.
+Restarted workers and resumed runs look for checkpoints in the run's folder only; under Ray Train a checkpoint is also
+reported. A resumed run writes one line about the restored states.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,11 +18,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from rl_plugins.callbacks.checkpoint_files import CheckpointFiles, remove_folder, remove_model
 from rl_plugins.data.loaders import StepLoader
-from rl_plugins.errors import ConfigError, StorageError
-from rl_plugins.manifest import CheckpointWriter, synchronize, without, write_manifest
-from rl_plugins.plain_file import FileDigest, load_plain
-from rl_plugins.ranks import gather
+from rl_plugins.errors import ConfigError
+from rl_plugins.manifest import CheckpointWriter
+from rl_plugins.plain_file import load_plain
 from rl_plugins.rewards.conversations import RECORDS
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.clock import clock
@@ -72,9 +70,14 @@ class PolicyCheckpoint(Callback):
         keep_models: number of newest checkpoints with a certain model, by the name of the model. A smaller number than
             `keep_last` saves disk space: a sharded critic takes as much as the policy. A run can continue only from a
             checkpoint with all models.
+        background_deadline_s: write checkpoints in the background: a step waits only for the copy of the states into
+            host memory, and at most this number of seconds for the last checkpoint. Loggers get the seconds of each
+            wait as `checkpoint/wait_s`. None lets the step wait for the disk.
 
     Attributes:
-        saved_step: newest step with a checkpoint, at first the step from which the run started; -1 before training.
+        files: checkpoints of this process, one after the other.
+        saved_step: newest step whose checkpoint is in place or in the background, at first the step from which the run
+            started; -1 before training.
 
     Example:
         Averages come before `PolicyCheckpoint`. Callbacks for saved checkpoints come behind `PolicyCheckpoint`::
@@ -90,10 +93,12 @@ class PolicyCheckpoint(Callback):
         keep_last: int = 2,
         report_to_ray: bool = False,
         keep_models: Mapping[str, int] | None = None,
+        background_deadline_s: float | None = None,
     ) -> None:
         self._folder, self._every, self._keep_last = RunFolder(folder), every, keep_last
         self._report_to_ray = report_to_ray
         self._keep_models = dict(keep_models or {})
+        self.files = CheckpointFiles(background_deadline_s)
         self.saved_step = -1
 
     @classmethod
@@ -130,40 +135,89 @@ class PolicyCheckpoint(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        if clock(pl_module) % self._every == 0:
-            self.save_once(trainer, pl_module)
+        self.files.advance()
+        if clock(pl_module) % self._every == 0 and clock(pl_module) != self.saved_step:
+            self._save(trainer, pl_module)
+        self._log_wait(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.save_once(trainer, pl_module)
+        self._log_wait(trainer, pl_module)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # Other ranks may not have failed, so the ranks cannot put the checkpoint in place together.
+        self.files.abandon()
 
     def save_once(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write a checkpoint if this step has none. Collective."""
+        """Write a checkpoint if this step has none, and wait until the checkpoint is in place. Collective."""
         if clock(pl_module) != self.saved_step:
-            self.save(trainer, pl_module)
+            self._save(trainer, pl_module)
+        self.files.wait()
 
-    def save(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write a checkpoint and remove old checkpoints. Collective."""
+    def _save(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step = clock(pl_module)
         final = self._folder.checkpoint(step)
-        write_checkpoint(trainer, final)
-        if trainer.is_global_zero:
-            for model, num_kept in self._keep_models.items():
-                for old in self._folder.checkpoints()[:-num_kept]:
-                    remove_model(old, model)
-            for old in self._folder.checkpoints()[: -self._keep_last]:
-                remove_folder(old)
-        self.saved_step = step
+        metrics: dict[str, float] = {"step": step}
         if self._report_to_ray:
-            self._report(trainer, step, final)
+            # When the checkpoint is in place, the metrics may be those of a later step.
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()} | metrics
 
-    def _report(self, trainer: Trainer, step: int, final: Path) -> None:
+        def then() -> None:
+            if trainer.is_global_zero:
+                self._remove_old()
+            if self._report_to_ray:
+                self._report(trainer, metrics, final)
+
+        self.write(trainer, final, then=then)
+        self.saved_step = step
+
+    def write(
+        self,
+        trainer: Trainer,
+        final: Path,
+        notes: Mapping[str, str] | None = None,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write a checkpoint, or begin to write it in the background. Collective.
+
+        Args:
+            trainer: trainer with the states.
+            final: folder of the checkpoint.
+            notes: text of further files, by the name of the file.
+            then: action when the checkpoint is in place.
+
+        Raises:
+            TrainingDiverged: a trained weight is NaN or infinite. Nothing is written.
+            StorageError: a rank cannot write a file of this checkpoint, or of the last one in the background.
+        """
+        self.files.wait()
+        stage = trainer.lightning_module
+        if isinstance(stage, Stage):
+            trained = [name for name in stage.named_models() if name in stage.optimizer_configs()]
+            check_finite_weights(strategy_of(trainer), trained, clock(stage), final)
+        self.files.write(trainer, final, partial(_save_states, trainer, notes or {}), then)
+
+    def _remove_old(self) -> None:
+        for model, num_kept in self._keep_models.items():
+            for old in self._folder.checkpoints()[:-num_kept]:
+                remove_model(old, model)
+        for old in self._folder.checkpoints()[: -self._keep_last]:
+            remove_folder(old)
+
+    def _log_wait(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        waited_s = self.files.waited_s()
+        if self.files.deadline_s is not None and waited_s:
+            for logger in trainer.loggers:
+                logger.log_metrics({"checkpoint/wait_s": waited_s}, step=clock(pl_module))
+
+    def _report(self, trainer: Trainer, metrics: dict[str, float], final: Path) -> None:
         import ray.train
         from ray.train import Checkpoint, CheckpointUploadMode
 
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         ray.train.report(
-            {**metrics, "step": step},
+            metrics,
             checkpoint=Checkpoint.from_directory(str(final)) if trainer.is_global_zero else None,
             checkpoint_dir_name=final.name,
             # The checkpoint is already in the folder to which Ray would copy it.
@@ -210,66 +264,28 @@ class PolicyCheckpoint(Callback):
             append_text(self._folder.resumes, line + "\n")
 
 
-def write_checkpoint(trainer: Trainer, final: Path, notes: Mapping[str, str] | None = None) -> None:
-    """Write a checkpoint; the folder gets the name `final` when the disk has all files. Collective.
+def finish_checkpoint(trainer: Trainer) -> None:
+    """Wait until the checkpoint of the trainer's `PolicyCheckpoint` in the background is in place. Collective."""
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, PolicyCheckpoint):
+            callback.files.wait()
 
-    Args:
-        trainer: trainer with the states.
-        final: folder of the checkpoint.
-        notes: text of further files, by the name of the file.
 
-    Raises:
-        TrainingDiverged: a trained weight is NaN or infinite. Nothing is written.
-        StorageError: a rank cannot write a file. Earlier checkpoints are unchanged, and the new files are removed.
-    """
-    stage = trainer.lightning_module
-    if isinstance(stage, Stage):
-        trained = [name for name in stage.named_models() if name in stage.optimizer_configs()]
-        check_finite_weights(strategy_of(trainer), trained, clock(stage), final)
-    partial = final.with_name(f".{final.name}.partial")
-    writer = CheckpointWriter(partial)
-    if trainer.is_global_zero:
-        shutil.rmtree(partial, ignore_errors=True)
-        writer.make_folder(partial)
-    trainer.strategy.barrier("checkpoint folder")
-    trainer.save_checkpoint(partial / "state", weights_only=False, storage_options=writer)
+def _save_states(trainer: Trainer, notes: Mapping[str, str], writer: CheckpointWriter) -> None:
+    """Give all files of this rank to the writer of a checkpoint. Collective."""
+    trainer.save_checkpoint(writer.folder / "state", weights_only=False, storage_options=writer)
     rank = trainer.global_rank
-    writer.save(_random_state(trainer.strategy.root_device), partial / f"random_state_{rank}.pt")
+    writer.save(_random_state(trainer.strategy.root_device), writer.folder / f"random_state_{rank}.pt")
     states = {name: callback.rank_state() for name, callback in _with_rank_state(trainer).items()}
     if states:
-        writer.save(states, partial / f"callbacks_{rank}.pt")
+        writer.save(states, writer.folder / f"callbacks_{rank}.pt")
     module: object = trainer.lightning_module
     share = module.rank_share() if isinstance(module, HasRankShares) else None
     if share is not None:
-        writer.save(share, partial / f"share_{rank}.pt", records=RECORDS)
-    written = gather((writer.files, writer.failure))
-    failure = next((failure for _, failure in written if failure is not None), None)
-    if trainer.is_global_zero and failure is None:
-        for name, text in (notes or {}).items():
-            writer.save_text(text, partial / name)
-        failure = put_in_place(writer, {name: kept for files, _ in written for name, kept in files.items()}, final)
-    # All ranks end if rank 0 could not finish the folder.
-    failure = gather(failure)[0]
-    if failure is not None:
-        if trainer.is_global_zero:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise StorageError(f"{final.name} is not saved: {failure}. Earlier checkpoints are unchanged")
-
-
-def put_in_place(writer: CheckpointWriter, files: dict[str, FileDigest], final: Path) -> str | None:
-    """Write the manifest of a complete checkpoint and rename its folder; return an error as a line for the user."""
-    writer.add_others(files)
-    if writer.failure is None:
-        try:
-            write_manifest(writer.folder, files | writer.files)
-            remove_folder(final)
-            os.replace(writer.folder, final)
-            synchronize(final.parent)
-        except StorageError as error:
-            return str(error)
-        except OSError as error:
-            writer.fail(final, error)
-    return writer.failure
+        writer.save(share, writer.folder / f"share_{rank}.pt", records=RECORDS)
+    if trainer.is_global_zero:
+        for name, text in notes.items():
+            writer.save_text(text, writer.folder / name)
 
 
 def _load_rank_shares(trainer: Trainer, checkpoint: Path) -> list[str]:
@@ -294,26 +310,6 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     """Return the callbacks of a trainer. Lightning's types do not declare the attribute."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove the folder of a checkpoint, or a folder inside a checkpoint, if the folder exists.
-
-    The folder is renamed before it is removed, so no half-removed folder has the name of a checkpoint.
-    """
-    if folder.exists():
-        renamed = folder.with_name(f".{folder.name}.removed")
-        shutil.rmtree(renamed, ignore_errors=True)
-        os.replace(folder, renamed)
-        shutil.rmtree(renamed)
-
-
-def remove_model(checkpoint: Path, model: str) -> None:
-    """Remove the states of one model from a checkpoint."""
-    folder = checkpoint / "state" / model
-    if folder.exists():
-        without(checkpoint, f"state/{model}")
-        remove_folder(folder)
 
 
 def _seed_generators(step: int, rank: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from rl_plugins.callbacks.checkpoint import finish_checkpoint
 from rl_plugins.config.run import Bounds
 from rl_plugins.errors import ConfigError, TrainingDiverged
 from rl_plugins.run_folder import RunFolder
@@ -101,7 +102,9 @@ class DivergenceGuard(Callback):
             if trainer.is_global_zero and not self._warned:
                 logger.warning("%s: %s", step, description)
             self._warned = True
-        elif self._action == "roll_back" and self.rollbacks < self._max_rollbacks:
+            return
+        finish_checkpoint(trainer)
+        if self._action == "roll_back" and self.rollbacks < self._max_rollbacks:
             self._roll_back(trainer, pl_module, f"{step}: {description}")
         else:
             raise TrainingDiverged(f"training diverges at {step}: {description}. {self._advice()}")

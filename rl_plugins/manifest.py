@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rl_plugins.errors import CheckpointError
 from rl_plugins.plain_file import FileDigest, HashedFile, read_record, save_plain
@@ -57,12 +59,14 @@ class CheckpointWriter:
     def save_text(self, text: str, path: Path) -> None:
         """Write a text in UTF-8."""
         if self.failure is None:
-            file = HashedFile(path)
-            file.write(text.encode())
-            self.finish(file, path)
+            with self.create(path) as file:
+                file.write(text.encode())
 
-    def finish(self, file: HashedFile, path: Path) -> None:
-        """Finish a file of another library."""
+    @contextmanager
+    def create(self, path: Path) -> Iterator[Any]:
+        """Give a new file to this context, and finish the file at the end of the context."""
+        file = HashedFile(path)
+        yield file
         try:
             self.files[self._name(path)] = file.finish()
         except OSError as error:
@@ -85,6 +89,12 @@ class CheckpointWriter:
                 self.files[self._name(path)] = read_record(path)
             except OSError as error:
                 self.fail(path, error)
+
+    def add_folder(self, folder: Path) -> None:
+        """Read all files of another library in a folder, and write their content to the disk."""
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.add(path)
 
     def add_others(self, known: Mapping[str, FileDigest]) -> None:
         """Add the files of the folder without a record in `known`."""

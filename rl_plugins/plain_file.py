@@ -19,14 +19,15 @@ from dataclasses import dataclass
 from functools import cache
 from io import BufferedWriter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rl_plugins.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
     import torch
 
-_READ_BYTES = 2**22
+READ_BYTES = 2**22
+"""Bytes of a file that are read or written at once."""
 _UNREADABLE = (
     pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, struct.error,
 )  # fmt: skip
@@ -116,7 +117,7 @@ def read_record(path: Path) -> FileDigest:
 
     digest, size = blake3(), 0
     with path.open("rb", buffering=0) as file:
-        while part := file.read(_READ_BYTES):
+        while part := file.read(READ_BYTES):
             digest.update(part)
             size += len(part)
     return FileDigest(size, digest.hexdigest())
@@ -139,15 +140,31 @@ def save_plain(value: object, path: Path, *, records: Sequence[type] = ()) -> Fi
     file = HashedFile(path)
     torch.save(value, file)  # type: ignore[arg-type]
     record = file.finish()
+    check_plain(path, path, records=records)
+    return record
+
+
+def check_plain(content: Path | IO[bytes], path: Path, *, records: Sequence[type] = ()) -> None:
+    """Check that `load_plain` can read what `torch.save` has written.
+
+    Args:
+        content: written file.
+        path: path of the file, for the message.
+        records: further classes of values, as in `save_plain`.
+
+    Raises:
+        DataError: the file holds an object of another class.
+    """
+    import torch
+
     with torch.serialization.safe_globals([*_harmless(), *records]):
-        refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        refused = torch.serialization.get_unsafe_globals_in_checkpoint(content)
     if refused:
         raise DataError(
             f"{path} would hold objects that are code ({', '.join(sorted(refused))}), and only data is read back: keep "
             "numbers, texts, arrays, tensors, lists and dictionaries in the states of callbacks, in hyperparameters "
             "and in the columns of the data"
         )
-    return record
 
 
 def load_plain(

@@ -195,6 +195,7 @@ def save_learner(writer: CheckpointWriter, learner: RemoteLearner, folder: Path)
             learner.save(folder)
         except OSError as error:
             writer.fail(folder, error)
+        writer.add_folder(folder)
 
 
 def check_folder(folder: Path, blended: BlendedModels) -> None:

@@ -33,7 +33,6 @@ from typing_extensions import override
 from rl_plugins.errors import CheckpointError
 from rl_plugins.manifest import CheckpointWriter
 from rl_plugins.models.lora import has_adapter
-from rl_plugins.plain_file import HashedFile
 
 _METADATA_FILE = ".metadata"
 _DESCRIPTION = {
@@ -108,8 +107,8 @@ def save_model(writer: CheckpointWriter, folder: Path, model: nn.Module, optimiz
         kept = optimizer.state_dict()
         state["states"] = {names[index]: dict(values) for index, values in kept["state"].items()}
         state["groups"] = {str(index): group for index, group in enumerate(kept["param_groups"])}
-    # `HashedFile` waits for the disk by itself.
-    storage = dcp.FileSystemWriter(folder, sync_files=False)
+    # `CheckpointWriter` waits for the disk by itself.
+    storage = _RepeatableWriter(folder, sync_files=False)
     storage.fs = _HashingFiles(writer)
     dcp.save(state, storage_writer=storage)
 
@@ -196,9 +195,8 @@ class _HashingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
         """Open a new file."""
-        file = HashedFile(Path(path))
-        yield file
-        self._writer.finish(file, Path(path))
+        with self._writer.create(Path(path)) as file:
+            yield file
 
     @override
     def mkdir(self, path: str | os.PathLike[str]) -> None:
@@ -209,6 +207,15 @@ class _HashingFiles(FileSystem):
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Rename a file that is written."""
         self._writer.rename(Path(path), Path(new_path))
+
+
+class _RepeatableWriter(dcp.FileSystemWriter):
+    """Writes equal files for equal states. PyTorch's description would have the path and a random number."""
+
+    @override
+    def storage_meta(self) -> StorageMeta | None:
+        """Return no path and no number."""
+        return None
 
 
 class _PlainReader(dcp.FileSystemReader):

@@ -57,6 +57,8 @@ class RunConfig(Settings):
             steps are left, and does nothing if the run is finished; `false` refuses to change an existing run.
         deterministic: bit-for-bit repeatable arithmetic.
         checkpoint_every: steps between checkpoints; the last step always saves one.
+        async_checkpoints: write checkpoints in the background. A step waits only for a copy of the states into host
+            memory, of the size of the checkpoint, and for the end of the checkpoint before.
         keep_checkpoints: number of newest checkpoints to keep.
         keep_best: number of best checkpoints to keep as well, as `best_<step>`.
         best_metric: metric of the best checkpoints: a metric of validation, such as `val/reward`, or of training steps.
@@ -80,6 +82,7 @@ class RunConfig(Settings):
     resume: Annotated[bool | str, _RESUME] = False
     deterministic: bool = False
     checkpoint_every: Annotated[int, AT_LEAST_1] = 50
+    async_checkpoints: bool = False
     keep_checkpoints: Annotated[int, AT_LEAST_1] = 2
     keep_best: Annotated[int, NOT_NEGATIVE] = 0
     best_metric: str = "val/reward"

@@ -228,6 +228,8 @@ class TrainingRun:
                 keep_last=run.keep_checkpoints,
                 report_to_ray=self.in_ray,
                 keep_models={CRITIC: config.critic.keep_checkpoints} if config.critic.keep_checkpoints else {},
+                # Ranks that have written wait in a collective call for the others.
+                background_deadline_s=config.strategy.collective_timeout_s / 2 if run.async_checkpoints else None,
             )
         )
         if run.keep_best:

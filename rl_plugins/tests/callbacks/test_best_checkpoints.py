@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from rl_plugins.callbacks import checkpoint as checkpoint_module
+from rl_plugins.callbacks import checkpoint_files
 from rl_plugins.callbacks.best_checkpoints import BestCheckpoints
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.errors import ConfigError
@@ -88,9 +88,10 @@ def test_best_checkpoints_refuse_an_unknown_metric_by_name(tmp_path: Path) -> No
         train(build_stage(2), [PolicyCheckpoint(tmp_path, every=1), keeper])
 
 
+@pytest.mark.parametrize("deadline_s", [None, 60])
 @pytest.mark.parametrize("moment", ["save_checkpoint", "replace", "rmtree"])
 def test_policy_checkpoint_killed_at_any_moment_leaves_a_loadable_checkpoint(
-    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, moment: str, deadline_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process ends while it writes, renames or removes a checkpoint; the next process resumes and cleans up."""
 
@@ -105,16 +106,17 @@ def test_policy_checkpoint_killed_at_any_moment_leaves_a_loadable_checkpoint(
             monkeypatch.setattr(trainer, moment, killed)
         else:
             monkeypatch.setattr(
-                getattr(checkpoint_module, {"replace": "os", "rmtree": "shutil"}[moment]), moment, killed
+                getattr(checkpoint_files, {"replace": "os", "rmtree": "shutil"}[moment]), moment, killed
             )
 
     folder = RunFolder(tmp_path)
+    options: dict[str, Any] = {"every": 1, "keep_last": 2, "background_deadline_s": deadline_s}
     with pytest.raises(Killed):
-        train(build_stage(4), [AfterStep([3], arm), PolicyCheckpoint(tmp_path, every=1, keep_last=2)])
+        train(build_stage(4), [AfterStep([3], arm), PolicyCheckpoint(tmp_path, **options)])
     monkeypatch.undo()
     newest = folder.latest_checkpoint()
     assert newest is not None
     resumed = build_stage(4, seed=9)
-    train(resumed, [PolicyCheckpoint(tmp_path, every=1, keep_last=2)], resume=newest)
+    train(resumed, [PolicyCheckpoint(tmp_path, **options)], resume=newest)
     assert resumed.step == 4 and folder.unfinished() == []
     assert steps_of(folder.checkpoints()) == [3, 4]

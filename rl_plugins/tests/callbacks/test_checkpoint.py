@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_plugins.callbacks.checkpoint import PolicyCheckpoint, write_checkpoint
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.stages.stage import Stage
 from rl_plugins.tests.callbacks.training import build_policy
 from rl_plugins.tests.stages import canned
@@ -47,7 +47,7 @@ def test_checkpoint_has_the_random_state_of_the_workers_own_device(
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(saved))
     monkeypatch.setattr(torch.cuda, "set_rng_state", set_state)
     checkpoint = tmp_path / "checkpoint_00000001"
-    write_checkpoint(trainer_on(torch.device("cuda", 3), checkpoint), checkpoint)
+    PolicyCheckpoint(tmp_path, every=1).write(trainer_on(torch.device("cuda", 3), checkpoint), checkpoint)
     trainer = trainer_on(torch.device("cuda", 1), checkpoint)
     PolicyCheckpoint(tmp_path, every=1).on_train_start(trainer, trainer.lightning_module)
     assert restored == {torch.device("cuda", 1): torch.tensor(3)}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, Trainer
 
-from rl_plugins.callbacks import checkpoint as checkpoint_module
+from rl_plugins.callbacks import checkpoint_files
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.graceful_stop import GracefulStop
 from rl_plugins.manifest import find_damage
@@ -60,14 +60,14 @@ class InValidation(Callback):
 
 def in_checkpoint(step: int, send: Send, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send a signal in the middle of the checkpoint of a step."""
-    put = checkpoint_module.put_in_place
+    put = checkpoint_files.put_in_place
 
     def interrupted(writer: Any, files: Any, final: Path) -> str | None:
         if final == RunFolder(final.parent).checkpoint(step):
             send()
         return put(writer, files, final)
 
-    monkeypatch.setattr(checkpoint_module, "put_in_place", interrupted)
+    monkeypatch.setattr(checkpoint_files, "put_in_place", interrupted)
 
 
 def train(folder: Path, *others: Callback, checkpoint_every: int = 100, last: Sequence[Callback] = ()) -> int:

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.training import TrainingRun
 from rl_plugins.models.tiny import build_tokenizer
@@ -47,6 +48,14 @@ def test_sampling_of_a_run_adds_stop_tokens_to_the_end_of_sequence(tmp_path: Pat
     assert sampling.stop_token_ids == (run.tokenizer.eos_token_id, 3)
     assert (sampling.min_p, sampling.num_samples) == (0.1, 2)
     assert run.generation_options()["eval_sampling"].min_p == 0
+
+
+def test_async_checkpoints_have_half_the_deadline_of_collectives(tmp_path: Path) -> None:
+    options = ["run.async_checkpoints=true", "strategy.collective_timeout_s=100"]
+    for overrides, deadline_s in ([], None), (options, 50):
+        callbacks = training_run(tmp_path, *overrides).callbacks()
+        checkpoint = next(callback for callback in callbacks if isinstance(callback, PolicyCheckpoint))
+        assert checkpoint.files.deadline_s == deadline_s
 
 
 def test_callbacks_loggers_and_profiler_are_built_from_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
