@@ -89,18 +89,16 @@ class Kind:
     Attributes:
         recipe: recipe and options of the runs.
         find: function that returns the living processes of this kind in a run.
-        ends_run: True if the run ends with such a process.
     """
 
     recipe: tuple[str, ...]
     find: Callable[[Recipe], list[psutil.Process]]
-    ends_run: bool = False
 
 
 TRACKING_SERVER = "tracking server"
 KINDS: Mapping[str, Kind] = {
-    "driver": Kind(ANSWERS, _driver, ends_run=True),
-    "controller": Kind(ANSWERS, _with("ray::TrainController"), ends_run=True),
+    "driver": Kind(ANSWERS, _driver),
+    "controller": Kind(ANSWERS, _with("ray::TrainController")),
     "training worker": Kind(ANSWERS, _with("ray::RayTrainWorker")),
     "engine": Kind(ANSWERS, _with("ray::VLLMActor")),
     "process of an engine": Kind(ANSWERS, _processes_of_engines),
@@ -108,8 +106,8 @@ KINDS: Mapping[str, Kind] = {
     "environment worker": Kind(CONVERSATIONS, _with("ray::LoadedRewards")),
     "actor of the reference": Kind(ANSWERS, _with("ray::ModelActor")),
     "actor of the critic": Kind(CONVERSATIONS, _with("ray::CriticActor")),
-    "raylet": Kind(ANSWERS, _with("/raylet/raylet"), ends_run=True),
-    "head": Kind(ANSWERS, _with("gcs_server"), ends_run=True),
+    "raylet": Kind(ANSWERS, _with("/raylet/raylet")),
+    "head": Kind(ANSWERS, _with("gcs_server")),
     TRACKING_SERVER: Kind(ANSWERS, lambda run: []),
 }
 
@@ -164,10 +162,11 @@ class Campaign:
     Args:
         folder: folder of the runs and of `results.jsonl`.
         seed: seed of the moments.
+        options: options of all runs, after the options of the recipe.
     """
 
-    def __init__(self, folder: Path, seed: int = 0) -> None:
-        self._folder, self._seed = folder.absolute(), seed
+    def __init__(self, folder: Path, seed: int = 0, options: Sequence[str] = ()) -> None:
+        self._folder, self._seed, self._options = folder.absolute(), seed, tuple(options)
         self._workplace = self._folder / "workplace"
         if not (self._workplace / "tiny").is_dir():
             save_workplace(self._workplace)
@@ -184,8 +183,8 @@ class Campaign:
             number: number of the kill.
             moment: moment of the kill; by default a random one, which depends on seed, kind and number.
         """
-        recipe = KINDS[kind].recipe
-        whole = self._left_alone(f"whole-{recipe[0]}", recipe)
+        recipe = (*KINDS[kind].recipe, *self._options)
+        whole = self._left_alone(recipe)
         chance = random.Random(f"{self._seed}-{kind}-{number}")
         moment = moment or Moment(chance.randrange(STEPS), round(chance.uniform(0, 2), 3))
         name = f"{kind.replace(' ', '-')}-{number}"
@@ -200,7 +199,7 @@ class Campaign:
                 server = Server(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="server"))))
                 stack.callback(server.close)
                 server.start()
-            statuses, [restart_s] = _kill_in_turn(start, [(kind, moment)], server)
+            statuses, restart_s = _run_with_kill(start, kind, moment, server)
             differing = differences(self._folder / "outputs" / name, whole)
             if server is not None:
                 differing += _missing_on(server, self._folder / "outputs" / name)
@@ -210,27 +209,9 @@ class Campaign:
             results.write(json.dumps(asdict(outcome)) + "\n")
         return outcome
 
-    def run_script(
-        self, name: str, kills: Sequence[tuple[str, Moment]], options: Sequence[str] = ()
-    ) -> tuple[list[int], list[str]]:
-        """Kill processes of one run, one after the other.
-
-        Args:
-            name: name of the run.
-            kills: kinds of one recipe, with the moments of their kills.
-            options: options after the options of the recipe.
-
-        Returns:
-            Exit status of each start, and the metrics and files that differ from a run left alone.
-        """
-        recipe = (*KINDS[kills[0][0]].recipe, *options)
-        whole = self._left_alone(f"whole-{name}", recipe)
-        with self._starts(recipe, name, Path(tempfile.gettempdir())) as start:
-            statuses, _ = _kill_in_turn(start, kills)
-        return statuses, differences(self._folder / "outputs" / name, whole)
-
-    def _left_alone(self, name: str, recipe: tuple[str, ...]) -> Path:
+    def _left_alone(self, recipe: tuple[str, ...]) -> Path:
         """Return the folder of a finished run without a kill, which the first call trains."""
+        name = f"whole-{recipe[0]}"
         if not (self._folder / "outputs" / name / "policy").is_dir():
             shutil.rmtree(self._folder / "outputs" / name, ignore_errors=True)
             with self._starts(recipe, name, Path(tempfile.gettempdir())) as start:
@@ -250,42 +231,38 @@ class Campaign:
             yield begin
 
 
-def _kill_in_turn(
-    start: Callable[..., Recipe], kills: Sequence[tuple[str, Moment]], server: Server | None = None
-) -> tuple[list[int], list[float]]:
-    """Start a run, kill a process at each moment, and start the run again until its end.
+def _run_with_kill(
+    start: Callable[..., Recipe], kind: str, moment: Moment, server: Server | None
+) -> tuple[list[int], float]:
+    """Start a run, kill a process, and start the run again until its end.
 
     Returns:
-        Exit status of each start, and for each kill the seconds until the next row of metrics.
+        Exit status of each start, and the seconds from the kill to the next row of metrics.
     """
     overrides = () if server is None else (f"tracking.uri={server.uri}", "tracking.experiment=kills")
-    run, statuses, restarts_s = start(*overrides), list[int](), list[float]()
-    for kind, moment in kills:
-        if moment.step:
-            run.wait_for_step(moment.step, 1800)
-        elif server is None:
-            run.wait_until(partial(KINDS[kind].find, run), kind, 1800)
-        time.sleep(moment.delay_s)
-        if server is not None:
-            server.kill()
-            server.start()
-        else:
-            # A process of the kind may be about to start again, or the run may have ended.
-            with suppress(AssertionError, IndexError, psutil.NoSuchProcess):
-                run.wait_until(partial(KINDS[kind].find, run), kind, 120)
-                KINDS[kind].find(run)[0].kill()
-        killed, rows = time.monotonic(), len(run.metrics())
-        if KINDS[kind].ends_run:
-            # The workers may still take a step.
-            run.wait(1800)
-        while not _goes_on(run, rows) and len(statuses) < STARTS - 1:
-            statuses.append(run.wait())
-            run = start(*overrides)
-        restarts_s.append(time.monotonic() - killed)
+    run, statuses = start(*overrides), list[int]()
+    if moment.step:
+        run.wait_for_step(moment.step, 1800)
+    elif server is None:
+        run.wait_until(partial(KINDS[kind].find, run), kind, 1800)
+    time.sleep(moment.delay_s)
+    if server is not None:
+        server.kill()
+        server.start()
+    else:
+        # A process of the kind may be about to start again, or the run may have ended.
+        with suppress(AssertionError, IndexError, psutil.NoSuchProcess):
+            run.wait_until(partial(KINDS[kind].find, run), kind, 120)
+            KINDS[kind].find(run)[0].kill()
+    killed, rows = time.monotonic(), len(run.metrics())
+    while not _goes_on(run, rows) and len(statuses) < STARTS - 1:
+        statuses.append(run.wait())
+        run = start(*overrides)
+    restart_s = time.monotonic() - killed
     statuses.append(run.wait(1800))
     while statuses[-1] and len(statuses) < STARTS:
         statuses.append(start(*overrides).wait(1800))
-    return statuses, restarts_s
+    return statuses, restart_s
 
 
 def _goes_on(run: Recipe, rows: int) -> bool:

@@ -1,8 +1,7 @@
 """A run that loses a process of any kind ends with the same bits as a run left alone.
 
-Other modules kill the driver, training workers, reward workers, engines and one of their processes (`test_resume`), the
-actor of a critic (`test_lost_critic`) and of a teacher (`test_many_machines`), and the tracking server
-(`test_tracking_outage`).
+Other modules kill the other kinds of processes: `test_resume`, `test_lost_critic`, `test_many_machines` and
+`test_tracking_outage`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from integration_tests.campaign import (
-    KINDS,
     MARK,
     Campaign,
     Moment,
@@ -34,34 +32,15 @@ LOST = Outcome("engine", 0, Moment(3, 0.5), [0], 8.2)
 BAD = Outcome("engine", 1, Moment(0, 0.1), [69, 0], 30.0, ["train/loss"], ["process ray::IDLE"])
 
 
-@pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
-    return Campaign(tmp_path_factory.mktemp("campaign"))
-
-
-# Without vLLM, a pool and a second worker, a run starts in a third of the time.
-ONE_WORKER = (
-    "rollout.engine=transformers", "placement.num_workers=1", "placement.reference.actors=0",
-    "placement.critic.actors=0", "sampling.stop=[]", "sampling.max_tokens=6",
-)  # fmt: skip
-
-
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        ("whole-run", ["controller", "raylet", "head"]),
-        ("environment", ["environment worker"]),
-    ],
-)
-def test_run_that_loses_processes_in_turn_ends_with_the_same_bits(
-    campaign: Campaign, name: str, kinds: list[str]
-) -> None:
-    kills = [(kind, Moment(2 * number, 0)) for number, kind in enumerate(kinds, 1)]
-    statuses, differing = campaign.run_script(name, kills, ONE_WORKER)
-    assert statuses[-1] == 0 and statuses.count(0) == 1, statuses
-    assert len(statuses) == 1 + sum(KINDS[kind].ends_run for kind in kinds), statuses
-    assert differing == []
+def test_run_that_loses_its_environment_worker_ends_with_the_same_bits(tmp_path: Path) -> None:
+    # Without vLLM, the pool of the critic and a second worker, a run starts in a third of the time.
+    options = (
+        "rollout.engine=transformers", "placement.num_workers=1", "placement.critic.actors=0", "sampling.stop=[]",
+        "sampling.max_tokens=6",
+    )  # fmt: skip
+    outcome = Campaign(tmp_path, options=options).run("environment worker", 0, Moment(2, 0))
+    assert outcome.statuses == [0] and outcome.differences == []
 
 
 def test_read_results_goes_on_after_a_torn_line_and_write_page_keeps_the_text_around_the_table(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.campaign import KINDS
+from integration_tests.campaign import KINDS, differences
 from integration_tests.conftest import Recipe
 from integration_tests.pace import Pace
 
@@ -94,6 +94,31 @@ def test_run_that_loses_processes_of_five_kinds_and_is_resumed_equals_an_uninter
             assert first[step][name] == second[step][name], (step, name)
     assert (whole.run / "mlflow_run_id").read_text() != (resumed.run / "mlflow_run_id").read_text()
     assert mlflow_runs(resumed.folder) == 2, "a resumed run continues its MLflow run"
+
+
+def test_run_that_ends_with_its_controller_raylet_or_head_is_resumed_with_the_same_bits(
+    start_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    options = (
+        *COMMON, "rollout.tensor_parallel_size=1", "rollout.engine=transformers", "placement.num_workers=1",
+        "run.checkpoint_every=1", "run.steps=7", "run.resume=auto", "tracking.enabled=false",
+    )  # fmt: skip
+    whole = start_recipe("grpo", "whole", *options, *Pace(tmp_path / "none", samples=32).overrides)
+    assert whole.wait() == 0, whole.tail()
+    pace = Pace(tmp_path / "pace", samples=32)
+    pace.allow(2)
+    for kind in ("controller", "raylet", "head"):
+        # In each start the run takes two steps and waits, so the run notices the loss before its end.
+        broken = start_recipe("grpo", "broken", *options, *pace.overrides)
+        pace.wait(broken)
+        pace.file.with_suffix(".held").unlink()
+        lose(broken, kind)
+        assert broken.wait() != 0, broken.tail()
+    pace.allow_all()
+    last = start_recipe("grpo", "broken", *options, *pace.overrides)
+    assert last.wait() == 0, last.tail()
+    assert "resumed from checkpoint_00000006" in last.log.read_text()
+    assert differences(last.run, whole.run) == []
 
 
 def lose(run: Recipe, kind: str) -> None:

@@ -23,11 +23,6 @@ ALLOWED: dict[str, tuple[float, str]] = {
         30.0,
         "torch.compile traces the same block in two ranks at once",
     ),
-    "integration_tests/test_campaign.py::test_run_that_loses_processes_in_turn_ends_with_the_same_bits"
-    "[whole-run-kinds0]": (
-        150.0,
-        "a run that is left alone, and one that starts four times",
-    ),
     "integration_tests/test_colocated_layout.py::"
     "test_engines_on_the_devices_of_all_workers_train_the_same_policy_also_without_a_killed_engine": (
         150.0,
@@ -46,6 +41,11 @@ ALLOWED: dict[str, tuple[float, str]] = {
     "integration_tests/test_ray_job.py::test_submitted_job_is_stopped_by_ctrl_c_and_resumed_as_a_ray_job": (
         150.0,
         "a head node of Ray starts, and two jobs, each of which starts the whole stack",
+    ),
+    "integration_tests/test_resume.py::"
+    "test_run_that_ends_with_its_controller_raylet_or_head_is_resumed_with_the_same_bits": (
+        150.0,
+        "a run that is left alone, and one that starts four times",
     ),
     "integration_tests/test_resume.py::"
     "test_run_that_loses_processes_of_five_kinds_and_is_resumed_equals_an_uninterrupted_run": (
