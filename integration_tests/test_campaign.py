@@ -33,7 +33,7 @@ BAD = Outcome("engine", 1, Moment(0, 0.1), [69, 0], 30.0, ["train/loss"], ["proc
 
 
 @pytest.mark.extended
-def test_run_that_loses_its_environment_worker_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_run_that_loses_an_environment_worker_ends_with_the_same_bits(tmp_path: Path) -> None:
     # Without vLLM, the pool of the critic and a second worker, a run starts in a third of the time.
     options = (
         "rollout.engine=transformers", "placement.num_workers=1", "placement.critic.actors=0", "sampling.stop=[]",

@@ -38,7 +38,7 @@ ALONE = (
 TOGETHER = ("placement.num_workers=4", "placement.cpus_per_worker=0.5", "rollout.tensor_parallel_size=2")
 
 
-def test_engines_on_the_devices_of_all_workers_train_the_same_policy_also_without_a_killed_engine(
+def test_engines_on_the_devices_of_all_workers_train_the_same_policy_also_after_a_kill(
     start_recipe: Callable[..., Recipe], workplace: Path, tmp_path: Path
 ) -> None:
     alone = start_recipe("grpo", "alone", *COMMON, *ALONE)

@@ -42,6 +42,16 @@ def wait_for_engine_counts(run: Recipe, *counts: int) -> None:
     run.wait_until(lambda: seen() == list(counts), f"steps with {counts} engines")
 
 
+def assert_stops(run: Recipe, *, engines_lost: int) -> None:
+    """Check that the run ended on request, took each step once, and lost no sample."""
+    (run.run / "stop").touch()
+    assert run.wait() == 75, run.tail()
+    rows = run.trained()
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert all(row["train/reward_died"] == 0 for row in rows)
+    assert sum(row["rollout/engines_lost"] for row in rows) == engines_lost
+
+
 def test_killed_engine_and_then_hung_engine_are_replaced_while_the_other_works(
     start_recipe: Callable[..., Recipe],
 ) -> None:
@@ -53,10 +63,4 @@ def test_killed_engine_and_then_hung_engine_are_replaced_while_the_other_works(
     wait_for_engine_counts(run, 2, 1, 2)
     run.processes("VLLMActor")[0].send_signal(signal.SIGSTOP)
     wait_for_engine_counts(run, 2, 1, 2, 1, 2)
-    (run.run / "stop").touch()
-    assert run.wait() == 75, run.tail()
-    # Each step came once, and no sample is lost.
-    rows = run.trained()
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    assert all(row["train/reward_died"] == 0 for row in rows)
-    assert sum(row["rollout/engines_lost"] for row in rows) == 2
+    assert_stops(run, engines_lost=2)

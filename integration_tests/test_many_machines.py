@@ -127,7 +127,7 @@ def test_submitted_job_has_workers_and_engines_on_three_machines(
     assert "job: rollout engines      2     1     0  PACK" in log.read_text()
 
 
-def test_run_waits_for_machines_moves_before_an_announced_loss_and_outlives_a_killed_machine(
+def test_run_waits_for_machines_moves_before_an_announced_loss_and_outlives_a_kill(
     cluster: Machines, start: Callable[..., Recipe], tmp_path: Path
 ) -> None:
     cluster.resize(1)

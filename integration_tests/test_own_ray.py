@@ -39,7 +39,7 @@ for process in psutil.Process().children(recursive=True):
 """
 
 
-def test_own_ray_listens_on_the_loopback_address_in_a_closed_folder_and_ends_a_worker_that_hangs() -> None:
+def test_own_ray_listens_on_loopback_in_a_closed_folder_and_ends_hanging_workers() -> None:
     # Paths of Ray's sockets must be short.
     with TemporaryDirectory(dir="/tmp") as folder:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

@@ -96,7 +96,7 @@ def test_run_that_loses_processes_of_five_kinds_and_is_resumed_equals_an_uninter
     assert mlflow_runs(resumed.folder) == 2, "a resumed run continues its MLflow run"
 
 
-def test_run_that_ends_with_its_controller_raylet_or_head_is_resumed_with_the_same_bits(
+def test_run_that_ends_with_controller_raylet_or_head_is_resumed_with_the_same_bits(
     start_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
     options = (

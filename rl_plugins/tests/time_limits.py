@@ -24,7 +24,7 @@ ALLOWED: dict[str, tuple[float, str]] = {
         "torch.compile traces the same block in two ranks at once",
     ),
     "integration_tests/test_colocated_layout.py::"
-    "test_engines_on_the_devices_of_all_workers_train_the_same_policy_also_without_a_killed_engine": (
+    "test_engines_on_the_devices_of_all_workers_train_the_same_policy_also_after_a_kill": (
         150.0,
         "two runs, and one of the two has ten processes that load libraries",
     ),
@@ -34,7 +34,7 @@ ALLOWED: dict[str, tuple[float, str]] = {
         "one run loses an engine twice, and waits twice until another engine has started",
     ),
     "integration_tests/test_many_machines.py::"
-    "test_run_waits_for_machines_moves_before_an_announced_loss_and_outlives_a_killed_machine": (
+    "test_run_waits_for_machines_moves_before_an_announced_loss_and_outlives_a_kill": (
         240.0,
         "Ray notices a killed machine after a while, three times, and the workers start again",
     ),
@@ -43,7 +43,7 @@ ALLOWED: dict[str, tuple[float, str]] = {
         "a head node of Ray starts, and two jobs, each of which starts the whole stack",
     ),
     "integration_tests/test_resume.py::"
-    "test_run_that_ends_with_its_controller_raylet_or_head_is_resumed_with_the_same_bits": (
+    "test_run_that_ends_with_controller_raylet_or_head_is_resumed_with_the_same_bits": (
         150.0,
         "a run that is left alone, and one that starts four times",
     ),
