@@ -14,6 +14,7 @@ import pytest
 
 from rl_plugins.errors import ConfigError, RayLost
 from rl_plugins.launch.own_ray import (
+    GCS_WAIT,
     LEAST_BYTES,
     TASK_REPORTS,
     _temporary_files_in,
@@ -149,14 +150,14 @@ def test_temporary_files_in_removes_folders_of_ended_processes(home: Path) -> No
     assert not ended.exists() and running.exists()
 
 
-def test_set_own_ray_up_keeps_no_tasks_in_the_gcs_and_leaves_variables_of_the_user(
+def test_set_own_ray_up_bounds_memory_and_wait_of_the_gcs_and_leaves_variables_of_the_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in (TASK_REPORTS, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+    for name in (TASK_REPORTS, GCS_WAIT, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     set_own_ray_up()
-    assert os.environ[TASK_REPORTS] == "0"
+    assert os.environ[TASK_REPORTS] == "0" and os.environ[GCS_WAIT] == "10"
     monkeypatch.setenv(TASK_REPORTS, "500")
     set_own_ray_up()
     assert os.environ[TASK_REPORTS] == "500"
