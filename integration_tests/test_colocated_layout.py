@@ -1,7 +1,7 @@
 """Four workers with two rollout engines of two processes learn the same as one worker with one engine.
 
 This is the layout of a machine with four GPUs: every engine is on the devices of two neighbouring workers. One of the
-two engines is killed in the middle of the run.
+four processes of the engines is killed in the middle of the run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from integration_tests.campaign import KINDS
 from integration_tests.conftest import Recipe
 from integration_tests.pace import Pace
 from integration_tests.test_gradient_invariance import vector
@@ -48,7 +49,7 @@ def test_engines_on_the_devices_of_all_workers_train_the_same_policy_also_after_
     pace.allow(HELD - 1)
     together = start_recipe("grpo", "together", *COMMON, *TOGETHER, *pace.overrides)
     pace.wait(together)
-    together.kill_one("VLLMActor")
+    KINDS["process of an engine"].find(together)[0].kill()
     pace.allow_all()
     assert together.wait() == 0, together.tail()
 

@@ -30,7 +30,7 @@ def run(folder: Path, workplace: Path, *overrides: str) -> subprocess.CompletedP
         f"data.val_pairs=[{folder}/test_pairs.parquet]", "++common.sampling.max_tokens=4",
         "++common.data.max_prompt_tokens=28", "++common.batch.prompts_per_step=16", "++common.run.steps=2",
         "++common.run.eval_every=1", "++stages.ppo.options.batch.samples_per_prompt=4",
-        "++stages.ppo.options.critic.warmup_steps=1",
+        "++stages.ppo.options.critic.warmup_steps=1", "++stages.ppo.options.placement.num_workers=1",
         # Only the last stage needs the cluster and the engine here; the start of each takes time.
         *(
             f"++stages.{stage}.options.{option}"

@@ -120,7 +120,8 @@ def recipe(workplace: Path, *overrides: str) -> list[str]:
         "run.name=job", f"model.path={workplace}/tiny", f"data.train_files=[{workplace}/data/train.parquet]",
         f"data.val_files=[{workplace}/data/test.parquet]", "data.max_prompt_tokens=26", "sampling.max_tokens=6",
         "batch.prompts_per_step=4", "batch.samples_per_prompt=4", "optimizer.lr=1e-3", "run.checkpoint_every=1",
-        "reward.functions.default._target_=my_rewards.shortness", "rollout.engine=transformers", *overrides,
+        "reward.functions.default._target_=my_rewards.shortness", "rollout.engine=transformers",
+        "placement.num_workers=1", *overrides,
     ]  # fmt: skip
 
 

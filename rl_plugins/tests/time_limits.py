@@ -48,7 +48,7 @@ ALLOWED: dict[str, tuple[float, str]] = {
         "a run that is left alone, and one that starts four times",
     ),
     "integration_tests/test_resume.py::"
-    "test_run_that_loses_processes_of_five_kinds_and_is_resumed_equals_an_uninterrupted_run": (
+    "test_run_that_loses_processes_of_four_kinds_and_is_resumed_equals_an_uninterrupted_run": (
         300.0,
         "a run that is left alone, and one whose processes start five times",
     ),
