@@ -17,7 +17,7 @@ from integration_tests.pace import Pace
 from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.tests.patience import patient
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("large")]
 
 SMALL = (
     "batch.prompts_per_step=4", "batch.samples_per_prompt=4", "run.eval_every=0", "tracking.enabled=false",
@@ -143,7 +143,7 @@ def test_run_waits_for_machines_moves_before_an_announced_loss_and_outlives_a_ki
         f"placement.wait_for_nodes_s={WAIT_S:g}", "placement.strategy=STRICT_SPREAD", "placement.max_restarts=3",
         RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S="0.5",
         # The default is a minute.
-        RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(patient(8)),
+        RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(patient(15)),
     )  # fmt: skip
     run.wait_for_words("moved: waiting for 2 x 1 CPUs for the training workers, 1")
     assert f"of {WAIT_S:g} s; free now: 1 CPUs" in run.tail()

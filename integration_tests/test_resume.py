@@ -13,7 +13,7 @@ from integration_tests.campaign import KINDS, differences
 from integration_tests.conftest import Recipe
 from integration_tests.pace import Pace
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("large")]
 
 COMMON = (
     "run.steps=12",

@@ -7,6 +7,7 @@ limit of a test over its limit is multiplied by the slowdown of the machine at t
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Generator
 
@@ -77,8 +78,10 @@ def slowdown() -> float:
 
 def limit_of(item: pytest.Item) -> float:
     """Return the limit of a test in seconds."""
-    if item.nodeid in ALLOWED:
-        return ALLOWED[item.nodeid][0]
+    # With `--dist loadgroup` the id ends with the group.
+    name = re.sub(r"@[^]@]+$", "", item.nodeid)
+    if name in ALLOWED:
+        return ALLOWED[name][0]
     return max(limit for tier, limit in LIMITS_S.items() if tier == "unit" or item.get_closest_marker(tier))
 
 
