@@ -17,6 +17,7 @@ from rl_plugins.launch.training import TrainingRun, train_in_this_process
 from rl_plugins.models.pool_actor import ModelActor, PoolConfig
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.stages import critic_pool
 from rl_plugins.tests.fake_cuda import FakeCuda
 from rl_plugins.tests.launch.configurations import configured
 
@@ -102,3 +103,12 @@ def test_pool_actor_on_a_gpu_uses_tensor_cores(tmp_path: Path, _precision_of_pro
     with FakeCuda():
         ModelActor(PoolConfig(**pool, device="cuda"))
     assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_critic_actor_on_a_gpu_uses_tensor_cores(monkeypatch: pytest.MonkeyPatch, _precision_of_products: None) -> None:
+    monkeypatch.setattr(critic_pool, "CriticLearner", lambda training, device: device)
+    settings: Any = None
+    for device, products in (("cpu", "highest"), ("cuda", "high")):
+        pool = PoolConfig("critic", "", "scalar", device=device, threads=torch.get_num_threads())
+        learner: Any = critic_pool.CriticActor(pool, settings, 0)._learner.result()
+        assert (learner, torch.get_float32_matmul_precision()) == (device, products)

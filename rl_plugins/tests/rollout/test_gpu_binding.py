@@ -149,3 +149,24 @@ def test_start_on_gpus_of_raises_before_an_engine_starts_on_a_full_gpu(
         fleet_of_one.start_on_gpus_of(Ranks())
     # A wrong option ends the run; after a loss, the workers start again.
     assert isinstance(raised.value, UserError) != started
+
+
+def test_ray_restarts_no_engine_on_the_gpu_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine would not fit beside the memory of training: `start_on_gpus_of` starts the engine again."""
+    asked: list[dict[str, Any]] = []
+
+    class Actor:
+        def options(self, **options: Any) -> Actor:
+            asked.append(options)
+            return self
+
+        def remote(self, config: VLLMConfig) -> None:
+            pass
+
+    monkeypatch.setattr(ray, "remote", lambda actor: Actor())
+    monkeypatch.setattr(fleet, "gpu_of_this_rank", lambda share: RankGPU(node(0), "0", 80, 80))
+    monkeypatch.setattr(fleet.Fleet, "wait_until_ready", lambda self: None)
+    monkeypatch.setattr(fleet.Fleet, "each", lambda self, method, among: None)
+    fleet.Fleet(VLLMConfig("model", device="cuda"), "name", 1, 0.0).start_on_gpus_of(Ranks())
+    fleet.Fleet(VLLMConfig("model", device="cuda", transport="nccl"), "name", 1, 1.0).start()
+    assert [(options["num_gpus"], options["max_restarts"]) for options in asked] == [(0, 0), (1.0, -1)]

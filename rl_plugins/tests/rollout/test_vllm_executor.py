@@ -14,9 +14,11 @@ import psutil
 import pytest
 
 pytest.importorskip("vllm")
-from vllm.v1.executor.multiproc_executor import WorkerProc
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from rl_plugins.rollout.vllm.executor import OneForAllExecutor, ResponseQueues
+from rl_plugins.rollout.vllm import executor as module
+from rl_plugins.rollout.vllm.executor import OneForAllExecutor, OneProcessExecutor, ResponseQueues
 from rl_plugins.tests.patience import patient, wait_until
 
 # The import of vLLM takes many seconds, and these modules use only the parts replaced here.
@@ -145,3 +147,18 @@ def test_end_with_parent_ends_the_process_of_an_engine_core_with_a_killed_actor(
         return not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
     wait_until(is_gone, "the end of the child", 30)
+
+
+@pytest.mark.parametrize(
+    ("executor", "base"), [(OneProcessExecutor, UniProcExecutor), (OneForAllExecutor, MultiprocExecutor)]
+)
+def test_executors_end_with_the_actor_before_they_load_a_model(
+    monkeypatch: pytest.MonkeyPatch, executor: Any, base: Any
+) -> None:
+    calls: list[str] = []
+    own = executor.__new__(executor)
+    own.response_mqs = []
+    monkeypatch.setattr(module, "end_with_parent", lambda: calls.append("end with parent"))
+    monkeypatch.setattr(base, "_init_executor", lambda self: calls.append("load"))
+    own._init_executor()
+    assert calls == ["end with parent", "load"]
