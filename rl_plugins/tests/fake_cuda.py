@@ -75,6 +75,10 @@ class FakeCuda(TorchFunctionMode):
         self._devices.__exit__(*raised)
         self._driver.stop()
 
+    def device_of(self, tensor: Tensor) -> torch.device:
+        """Return the device of a tensor, also below the functions of torch, where `tensor.device` is the CPU."""
+        return self._devices.of(tensor)
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

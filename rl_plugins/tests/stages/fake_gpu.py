@@ -1,4 +1,4 @@
-"""Stages of one process with training on a fake GPU."""
+"""Stages with training on a fake GPU, alone or as ranks with a whole model each."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rl_plugins.models import packed_attention
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.fake_cuda import CUDA, FakeCuda
 from rl_plugins.tests.models.plain_varlen import PlainVarlen
+from rl_plugins.tests.nccl_tensors import NcclTensors
 from rl_plugins.tests.stages import canned
 
 
@@ -34,8 +35,11 @@ class FakeGpu(CPUAccelerator):
 
 
 @contextmanager
-def training_on_fake_gpu() -> Iterator[FakeCuda]:
-    """Let strategies of one process, and trainers of `canned.quiet_trainer`, use a fake GPU inside the block."""
+def training_on_fake_gpu() -> Iterator[NcclTensors]:
+    """Let strategies of one process, and trainers of `canned.quiet_trainer`, use a fake GPU inside the block.
+
+    Ranks of `canned.AllReduceStrategy` have a fake GPU each, and communicate only tensors that NCCL takes.
+    """
     quiet_trainer = canned.quiet_trainer
 
     def on_fake_gpu(strategy: Any, **options: Any) -> Trainer:
@@ -48,4 +52,5 @@ def training_on_fake_gpu() -> Iterator[FakeCuda]:
         stack.enter_context(patch.object(canned, "quiet_trainer", on_fake_gpu))
         stack.enter_context(patch.object(packed_attention, "varlen_attn", PlainVarlen()))
         stack.enter_context(patch.object(packed_attention, "has_kernel", lambda query, value: True))
-        yield stack.enter_context(FakeCuda())
+        gpu = stack.enter_context(FakeCuda())
+        yield stack.enter_context(NcclTensors(gpu.device_of))

@@ -19,26 +19,40 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rl_plugins.strategies.fsdp import Meshes, clip_gradients, shard
 from rl_plugins.strategies.fsdp_shards import send_shards, take_tensors
 from rl_plugins.strategies.weight_sources import FSDPWeightSource
-
-CUDA = torch.device("cuda", 0)
+from rl_plugins.tests.fake_cuda import CUDA
+from rl_plugins.tests.nccl_tensors import NcclTensors
 
 
 class FakeRanks(NamedTuple):
-    """Two ranks with fake devices, and the devices of rank 0's broadcasts."""
+    """Two ranks with fake devices.
+
+    Attributes:
+        mesh: Mesh of the ranks.
+        sent: Devices of rank 0's broadcasts.
+        nccl: Checks of all collectives.
+    """
 
     mesh: DeviceMesh
     sent: list[torch.device]
+    nccl: NcclTensors
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRanks]:
     devices: list[torch.device] = []
+    nccl = NcclTensors()
+
+    def broadcast(tensor: Tensor, src: int) -> None:
+        nccl.check("broadcast", tensor)
+        devices.append(tensor.device)
+
     monkeypatch.setattr(torch.cuda, "current_device", lambda: CUDA.index)
-    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, src: devices.append(tensor.device))
+    # The broadcast of torch would ask for the properties of the GPU.
+    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cuda", (2,))
-    with FakeTensorMode():
-        yield FakeRanks(mesh, devices)
+    with FakeTensorMode(), nccl:
+        yield FakeRanks(mesh, devices, nccl)
     torch.distributed.destroy_process_group()
 
 
@@ -67,6 +81,7 @@ def test_weights_in_host_memory_are_gathered_on_the_device(ranks: FakeRanks) -> 
     weights = dict(FSDPWeightSource(model, torch.bfloat16))
     assert list(weights) == [name for name, _ in model.named_parameters()]
     assert {(weight.device, weight.dtype) for weight in weights.values()} == {(CUDA, torch.bfloat16)}
+    assert set(ranks.nccl.collectives) == {"all_gather_into_tensor"}
 
 
 def test_gradients_in_host_memory_are_clipped_by_a_norm_of_the_device(
@@ -84,4 +99,5 @@ def test_gradients_in_host_memory_are_clipped_by_a_norm_of_the_device(
         parameter.grad = torch.ones_like(parameter)
     clip_gradients(parameters, 1.0)
     assert norms == [CUDA]
+    assert set(ranks.nccl.collectives) == {"all_reduce"}
     assert {parameter.grad.device.type for parameter in parameters if parameter.grad is not None} == {"cpu"}
