@@ -75,7 +75,7 @@ integration: $(INSTALLED)  ## the core of the integration tests, over Ray, DeepS
 	$(PYTEST) -m "integration and not extended and not gpu" --timeout 600
 
 extended: $(INSTALLED)  ## kills and resumes of every kind, typed docs pages, pipelines, many machines: over the same stack, two files at a time
-	$(PYTEST) -m "extended and not gpu" --timeout 600 --numprocesses 2 --dist loadgroup
+	$(PYTEST) -m "extended and not gpu" --timeout 600 --numprocesses 2 --dist loadfile
 
 campaign: $(INSTALLED)  ## hours: kill -9 of each kind of process, TIMES=20 times each; goes on where it was stopped
 	$(PY) -m integration_tests.campaign --page docs/kills.md $(if $(TIMES),--times $(TIMES)) $(if $(KINDS),--kinds $(KINDS))

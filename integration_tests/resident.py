@@ -1,8 +1,7 @@
 """Ray and the vLLM engines shared by all tests of a run: each start of an engine keeps a core busy for some 12 s.
 
-The first test with Ray starts Ray and, at the same time, all engines used by the tests of this run. Tests with Ray run
-in one process of pytest and come first, and Ray ends after the last of them. `make extended` has another process of
-pytest, which runs recipes meanwhile.
+The first test with Ray starts Ray and, at the same time, all engines used by the tests of this run. Tests with Ray come
+first, and Ray ends after the last of them: recipes then have the whole machine.
 """
 
 from __future__ import annotations

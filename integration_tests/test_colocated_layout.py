@@ -17,7 +17,7 @@ from integration_tests.pace import Pace
 from integration_tests.test_gradient_invariance import vector
 from rl_plugins.run_folder import read_metrics
 
-pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("large")]
+pytestmark = pytest.mark.extended
 
 STEPS, HELD = 10, 4
 COMMON = (

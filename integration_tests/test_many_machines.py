@@ -17,7 +17,7 @@ from integration_tests.pace import Pace
 from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.tests.patience import patient
 
-pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("large")]
+pytestmark = pytest.mark.extended
 
 SMALL = (
     "batch.prompts_per_step=4", "batch.samples_per_prompt=4", "run.eval_every=0", "tracking.enabled=false",

@@ -13,7 +13,7 @@ from integration_tests.campaign import KINDS, differences
 from integration_tests.conftest import Recipe
 from integration_tests.pace import Pace
 
-pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("large")]
+pytestmark = pytest.mark.extended
 
 COMMON = (
     "run.steps=12",
