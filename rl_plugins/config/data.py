@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FROM_0_TO_BELOW_1, Range, Settings, one_of, or_null
+from rl_plugins.config.settings import (
+    ABOVE_0,
+    AT_LEAST_1,
+    FROM_0_TO_BELOW_1,
+    NODE_OR_NULL,
+    Range,
+    Settings,
+    one_of,
+    or_null,
+)
 
 _FILES = Range(
     "must be a parquet file, or a list of one or more",
@@ -86,7 +95,7 @@ class DataConfig(Settings):
     label_key: str | None = None
     steps_key: str = "extra_info.steps"
     labels_key: str = "extra_info.labels"
-    dataset: Any = None
+    dataset: Annotated[Any, NODE_OR_NULL] = None
 
 
 @dataclass

@@ -13,6 +13,7 @@ from rl_plugins.config.settings import (
     AT_LEAST_1,
     FOLDER_NAME,
     FROM_0_TO_BELOW_1,
+    NODE_OR_NULL,
     NOT_NEGATIVE,
     Range,
     Settings,
@@ -198,4 +199,4 @@ class DebugConfig(Settings):
 
     dump_rollouts: Annotated[int, NOT_NEGATIVE] = 0
     replay: str | None = None
-    profiler: Any = None
+    profiler: Annotated[Any, NODE_OR_NULL] = None

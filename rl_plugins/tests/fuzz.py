@@ -259,7 +259,10 @@ def _check_config(values: Any) -> None:
     wrong = [
         path for path, value in _leaves(OmegaConf.to_container(OmegaConf.structured(config))) if _is_infinite(value)
     ]
-    free = ("algorithm", "process_reward_model", "options", "functions", "schedule_options", "vllm")
+    free = (
+        "algorithm", "callbacks", "dataset", "functions", "loggers", "options", "process_reward_model", "profiler",
+        "schedule_options", "vllm",
+    )  # fmt: skip
     wrong = [path for path in wrong if not set(free) & set(map(str, path))]
     assert wrong == [], f"{'.'.join(map(str, wrong[0]))} is not finite"
 

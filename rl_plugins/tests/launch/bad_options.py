@@ -345,6 +345,8 @@ CHECKS: dict[str, list[Case]] = {
         (["data.curriculum.share=0.5", "stage=sft"], ["data.curriculum.share=0.5", "stage=sft"]),
         (["data.curriculum.share=0.01", "batch.prompts_per_step=4"], ["share=0.01 of 4 prompts per step is 0"]),
         (["data.dataset={_target_: no_such.Rows}"], ["data.dataset", "no_such"]),
+        (["data.dataset=nan"], ["data.dataset=nan", "must be a mapping with the key _target_"]),
+        (["debug.profiler=simple"], ["debug.profiler=simple", "must be a mapping with the key _target_"]),
         (
             ["model.path=thinks", "+data.chat_template_kwargs.enable_thinkin=false"],
             ["data.chat_template_kwargs.enable_thinkin: ", "did you mean 'enable_thinking'?"],
