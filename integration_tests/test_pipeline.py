@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wrong_option_of_the_last_stage_is_found_before_the_first_stage(folder: Path, workplace: Path) -> None:
     result = run(folder, workplace, "++stages.ppo.options.batch.updates_per_step=5")
     assert result.returncode == 2
-    assert "stage ppo: batch.updates_per_step=5 does not divide the 8 prompts" in result.stderr
+    assert "stage ppo: batch.updates_per_step=5 does not divide the 16 prompts" in result.stderr
     assert not (folder / "sft_rm_ppo").exists()
 
 

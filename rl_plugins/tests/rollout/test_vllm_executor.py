@@ -152,7 +152,7 @@ def test_end_with_parent_ends_the_process_of_an_engine_core_with_a_killed_actor(
 @pytest.mark.parametrize(
     ("executor", "base"), [(OneProcessExecutor, UniProcExecutor), (OneForAllExecutor, MultiprocExecutor)]
 )
-def test_executors_end_with_the_actor_before_they_load_a_model(
+def test_executors_end_with_the_actor_before_models_load(
     monkeypatch: pytest.MonkeyPatch, executor: Any, base: Any
 ) -> None:
     calls: list[str] = []
