@@ -13,6 +13,7 @@ import psutil
 from ray.cluster_utils import Cluster
 from ray.util.state import list_actors
 
+from integration_tests.conftest import free_port
 from rl_plugins.tests.patience import patient
 
 _OBJECT_STORE_BYTES = 10**8
@@ -88,10 +89,16 @@ class Machines:
 
 @contextmanager
 def machines() -> Iterator[Machines]:
-    """Start a cluster with a head node alone. The dashboard listens at the first free port found by Ray."""
+    """Start a cluster with a head node alone."""
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": 0, "include_dashboard": True, "object_store_memory": _OBJECT_STORE_BYTES},
+        head_node_args={
+            "num_cpus": 0,
+            "include_dashboard": True,
+            # Without a port, Ray would take 8265, or fail.
+            "dashboard_port": free_port(),
+            "object_store_memory": _OBJECT_STORE_BYTES,
+        },
     )
     try:
         yield Machines(cluster)
