@@ -136,7 +136,7 @@ class PolicyCheckpoint(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         self.files.advance()
-        if clock(pl_module) % self._every == 0 and clock(pl_module) != self.saved_step:
+        if clock(pl_module) % self._every == 0:
             self._save(trainer, pl_module)
         self._log_wait(trainer, pl_module)
 
@@ -152,12 +152,13 @@ class PolicyCheckpoint(Callback):
 
     def save_once(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write a checkpoint if this step has none, and wait until the checkpoint is in place. Collective."""
-        if clock(pl_module) != self.saved_step:
-            self._save(trainer, pl_module)
+        self._save(trainer, pl_module)
         self.files.wait()
 
     def _save(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step = clock(pl_module)
+        if step == self.saved_step:
+            return
         final = self._folder.checkpoint(step)
         metrics: dict[str, float] = {"step": step}
         if self._report_to_ray:

@@ -58,7 +58,7 @@ class CheckpointFiles:
         save: Callable[[CheckpointWriter], None],
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Put the last checkpoint in place, and write the next one or begin to write it.
+        """Write a checkpoint, or begin to write it. The last checkpoint must be in place: call `wait` first.
 
         Args:
             trainer: trainer with the ranks.
@@ -66,7 +66,7 @@ class CheckpointFiles:
             save: gives the files of this rank to a writer.
             then: action when the checkpoint is in place.
         """
-        self.wait()
+        assert self._pending is None
         partial = final.with_name(f".{final.name}.partial")
         with self._waiting():
             writer = CheckpointWriter(partial) if self.deadline_s is None else BackgroundWriter(partial)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -20,6 +19,7 @@ from rl_plugins.config.settings import (
     Settings,
     check_ranges,
     fits,
+    is_node,
     one_of,
     shown,
 )
@@ -33,7 +33,7 @@ _LAYERS = Range(
 )
 _NAMED = Range(
     "must be a name, a dotted path, or a mapping with the key _target_",
-    lambda value: isinstance(value, str) or (isinstance(value, Mapping) and isinstance(value.get("_target_"), str)),
+    lambda value: isinstance(value, str) or is_node(value),
 )
 _DECAY_RATES = Range(
     "must be two numbers from 0 to below 1",

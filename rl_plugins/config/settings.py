@@ -152,13 +152,13 @@ def or_null(limit: Range) -> Range:
     return Range(f"{limit.demand}, or null", lambda value: value is None or limit.holds(value))
 
 
+def is_node(value: object) -> bool:
+    """Return True if a value is a mapping with the key `_target_`, the path of a class or function."""
+    return isinstance(value, Mapping) and isinstance(value.get("_target_"), str)
+
+
 ABOVE_0_OR_NULL = or_null(ABOVE_0)
-NODE_OR_NULL = or_null(
-    Range(
-        "must be a mapping with the key _target_, the path of a class or function",
-        lambda value: isinstance(value, Mapping) and isinstance(value.get("_target_"), str),
-    )
-)
+NODE_OR_NULL = or_null(Range("must be a mapping with the key _target_, the path of a class or function", is_node))
 GPUS = Range(
     "must be from 0 to 1, or a whole number of GPUs", lambda value: 0 <= value <= 1 or (value > 1 and value % 1 == 0)
 )
