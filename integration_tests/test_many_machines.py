@@ -175,7 +175,6 @@ def test_run_waits_for_machines_moves_before_an_announced_loss_and_outlives_a_ki
 
 def wait_for_resumes(run: Recipe, count: int) -> None:
     """Wait until workers have resumed the run so many times, and have taken a step."""
-    file = RunFolder(run.run).resumes
-    run.wait_until(lambda: file.is_file() and len(file.read_text().splitlines()) == count, f"{count} resumes")
+    run.wait_until(lambda: RunFolder(run.run).times_resumed() == count, f"{count} resumes")
     rows = len(run.trained())
     run.wait_until(lambda: len(run.trained()) > rows, "a step after the resume")

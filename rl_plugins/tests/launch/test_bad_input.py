@@ -20,7 +20,8 @@ from rl_plugins.launch.command_line import compose_config, recipe_main, run_reci
 from rl_plugins.launch.dry_run import check_data, set_steps
 from rl_plugins.launch.resume import note_end
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tests.launch.bad_options import CHECKS, COMPOSING, OTHER_RECIPES, PAIRS, STEPS
+from rl_plugins.tests.launch.bad_options import CHECKS, COMPOSING
+from rl_plugins.tests.launch.bad_options_of_recipes import OTHER_RECIPES, PAIRS, STEPS
 from rl_plugins.tests.launch.configurations import configured, message_of
 
 GOOD = [

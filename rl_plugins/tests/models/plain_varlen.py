@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+
+from rl_plugins.models import packed_attention
 
 
 class VarlenCall(NamedTuple):
@@ -53,6 +58,16 @@ class PlainVarlen:
         q, k, v = (tokens.transpose(0, 1)[None] for tokens in (query, key, value))
         output = nn.functional.scaled_dot_product_attention(q, k, v, mask_MF, scale=scale, enable_gqa=enable_gqa)
         return output[0].transpose(0, 1)
+
+
+@contextmanager
+def plain_varlen() -> Iterator[None]:
+    """Let packed attention use the stand-in for all heads inside the block."""
+    with (
+        patch.object(packed_attention, "varlen_attn", PlainVarlen()),
+        patch.object(packed_attention, "has_kernel", lambda query, value: True),
+    ):
+        yield
 
 
 def _places(count: int, starts: Tensor) -> tuple[Tensor, Tensor]:

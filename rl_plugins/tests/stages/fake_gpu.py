@@ -13,10 +13,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from typing_extensions import override
 
-from rl_plugins.models import packed_attention
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.fake_cuda import CUDA, FakeCuda
-from rl_plugins.tests.models.plain_varlen import PlainVarlen
+from rl_plugins.tests.models.plain_varlen import plain_varlen
 from rl_plugins.tests.nccl_tensors import NcclTensors
 from rl_plugins.tests.stages import canned
 
@@ -50,7 +49,6 @@ def training_on_fake_gpu() -> Iterator[NcclTensors]:
         stack.enter_context(patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
         stack.enter_context(patch.object(SingleDeviceRolloutStrategy.__init__, "__defaults__", ("cuda",)))
         stack.enter_context(patch.object(canned, "quiet_trainer", on_fake_gpu))
-        stack.enter_context(patch.object(packed_attention, "varlen_attn", PlainVarlen()))
-        stack.enter_context(patch.object(packed_attention, "has_kernel", lambda query, value: True))
+        stack.enter_context(plain_varlen())
         gpu = stack.enter_context(FakeCuda())
         yield stack.enter_context(NcclTensors(gpu.device_of))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,7 +12,7 @@ from rl_plugins.models import packed_attention
 from rl_plugins.strategies.sequence_parallel import SequenceShards, exchange
 from rl_plugins.strategies.tensor_parallel import GroupBatch
 from rl_plugins.tests.fake_cuda import CUDA, FakeCuda
-from rl_plugins.tests.models.plain_varlen import PlainVarlen
+from rl_plugins.tests.models.plain_varlen import plain_varlen
 from rl_plugins.tests.nccl_tensors import NcclTensors
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.strategies.test_sequence_parallel import model_of, padded_of, row_of, run
@@ -25,11 +24,7 @@ KEYS = {"num_key_value_heads": 2}
 
 def pass_rows(rank: int, layout: Literal["sequence_parallel", "tensor_parallel"]) -> Counter[str]:
     """Run rows and padded batches of a group forward and backward; return the number of each collective."""
-    with (
-        patch.object(packed_attention, "varlen_attn", PlainVarlen()),
-        patch.object(packed_attention, "has_kernel", lambda query, value: True),
-        FakeCuda() as gpu,
-    ):
+    with plain_varlen(), FakeCuda() as gpu:
         model = model_of(**KEYS).to(CUDA)
         if layout == "sequence_parallel":
             SequenceShards(model, "policy", None)
