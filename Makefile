@@ -71,8 +71,8 @@ typecheck: $(INSTALLED)  ## mypy on the package, tests, benchmarks, docs and exa
 unit: $(INSTALLED)  ## unit tests, two files at a time
 	OMP_NUM_THREADS=1 $(PYTEST) -m "unit and not extended" --timeout 300 --numprocesses 2 --dist loadfile
 
-integration: $(INSTALLED)  ## the core of the integration tests, over Ray, DeepSpeed, vLLM and MLflow
-	$(PYTEST) -m "integration and not extended and not gpu" --timeout 600
+integration: $(INSTALLED)  ## the core of the integration tests, over Ray, DeepSpeed, vLLM and MLflow, two files at a time
+	$(PYTEST) -m "integration and not extended and not gpu" --timeout 600 --numprocesses 2 --dist loadfile
 
 extended: $(INSTALLED)  ## kills and resumes of every kind, typed docs pages, pipelines, many machines: over the same stack, two files at a time
 	$(PYTEST) -m "extended and not gpu" --timeout 600 --numprocesses 2 --dist loadfile

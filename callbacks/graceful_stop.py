@@ -7,14 +7,10 @@ end after the same step.
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 
 import psutil
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,9 +18,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
-from rl_plugins.errors import StorageError
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.signals import detach_from_terminal
+from rl_plugins.signals import stop_on_signals
 from rl_plugins.stages.clock import clock
 from rl_plugins.strategies.contract import strategy_of
 from rl_plugins.whole_file import write_whole_text
@@ -131,46 +126,3 @@ class GracefulStop(Callback):
                 print(f"{self._folder.path.name}: Ray is about to lose {nodes}: saving", flush=True)
             PolicyCheckpoint.of(trainer).save_once(trainer, pl_module)
         self._noticed = notice is not None
-
-
-@contextmanager
-def stop_on_signals(folder: RunFolder) -> Iterator[None]:
-    """Let the first SIGTERM or SIGHUP inside this context create the file `stop`. Only in the main thread.
-
-    After the first signal, the previous handlers are in place again. An ignored SIGHUP stays ignored. If the file
-    cannot be written, the previous handler gets the signal.
-    """
-    requests = [signal.SIGTERM, signal.SIGHUP]
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        requests.remove(signal.SIGHUP)
-    # After the first Ctrl-C, Lightning ignores SIGINT, and a second Ctrl-C could not end the process.
-    previous = {number: signal.getsignal(number) or signal.SIG_DFL for number in (*requests, signal.SIGINT)}
-    folder.path.mkdir(parents=True, exist_ok=True)
-
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    def request_stop(number: int, frame: FrameType | None) -> None:
-        restore()
-        name = signal.Signals(number).name
-        if number == signal.SIGHUP:
-            detach_from_terminal()
-        failure = None
-        try:
-            write_whole_text(folder.stop, name)
-        except StorageError as error:
-            failure = error
-        end = "ending after this step" if failure is None else f"ending at once: {failure}"
-        # The signal can interrupt a print, and `print` is not reentrant.
-        os.write(2, f"{folder.path.name}: {name}: {end}\n".encode())
-        if failure is not None:
-            # Without the file, no worker hears of the request.
-            os.kill(os.getpid(), number)
-
-    for number in requests:
-        signal.signal(number, request_stop)
-    try:
-        yield
-    finally:
-        restore()

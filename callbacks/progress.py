@@ -5,7 +5,6 @@ A thread shows the progress, so a long phase is visible while it runs, and no st
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
@@ -42,7 +41,7 @@ class StepProgress(Callback):
         total: number of steps of the run.
         label: text at the start of the bar or of each line.
         in_ray: True if the process runs in a Ray worker: Ray's driver then draws the bars of all processes.
-        every_s: seconds between two updates of the bar; 0 writes lines in place of a bar (see `redraw_interval_s`).
+        every_s: seconds between two updates of the bar; 0 writes lines in place of a bar (`redraw_interval_s`).
     """
 
     def __init__(self, total: int, *, label: str, in_ray: bool, every_s: float) -> None:
@@ -117,11 +116,6 @@ class StepProgress(Callback):
             self._ended.set()
             self._thread.join()
             self._thread = None
-
-
-def redraw_interval_s() -> float:
-    """Return the seconds between two updates of a bar; 0 if the output is a file, which cannot show a bar."""
-    return 0.5 if sys.stderr.isatty() or "ipykernel" in sys.modules else 0.0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Signals of a command: SIGTERM, SIGHUP and Ctrl-C end the command with one line and the status of a shell."""
+"""Signals of a command: SIGTERM, SIGHUP and Ctrl-C end the command with one line and the status of a shell.
+
+During training, the first SIGTERM or SIGHUP asks the workers to save the running step and end.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from rl_plugins.errors import StorageError
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.whole_file import write_whole_text
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _DESCRIPTORS = (1, 2)
@@ -88,3 +95,46 @@ def detach_from_terminal() -> None:
     for descriptor in terminals:
         os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+@contextmanager
+def stop_on_signals(folder: RunFolder) -> Iterator[None]:
+    """Let the first SIGTERM or SIGHUP inside this context create the file `stop`. Only in the main thread.
+
+    After the first signal, the previous handlers are in place again. An ignored SIGHUP stays ignored. If the file
+    cannot be written, the previous handler gets the signal.
+    """
+    requests = [signal.SIGTERM, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        requests.remove(signal.SIGHUP)
+    # After the first Ctrl-C, Lightning ignores SIGINT, and a second Ctrl-C could not end the process.
+    previous = {number: signal.getsignal(number) or signal.SIG_DFL for number in (*requests, signal.SIGINT)}
+    folder.path.mkdir(parents=True, exist_ok=True)
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    def request_stop(number: int, frame: FrameType | None) -> None:
+        restore()
+        name = signal.Signals(number).name
+        if number == signal.SIGHUP:
+            detach_from_terminal()
+        failure = None
+        try:
+            write_whole_text(folder.stop, name)
+        except StorageError as error:
+            failure = error
+        end = "ending after this step" if failure is None else f"ending at once: {failure}"
+        # The signal can interrupt a print, and `print` is not reentrant.
+        os.write(2, f"{folder.path.name}: {name}: {end}\n".encode())
+        if failure is not None:
+            # Without the file, no worker hears of the request.
+            os.kill(os.getpid(), number)
+
+    for number in requests:
+        signal.signal(number, request_stop)
+    try:
+        yield
+    finally:
+        restore()

@@ -98,7 +98,7 @@ def export_checkpoint(
     # transformers imports DeepSpeed, which would look for a device and print the result.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from rl_plugins.callbacks.averages import read_average
-    from rl_plugins.launch.quiet import quiet_libraries
+    from rl_plugins.launch.terminal import quiet_libraries
     from rl_plugins.models.export import save_adapter, save_policy, write_policy
 
     quiet_libraries()

@@ -179,7 +179,7 @@ def _tokenize(
         load_tokenizer,
         tokenize_prompts,
     )
-    from rl_plugins.launch.quiet import quiet_libraries
+    from rl_plugins.launch.terminal import quiet_libraries
 
     quiet_libraries()
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)

@@ -15,6 +15,7 @@ import yaml
 from typing_extensions import override
 
 from rl_plugins import __version__
+from rl_plugins.collector import collector_off
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER
 from rl_plugins.config.settings import Range, shown
 from rl_plugins.errors import ConfigError, UserError
@@ -126,7 +127,8 @@ def parse_arguments(name: str, words: Sequence[str]) -> Namespace:
     Raises:
         ConfigError: An argument is unknown, missing or wrong.
     """
-    command = import_module(f"rl_plugins.commands.{name}")
+    with collector_off():
+        command = import_module(f"rl_plugins.commands.{name}")
     parser = _Parser(
         prog=f"rl-plugins {name}", description=command.__doc__, formatter_class=RawDescriptionHelpFormatter
     )

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.collector import collector_off
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, foreign_name, keys_of
 from rl_plugins.config.recipe import (
     SAMPLING_STAGES,
@@ -325,9 +326,10 @@ def run_recipe(
             flush=True,
         )
         return folder
-    config.tracking.uri = tracking_uri(config)
-    fetch_models(config)
-    preflight(config)
+    with collector_off():
+        config.tracking.uri = tracking_uri(config)
+        fetch_models(config)
+        preflight(config)
     if config.run.dry_run:
         print(
             f"{config.run.name}: all checks have passed: {_describe_batch(config)}. Leave run.dry_run out to start the "

@@ -31,7 +31,7 @@ def write_sums(folder: Path, seed: int) -> None:
 
 def save_base(folder: Path, seed: int) -> None:
     """Save a small model with random weights, and its tokenizer."""
-    from rl_plugins.launch.quiet import quiet_libraries
+    from rl_plugins.launch.terminal import quiet_libraries
     from rl_plugins.models.tiny import save_tiny_policy
 
     quiet_libraries()

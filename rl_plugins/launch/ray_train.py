@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from rl_plugins.collector import collector_off
 from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.launch.gpu_checks import check_nodes
@@ -37,11 +38,13 @@ from rl_plugins.launch.placement import (
     table,
     weight_transport,
 )
+from rl_plugins.launch.terminal import redraw_interval_s
 from rl_plugins.models.pool_actor import PoolConfig, start_pool
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.signals import handlers_kept
+from rl_plugins.signals import handlers_kept, stop_on_signals
 
 if TYPE_CHECKING:
+    from rl_plugins.launch.training import TrainingRun
     from rl_plugins.rollout.engine import RolloutEngine
     from rl_plugins.rollout.vllm.client import VLLMRollout
 
@@ -112,8 +115,6 @@ def _start_roles_and_fit(config: RecipeConfig, folder: RunFolder, roles: list[Ro
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
-    from rl_plugins.callbacks.graceful_stop import stop_on_signals
-    from rl_plugins.callbacks.progress import redraw_interval_s
     from rl_plugins.launch.worker_errors import WorkerFailures, user_errors_unwrapped, without_traceback
 
     placement = config.placement
@@ -180,6 +181,11 @@ def train_worker(arguments: dict[str, Any]) -> None:
     Args:
         arguments: Values of `train_loop_config` from the driver.
     """
+    _training_run(arguments).call_recipe()
+
+
+@collector_off()
+def _training_run(arguments: dict[str, Any]) -> TrainingRun:
     # DeepSpeed reads the variable at its import. The value of the driver's process may be wrong for a worker.
     os.environ["DS_ACCELERATOR"] = arguments["config"]["placement"]["device"]
     import ray.train
@@ -210,7 +216,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
     # A restarted worker group, too, continues from the newest checkpoint in the folder. Ray Train hears of a checkpoint
     # some seconds late.
     checkpoint = newest_intact(folder)
-    TrainingRun(
+    return TrainingRun(
         config=config,
         folder=folder,
         strategy=strategy,
@@ -221,7 +227,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
         started=arguments["started"],
         pools=pools,
         trainer_options={"accelerator": device, "devices": "auto", "plugins": [RayLightningEnvironment()]},
-    ).call_recipe()
+    )
 
 
 def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:

@@ -30,7 +30,7 @@ from rl_plugins.callbacks.compiled_blocks import CompiledBlocks
 from rl_plugins.callbacks.divergence_guard import DivergenceGuard
 from rl_plugins.callbacks.graceful_stop import GracefulStop
 from rl_plugins.callbacks.liger_kernels import LigerKernels
-from rl_plugins.callbacks.progress import DataReport, StepProgress, redraw_interval_s
+from rl_plugins.callbacks.progress import DataReport, StepProgress
 from rl_plugins.callbacks.report import Curves, RunReport
 from rl_plugins.callbacks.rollout_dump import RolloutDump, RolloutReplay
 from rl_plugins.callbacks.samples import RolloutTraces, SampleTable
@@ -45,8 +45,8 @@ from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
 from rl_plugins.errors import DataError
 from rl_plugins.intact_checkpoint import newest_intact
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes, training_data
-from rl_plugins.launch.quiet import quiet_libraries
 from rl_plugins.launch.resume import note_end
+from rl_plugins.launch.terminal import quiet_libraries, redraw_interval_s
 from rl_plugins.launch.tracking import best_upload, register, tracking_logger
 from rl_plugins.models.pool import ModelPool
 from rl_plugins.rewards.inline import InlineScorer

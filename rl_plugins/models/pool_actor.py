@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from rl_plugins.collector import collector_off
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -82,6 +84,7 @@ def process_name() -> str:
 class ModelActor:
     """Actor that holds the model and runs one call at a time."""
 
+    @collector_off()
     def __init__(self, config: PoolConfig) -> None:
         import torch
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
-from rl_plugins.callbacks.graceful_stop import GracefulStop, stop_on_signals
+from rl_plugins.callbacks.graceful_stop import GracefulStop
 from rl_plugins.callbacks.report import Curves
 from rl_plugins.data.prepare.files import write_rows, write_splits
 from rl_plugins.data.prepare.tasks import addition_rows
@@ -21,6 +21,7 @@ from rl_plugins.evaluation.generation import SampleFile
 from rl_plugins.launch.worker_errors import WorkerFailures
 from rl_plugins.report.pictures import draw_curves
 from rl_plugins.run_folder import RunFolder, append_metrics
+from rl_plugins.signals import stop_on_signals
 from rl_plugins.tests.callbacks.training import build_stage, train
 from rl_plugins.tests.files import limited_file_size
 from rl_plugins.whole_file import append_text

@@ -23,6 +23,10 @@ ALLOWED: dict[str, tuple[float, str]] = {
         30.0,
         "torch.compile traces the same block in two ranks at once",
     ),
+    "rl_plugins/tests/test_gpu_cases.py::test_cases_of_all_sections_run_on_cpu": (
+        10.0,
+        "a training in each section of the program",
+    ),
     "integration_tests/test_colocated_layout.py::"
     "test_engines_on_the_devices_of_all_workers_train_the_same_policy_also_after_a_kill": (
         180.0,

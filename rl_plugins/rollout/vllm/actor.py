@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_plugins.collector import collector_off
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost
 from rl_plugins.memory import MemoryChange
@@ -74,6 +75,7 @@ class RequestBarrier:
 class VLLMActor:
     """Actor with one `vllm.LLM`. Asyncio runs one method at a time, so calls of the engine never overlap."""
 
+    @collector_off()
     def __init__(self, config: VLLMConfig) -> None:
         # The import registers weight transports and the plain-weights config, before the construction of the engine.
         from vllm import LLM

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from itertools import count
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from rl_plugins.callbacks import progress
-from rl_plugins.callbacks.progress import Bar, DataReport, Lines, Progress, StepProgress, redraw_interval_s
+from rl_plugins.callbacks.progress import Bar, DataReport, Lines, Progress, StepProgress
 from rl_plugins.stages.stage import Stage
 from rl_plugins.tests.patience import wait_until
 
@@ -140,13 +139,6 @@ def test_bar_shows_the_time_left_and_the_metrics_that_fit(
     assert len(last) <= columns and last.startswith("grpo update_policy, reward 0.123")
     assert "100/150 [00:00<00:00, " in last
     assert ("trainer idle" in last) == (columns == 200)
-
-
-def test_redraw_interval_is_0_in_a_file_and_half_a_second_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: False))
-    assert redraw_interval_s() == 0
-    monkeypatch.setitem(sys.modules, "ipykernel", sys)
-    assert redraw_interval_s() == 0.5
 
 
 @pytest.mark.parametrize("is_global_zero", [True, False])

@@ -53,7 +53,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(ray_train, "reserved", reserve)
     monkeypatch.setattr(ray_train, "wait_until_project_is_unpacked", lambda *_: None)
     monkeypatch.setattr(ray_train, "check_nodes", lambda config, nodes: asked["order"].append(f"check {len(nodes)}"))
-    monkeypatch.setattr("rl_plugins.callbacks.graceful_stop.stop_on_signals", lambda folder: nullcontext())
+    monkeypatch.setattr("rl_plugins.launch.ray_train.stop_on_signals", lambda folder: nullcontext())
     monkeypatch.setattr(VLLMRollout, "start", lambda self, places=(): asked["order"].append(f"start {list(places)}"))
     monkeypatch.setattr(ray_train, "os", SimpleNamespace(environ={}))
     return asked

@@ -1,13 +1,17 @@
-"""Silence the start-up messages of libraries, which are the same in every run."""
+"""Terminal of a run: libraries stay silent, and a terminal shows a progress bar."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 
 
 def quiet_libraries() -> None:
-    """Silence Lightning, transformers, DeepSpeed, MLflow, Ray Train and torch in this process, except for errors."""
+    """Silence Lightning, transformers, DeepSpeed, MLflow, Ray Train and torch in this process, except for errors.
+
+    Their messages at the start are the same in every run.
+    """
     for name in ("lightning.pytorch", "lightning.fabric", "DeepSpeed", "mlflow", "alembic", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # Ray Train names some loggers after its files.
@@ -21,3 +25,8 @@ def quiet_libraries() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def redraw_interval_s() -> float:
+    """Return the seconds between two updates of a bar; 0 if the output is a file, which cannot show a bar."""
+    return 0.5 if sys.stderr.isatty() or "ipykernel" in sys.modules else 0.0

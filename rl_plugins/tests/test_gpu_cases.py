@@ -1,0 +1,122 @@
+"""Cases of the program for GPUs without vLLM, on CPU with tiny sizes and on a pretended GPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from integration_tests.gpu.without_vllm.cases import Place, run_case
+from integration_tests.gpu.without_vllm.program import SECTIONS
+from integration_tests.gpu.without_vllm.results import FAILED, PASSED, SKIPPED, Result
+from integration_tests.gpu.without_vllm.section_process import cases_of
+from rl_plugins.tests.ranks import run_ranks
+
+# Cases of the slow sections; of the other sections, all cases.
+SOME = {
+    "single_device": ["32-true"],
+    "zero1": ["bf16-mixed"],
+    "zero2": ["lora 32-true"],
+    "zero3": ["lora bf16-mixed"],
+    "fsdp": ["bf16-mixed"],
+}
+NEEDS_GPU = {
+    ("environment", "faults"),
+    ("packed_attention", "kernel bfloat16"),
+    ("liger", "blocks"),
+    ("liger", "output head"),
+}
+
+
+def run_on_cpu(rank: int) -> list[Result]:
+    """Run cases of all sections in this process."""
+    results = []
+    for name, section in SECTIONS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            for case in cases_of(section.function)(Place("cpu", Path(folder))):
+                if case.name in SOME.get(name, [case.name]):
+                    results.append(run_case(name, case))
+    return results
+
+
+class ReceiverThread(threading.Thread):
+    """The other process of the section `cuda_ipc`, as a thread on the same pretended GPU."""
+
+    def __init__(self, target: Callable[..., None], args: tuple[Connection, Place], daemon: bool) -> None:
+        super().__init__(daemon=daemon)
+        pipe, place = args
+        # A process has a copy of its end of the pipe.
+        self.receive = partial(target, Connection(os.dup(pipe.fileno())), place)
+
+    def run(self) -> None:
+        from rl_plugins.tests.rollout.cuda_stubs import on_gpu
+
+        with on_gpu("GPU-0"):
+            self.receive()
+
+    def kill(self) -> None:
+        """Nothing: the thread has ended, or ends with the process."""
+
+
+def send_on_pretended_gpu(rank: int) -> list[Result]:
+    """Run the cases of `cuda_ipc` with little memory of the CPU as that of a GPU."""
+    from integration_tests.gpu.without_vllm import cuda_ipc
+    from rl_plugins.tests.rollout.cuda_stubs import cuda_on_cpu, on_gpu
+
+    context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=ReceiverThread)
+    small = {"EMBEDDING": 50_000, "LAYER": 3_000, "LAYERS": 40, "_MIB": 400}
+    with cuda_on_cpu(), on_gpu("GPU-0"), ExitStack() as patches:
+        patches.enter_context(patch.object(cuda_ipc.multiprocessing, "get_context", lambda method: context))
+        for name, value in small.items():
+            patches.enter_context(patch.object(cuda_ipc, name, value))
+        return [run_case("cuda_ipc", case) for case in cuda_ipc.cases(Place("cuda", Path()))]
+
+
+def test_weights_go_through_cuda_ipc_of_a_pretended_gpu() -> None:
+    [(results, _)] = run_ranks(send_on_pretended_gpu, world_size=1)
+    assert not [result.message for result in results if result.status != PASSED]
+    assert "exceeds buffer_size_bytes" in results[0].figures["message"]
+    assert len(results) == 4 and all(result.figures["gb_per_s"] > 0 for result in results[1:])
+
+
+def call_kernel_of_torch_2_11(rank: int) -> tuple[Any, ...]:
+    """Return what the kernel of torch 2.11 gets from the call of `packed_sdpa`."""
+    from integration_tests.gpu.without_vllm import kernel
+    from rl_plugins.models import packed_attention
+
+    def old_kernel(query: str, *, window_size: tuple[int, int]) -> tuple[Any, ...]:
+        return query, window_size
+
+    with (
+        patch.object(packed_attention, "varlen_attn", packed_attention.varlen_attn),
+        patch.object(kernel, "varlen_attn", old_kernel),
+    ):
+        kernel.use_kernel_of_this_torch()
+        call: Any = packed_attention.varlen_attn
+        return kernel.takes_enable_gqa(), call("query", window_size=(-1, 0), enable_gqa=True)
+
+
+def test_kernel_of_torch_2_11_is_called_without_enable_gqa() -> None:
+    [(found, _)] = run_ranks(call_kernel_of_torch_2_11, world_size=1)
+    assert found == (False, ("query", (-1, 0)))
+
+
+def test_cases_of_all_sections_run_on_cpu() -> None:
+    [(results, _)] = run_ranks(run_on_cpu, world_size=1, timeout_s=540)
+    assert {result.section for result in results} == set(SECTIONS)
+    assert {name: [r.case for r in results if r.section == name] for name in SOME} == SOME
+    assert not [result.message for result in results if result.status == FAILED]
+    skipped = {(result.section, result.case) for result in results if result.status == SKIPPED}
+    assert {place for place in skipped if place[0] != "cuda_ipc"} == NEEDS_GPU
+    assert {result.status for result in results if result.section == "cuda_ipc"} == {SKIPPED}
+    trainings = [result for result in results if result.section in SOME]
+    assert all(result.figures["gap"] < 0.3 for result in trainings)
