@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from typing_extensions import override
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
+
+from rl_plugins.tests.time_limits import ALLOWED, LIMITS_S
 
 ROOT = Path(__file__).parent.parent
 RESIDENT = re.compile(r"\b(running_ray|float32_engine|bfloat16_engine|adapter_engine)\b")
@@ -18,6 +22,12 @@ class FileScheduling(LoadFileScheduling):
     """Gives each process whole files, as `--dist loadfile` does, and Ray and the resident engines start once."""
 
     @override
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        """Begin with the longest files, because a long file at the end would leave the other processes idle."""
+        self.workqueue.move_to_end(max(self.workqueue, key=lambda scope: _limit_s(self.workqueue[scope])), last=False)
+        super()._assign_work_unit(node)
+
+    @override
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
         return "resident" if _uses_resident_ray(file) else file
@@ -26,3 +36,8 @@ class FileScheduling(LoadFileScheduling):
 @cache
 def _uses_resident_ray(file: str) -> bool:
     return file.startswith("integration_tests/") and RESIDENT.search((ROOT / file).read_text()) is not None
+
+
+def _limit_s(tests: Iterable[str]) -> float:
+    """Return the sum of the limits of tests."""
+    return sum(ALLOWED[test][0] if test in ALLOWED else LIMITS_S["integration"] for test in tests)

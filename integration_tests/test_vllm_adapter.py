@@ -17,6 +17,8 @@ from rl_plugins.rollout.vllm.client import VLLMRollout
 from rl_plugins.weights.check import PROBE
 from rl_plugins.weights.source import ModuleWeightSource
 
+pytestmark = pytest.mark.extended
+
 
 def adapted(workplace: Path, seed: int) -> Any:
     """A policy with an effective adapter."""
