@@ -11,7 +11,7 @@ from rl_plugins.config.settings import (
     ABOVE_0,
     AT_LEAST_1,
     FROM_0_TO_BELOW_1,
-    NODE_OR_NULL,
+    NODE_OR_FILE_OR_NULL,
     Range,
     Settings,
     one_of,
@@ -77,7 +77,8 @@ class DataConfig(Settings):
         label_key: column with the label (good or bad) of an unpaired preference; null for pairs.
         steps_key: column of the steps of a response, for a process reward model.
         labels_key: column of the labels of the steps, for a process reward model.
-        dataset: replaces `train_files` by a custom data set: a node with `_target_`.
+        dataset: replaces `train_files` by a custom data set: a node with `_target_`, or `path` and `name`
+            of a class or function of a file, with further arguments.
     """
 
     train_files: list[str] = field(default_factory=list)
@@ -95,7 +96,7 @@ class DataConfig(Settings):
     label_key: str | None = None
     steps_key: str = "extra_info.steps"
     labels_key: str = "extra_info.labels"
-    dataset: Annotated[Any, NODE_OR_NULL] = None
+    dataset: Annotated[Any, NODE_OR_FILE_OR_NULL] = None
 
 
 @dataclass

@@ -227,9 +227,9 @@ class RecipeConfig(Settings):
             self.debug.replay = _absolute(self.debug.replay)
         if self.strategy.offload.folder:
             self.strategy.offload.folder = _absolute(self.strategy.offload.folder)
-        for reward in self.reward.functions.values():
-            if isinstance(reward, dict) and "_target_" not in reward and "path" in reward:
-                reward["path"] = _absolute(str(reward["path"]))
+        for node in (*self.reward.functions.values(), self.data.dataset):
+            if isinstance(node, dict) and "_target_" not in node and "path" in node:
+                node["path"] = _absolute(str(node["path"]))
         self.replace_model_paths(lambda option, path: _absolute(path) if Path(path).is_dir() else path)
 
 

@@ -157,8 +157,22 @@ def is_node(value: object) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("_target_"), str)
 
 
+def is_node_or_file(value: object) -> bool:
+    """Return True if a value is a node (`is_node`), or a mapping with `path` and `name`, of a file and a name in it."""
+    return is_node(value) or (
+        isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("path", "name"))
+    )
+
+
 ABOVE_0_OR_NULL = or_null(ABOVE_0)
 NODE_OR_NULL = or_null(Range("must be a mapping with the key _target_, the path of a class or function", is_node))
+NODE_OR_FILE_OR_NULL = or_null(
+    Range(
+        "must be a mapping with the key _target_, the path of a class or function, or with path and name, for a class "
+        "or function of a file",
+        is_node_or_file,
+    )
+)
 GPUS = Range(
     "must be from 0 to 1, or a whole number of GPUs", lambda value: 0 <= value <= 1 or (value > 1 and value % 1 == 0)
 )

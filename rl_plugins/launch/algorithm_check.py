@@ -31,7 +31,7 @@ from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.settings import fits, shown, words_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.instantiation import instantiate_node
-from rl_plugins.rewards.loading import nearest
+from rl_plugins.python_file import nearest
 from rl_plugins.stages.off_policy import check_comparable
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.python_file import callable_of_file
+from rl_plugins.user_code import load_user_code
 
 
 def instantiate_node(option: str, node: object) -> Any:
@@ -64,9 +66,18 @@ def training_data(config: RecipeConfig) -> Any:
     """
     data = config.data
     if data.dataset is not None:
-        return instantiate_node("data.dataset", data.dataset)
+        return _own_data_set(data.dataset)
     if data.mixture:
         return data.mixture
     if not data.train_files:
         raise ConfigError("data.train_files is empty: name one or more parquet files")
     return list(data.train_files)
+
+
+def _own_data_set(node: Mapping[str, Any]) -> Any:
+    """Return the data set of `data.dataset`: of a node with `_target_`, or of a file."""
+    if "_target_" in node:
+        return instantiate_node("data.dataset", node)
+    arguments = {key: value for key, value in node.items() if key not in ("path", "name")}
+    build = callable_of_file(node["path"], node["name"], "data.dataset")
+    return load_user_code(node["name"], "its call", lambda: build(**arguments), "data.dataset")

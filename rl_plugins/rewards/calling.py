@@ -24,9 +24,10 @@ from functools import partial
 from typing import Any
 
 from rl_plugins.errors import ConfigError, DataError
-from rl_plugins.rewards.loading import load_reward, name_of, nearest
+from rl_plugins.python_file import nearest
+from rl_plugins.rewards.loading import load_reward, name_of
 from rl_plugins.rewards.records import Score, ScoringRequest, failed, read_scores
-from rl_plugins.rewards.user_code import UNDECIDED, SoftDeadline, only_one_process, run_concurrently, run_with_deadline
+from rl_plugins.user_code import UNDECIDED, SoftDeadline, only_one_process, run_concurrently, run_with_deadline
 
 _FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")
 SAMPLE_FIELDS = {field: field for field in (*_FIELDS, "messages", "turns_left")}

@@ -24,8 +24,8 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.records import Score, ScoringRequest, failed
-from rl_plugins.rewards.user_code import only_one_process
 from rl_plugins.rewards.worker import LoadedRewards, RewardWorker, WorkerLost
+from rl_plugins.user_code import only_one_process
 
 
 class ChildWorker(RewardWorker):

@@ -13,7 +13,7 @@ from typing import Any
 from rl_plugins.rewards.calling import Router, check_requests
 from rl_plugins.rewards.pool import RewardPool
 from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
-from rl_plugins.rewards.user_code import debugging
+from rl_plugins.user_code import debugging
 
 Reward = Callable[..., Any] | Mapping[str, Any]
 _DEADLINE_S = 10.0

@@ -13,19 +13,16 @@ raises a ConfigError with the place of the error.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
-from hashlib import sha256
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.user_code import load_user_code
+from rl_plugins.python_file import callable_of, callable_of_file, nearest
+from rl_plugins.user_code import load_user_code
 
 
 def load_reward(config: Mapping[str, Any]) -> tuple[str, Callable[..., Any], dict[str, Any]]:
@@ -48,19 +45,12 @@ def load_reward(config: Mapping[str, Any]) -> tuple[str, Callable[..., Any], dic
     if "_target_" in options:
         name = str(options.pop("_target_"))
         module_name, _, attribute = name.rpartition(".")
-        module = _import_module(module_name, name)
+        found = callable_of(_import_module(module_name, name), attribute, f"reward {name!r}")
     elif "path" in options and "name" in options:
-        path, attribute = Path(str(options.pop("path"))), str(options.pop("name"))
-        name = f"{path}:{attribute}"
-        module = _import_file(path, name)
+        name = name_of(options)
+        found = callable_of_file(options.pop("path"), options.pop("name"), "reward")
     else:
         raise ConfigError(f"reward {options!r} names no function: give `_target_`, or `path` and `name`")
-    found: Any = getattr(module, attribute, None)
-    if not callable(found):
-        offered = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-        problem = "has no" if found is None else "has, but not as a function or class,"
-        hint = nearest(attribute, offered)
-        raise ConfigError(f"reward {name!r}: {module.__name__} {problem} {attribute!r}{hint}")
     return _ready(name, found, options)
 
 
@@ -85,15 +75,6 @@ def _ready(
     if not callable(instance):
         raise ConfigError(f"reward {name!r}: the class has no method __call__")
     return name, instance, {}
-
-
-def nearest(wanted: str, existing: Iterable[str]) -> str:
-    """Return the end of an error message: "; did you mean 'x'?", or else the list of existing names."""
-    names = sorted(set(existing))
-    close = get_close_matches(wanted, names, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; there is: {', '.join(names[:20])}" if names else ""
 
 
 def plain(value: object) -> Any:
@@ -126,17 +107,3 @@ def _not_found(module_name: str, target: str, error: ModuleNotFoundError) -> Con
     folder = sys.modules[parent].__path__ if parent in sys.modules else None
     hint = nearest(child, [info.name for info in pkgutil.iter_modules(folder)]) if folder else ""
     return ConfigError(f"reward {target!r}: no module {missing!r}{hint}")
-
-
-def _import_file(path: Path, name: str) -> ModuleType:
-    if not path.is_file():
-        siblings = [str(file) for file in path.parent.glob("*.py")]
-        raise ConfigError(f"reward file {str(path)!r} does not exist{nearest(str(path), siblings)}")
-    digest = sha256(str(path.resolve()).encode()).hexdigest()[:12]
-    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}_{digest}", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"reward file {str(path)!r} is not a Python file: the name must end in .py")
-    module, loader = importlib.util.module_from_spec(spec), spec.loader
-    sys.modules[spec.name] = module  # dataclasses and pickle look modules up by name
-    load_user_code(name, "its file", lambda: loader.exec_module(module))
-    return module

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.python_file import nearest
 from rl_plugins.rewards.calling import CompositeReward, RewardFunction
-from rl_plugins.rewards.loading import nearest
 from rl_plugins.rewards.records import Score, ScoringRequest, failed
 
 _MIN_DEADLINE_S = 1e-3

@@ -28,8 +28,8 @@ from rl_plugins.rewards.calling import check_requests, check_routes
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.rewards.loading import plain
 from rl_plugins.rewards.records import Failure, Score, ScoringRequest, check_failure_rate, failed
-from rl_plugins.rewards.user_code import REPEAT_S
 from rl_plugins.rewards.worker import CHUNK_BUDGET_S, RewardWorker, WorkerLost, WorkerTask
+from rl_plugins.user_code import REPEAT_S
 
 logger = logging.getLogger(__name__)
 _LATE = "could not be interrupted; killed"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from rl_plugins.errors import RewardError
-from rl_plugins.rewards.user_code import describe
+from rl_plugins.user_code import describe
 
 Message = Mapping[str, Any]
 Failure = Literal["raised", "timeout", "not_finite", "died", "memory"]

@@ -17,8 +17,8 @@ from rl_plugins.rewards.inline import InlineScorer
 from rl_plugins.rewards.limits import WorkerLimits, withheld_names
 from rl_plugins.rewards.loading import name_of, plain
 from rl_plugins.rewards.records import Score, ScoringRequest
-from rl_plugins.rewards.user_code import REPEAT_S
 from rl_plugins.rewards.worker import WorkerLost, WorkerTask
+from rl_plugins.user_code import REPEAT_S
 
 DEADLINE_S = 10.0
 """Longest soft deadline of one call in a trial, in seconds."""

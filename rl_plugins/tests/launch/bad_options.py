@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rl_plugins.tests.launch import own_rows
+
 Case = tuple[list[str], list[str]]
 
 FILE = ["reward=file", "reward.functions.default.path=rewards.py"]
@@ -346,6 +348,13 @@ CHECKS: dict[str, list[Case]] = {
         (["data.curriculum.share=0.01", "batch.prompts_per_step=4"], ["share=0.01 of 4 prompts per step is 0"]),
         (["data.dataset={_target_: no_such.Rows}"], ["data.dataset", "no_such"]),
         (["data.dataset=nan"], ["data.dataset=nan", "must be a mapping with the key _target_"]),
+        (["data.dataset={path: rows.py}"], ["data.dataset=", "path and name"]),
+        (["data.dataset={path: no_such.py, name: Rows}"], ["data.dataset file", "no_such.py' does not exist"]),
+        ([f"data.dataset={{path: {own_rows.__file__}, name: Row}}"], ["data.dataset", "did you mean 'Rows'?"]),
+        (
+            [f"data.dataset={{path: {own_rows.__file__}, name: Rows, size: 1}}"],
+            ["data.dataset 'Rows': its call failed", "unexpected keyword argument 'size'"],
+        ),
         (["debug.profiler=simple"], ["debug.profiler=simple", "must be a mapping with the key _target_"]),
         (
             ["model.path=thinks", "+data.chat_template_kwargs.enable_thinkin=false"],

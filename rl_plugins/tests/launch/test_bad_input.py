@@ -20,6 +20,7 @@ from rl_plugins.launch.command_line import compose_config, recipe_main, run_reci
 from rl_plugins.launch.dry_run import check_data, set_steps
 from rl_plugins.launch.resume import note_end
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.tests.launch import own_rows
 from rl_plugins.tests.launch.bad_options import CHECKS, COMPOSING
 from rl_plugins.tests.launch.bad_options_of_recipes import OTHER_RECIPES, PAIRS, STEPS
 from rl_plugins.tests.launch.configurations import configured, message_of
@@ -139,6 +140,8 @@ def test_run_recipe_starts_other_recipes_with_good_input(started, tmp_path):
         ("reward_modeling", [*STEPS, "data.val_files=[steps.parquet]"]),
         ("prime", ["process_reward_model.path=model"]),
         ("online_preference_optimization", []),
+        ("grpo", ["data.train_files=[]", "data.dataset={_target_: rl_plugins.tests.launch.own_rows.Rows}"]),
+        ("sft", ["data.train_files=[]", f"data.dataset={{path: {own_rows.__file__}, name: Rows, length: 32}}"]),
     ]
     # In one process, because each process for the trial of a reward takes a second.
     alone = [*IN_ONE_PROCESS, "reward.num_workers=0", "tracking.enabled=false"]

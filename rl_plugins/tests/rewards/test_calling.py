@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from rl_plugins import user_code
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards import user_code
 from rl_plugins.rewards.calling import RewardFunction
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.tests.patience import patient

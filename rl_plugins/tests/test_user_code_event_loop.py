@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.rewards import InlineScorer, ScoringRequest, user_code
-from rl_plugins.rewards.user_code import run_concurrently, run_in_event_loop
+from rl_plugins import user_code
+from rl_plugins.rewards import InlineScorer, ScoringRequest
 from rl_plugins.tests.patience import patient
+from rl_plugins.user_code import run_concurrently, run_in_event_loop
 
 DEADLINE_S = patient(60)
 

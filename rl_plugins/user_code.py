@@ -185,7 +185,7 @@ def describe(error: BaseException) -> str:
     return " ".join("".join(traceback.format_exception_only(error)).split())[:_MESSAGE_LIMIT] + place
 
 
-def load_user_code(name: str, deed: str, function: Callable[[], Result]) -> Result:
+def load_user_code(name: str, deed: str, function: Callable[[], Result], kind: str = "reward") -> Result:
     """Call a function with an import, or a constructor, of the user.
 
     Some clients must be made while an event loop runs. Code without its event loop is called again inside the event
@@ -195,6 +195,7 @@ def load_user_code(name: str, deed: str, function: Callable[[], Result]) -> Resu
         name: Name of the reward, for the message.
         deed: Description of the call, for the message.
         function: Function to call.
+        kind: First word of the message, before the name.
 
     Raises:
         ConfigError: The call raised an exception or asked for the end of the process.
@@ -204,7 +205,7 @@ def load_user_code(name: str, deed: str, function: Callable[[], Result]) -> Resu
         return function()
 
     try:
-        with only_one_process(name):
+        with only_one_process(name, kind):
             try:
                 return function()
             except RuntimeError as error:
@@ -214,11 +215,11 @@ def load_user_code(name: str, deed: str, function: Callable[[], Result]) -> Resu
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # any error of the user's code
-        raise ConfigError(f"reward {name!r}: {deed} failed: {describe(error)}") from error
+        raise ConfigError(f"{kind} {name!r}: {deed} failed: {describe(error)}") from error
 
 
 @contextmanager
-def only_one_process(name: str) -> Iterator[None]:
+def only_one_process(name: str, kind: str = "reward") -> Iterator[None]:
     """End each copy of this process, made by `os.fork` inside the block, at the end of the block.
 
     A copy would train, or answer for the reward worker, a second time.
@@ -229,7 +230,7 @@ def only_one_process(name: str) -> Iterator[None]:
     finally:
         if os.getpid() != process:
             print(
-                f"reward {name!r}: a copy of the process made by os.fork was ended: end the copy with os._exit",
+                f"{kind} {name!r}: a copy of the process made by os.fork was ended: end the copy with os._exit",
                 file=sys.stderr,
                 flush=True,
             )

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.rewards import user_code
-from rl_plugins.rewards.user_code import SoftDeadline, debugging, run_with_deadline
+from rl_plugins import user_code
 from rl_plugins.tests.patience import patient
+from rl_plugins.user_code import SoftDeadline, debugging, run_with_deadline
 
 # Deadline for calls with a result, and for calls with an alarm of their own.
 DEADLINE_S = patient(60)
