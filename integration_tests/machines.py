@@ -95,8 +95,9 @@ def machines() -> Iterator[Machines]:
         head_node_args={
             "num_cpus": 0,
             "include_dashboard": True,
-            # Without a port, Ray would take 8265, or fail.
+            # Without ports, Ray would take 8265 and 52365, which another Ray of this machine may have.
             "dashboard_port": free_port(),
+            "dashboard_agent_listen_port": free_port(),
             "object_store_memory": _OBJECT_STORE_BYTES,
         },
     )
