@@ -35,6 +35,8 @@ def build_stage(run: TrainingRun, process_reward_model: rl.ProcessRewardConfig |
         teacher=config.teacher,
         critic=config.critic,
         reward_model=run.reward_model(),
+        cost_critic=config.cost_critic,
+        cost_model=run.cost_model(),
         process_reward_model=process_reward_model,
         schedule=config.schedule,
         updates_per_step=config.batch.updates_per_step,

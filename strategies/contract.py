@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 POLICY = "policy"
 CRITIC = "critic"
+COST_CRITIC = "cost_critic"
 REFERENCE = "reference"
 REWARD_MODEL = "reward_model"
+COST_MODEL = "cost_model"
 TEACHER = "teacher"
 
 

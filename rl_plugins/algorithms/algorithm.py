@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rl_plugins.algorithms.advantages import ADVANTAGES, AdvantageEstimator
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, aggregate
+from rl_plugins.algorithms.constraint import CostConstraint
 from rl_plugins.algorithms.filtering import GroupFilter, Resampling
 from rl_plugins.algorithms.inputs import (
     ALWAYS_GIVEN_TO_ADVANTAGES,
@@ -164,6 +165,7 @@ class Algorithm(Settings):
             engine quantizes weights or KV cache, or `rollout.dtype` differs from the dtype of training.
         shaping: changes to the scores before advantages are computed.
         group_filter: dynamic sampling; None trains on every group.
+        constraint: bound on the mean cost of the samples; None for rewards alone.
         resampling: draw the samples to train on by their rewards; None trains on each sample once.
         reward_components: names of the numbers, returned by the reward function beside the score, that make up
             `component_rewards_BK`.
@@ -185,6 +187,7 @@ class Algorithm(Settings):
     correction: str | RolloutCorrection | None = None
     shaping: RewardShaping = field(default_factory=RewardShaping)
     group_filter: GroupFilter | None = None
+    constraint: CostConstraint | None = None
     resampling: Resampling | None = None
     reward_components: Sequence[str] = ()
     teacher_top_k: Annotated[int, AT_LEAST_1] = 32
@@ -223,6 +226,9 @@ class Algorithm(Settings):
             )
         if self.resampling is not None and self.group_filter is not None:
             raise ConfigError("resampling splits the groups that group_filter keeps: use only one of the two")
+        if self.constraint is not None:
+            choices = {"group_filter": self.group_filter, "resampling": self.resampling}
+            self.constraint.check_fits(self._advantage_inputs, choices)
 
     @cached_property
     def advantage_function(self) -> AdvantageEstimator:
@@ -265,6 +271,8 @@ class Algorithm(Settings):
             needs.add("entropy_BT")
         if needs & {"entropy_BT", "sum_pi_squared_BT", "selected_BT"}:
             needs.add("old_log_probs_BT")
+        if self.constraint is not None:
+            needs |= {"costs_B", *({"cost_values_BT"} if "values_BT" in needs else ())}
         return frozenset(needs)
 
     @property
@@ -447,6 +455,7 @@ def _check_kinds(algorithm: Algorithm) -> None:
         "correction": (str, RolloutCorrection, NoneType),
         "shaping": (RewardShaping,),
         "group_filter": (GroupFilter, NoneType),
+        "constraint": (CostConstraint, NoneType),
         "resampling": (Resampling, NoneType),
     }
     for option, allowed in kinds.items():

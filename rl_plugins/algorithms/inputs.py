@@ -45,6 +45,7 @@ INPUTS: dict[str, str] = {
         "penalty of a KL term placed in the reward."
     ),
     "baseline_rewards_B": "reward of a greedy response to the prompt of each sample.",
+    "costs_B": "cost of each sample, for a bound on the mean cost (`Algorithm.constraint`).",
     "component_rewards_BK": "K rewards of each sample, the numbers named in `Algorithm.reward_components`.",
     "process_rewards_BT": "reward of each token by a process reward model (`implicit_process_reward`).",
     "outcomes_B": "outcome of each sample, from 0 (failure) to 1 (success).",
@@ -68,7 +69,9 @@ INPUTS: dict[str, str] = {
     "sum_pi_squared_BT": "sum of the squared probabilities of the vocabulary at each position, before the update.",
     # Update
     "advantages_BT": "advantage of each token.",
+    "cost_advantages_BT": "advantage of each token for the costs.",
     "values_BT": "the critic's estimate of the return before each token.",
+    "cost_values_BT": "the cost critic's estimate of the sum of the later costs before each token.",
     "old_values_BT": "values of the critic before the update.",
     "returns_BT": "returns, the targets of the values.",
     "rollout_weights_BT": "importance weight of each token, from the rollout engine to the policy before the update.",
@@ -99,6 +102,10 @@ COMPUTED_FOR_ADVANTAGES = frozenset({
     "old_log_probs_BT", "ref_log_probs_BT", "teacher_log_probs_BT", "entropy_BT", "sum_pi_squared_BT", "values_BT",
     "baseline_rewards_B", "component_rewards_BK", "process_rewards_BT", "rollout_weights_BT",
 })  # fmt: skip
+OF_REWARDS_ONLY = frozenset({
+    "baseline_rewards_B", "component_rewards_BK", "process_rewards_BT", "teacher_log_probs_BT",
+})  # fmt: skip
+"""Inputs of advantage estimators without a counterpart for costs."""
 ALWAYS_GIVEN_TO_LOSSES = frozenset({
     "log_probs_BT", "old_log_probs_BT", "rollout_log_probs_BT", "advantages_BT", "response_mask_BT", "entropy_BT",
 })  # fmt: skip

@@ -227,18 +227,20 @@ def workload_of(
     frozen = {
         option.removesuffix(".path"): read_shape(option, path)
         for option, path in config.model_paths.items()
-        if option.startswith(("teacher.", "reward_model."))
+        if option.startswith(("teacher.", "reward_model.", "cost_model."))
     }
     if config.teacher.update_every and not config.teacher.path:
         frozen["teacher"] = policy
     kl = (algorithm.get("kl") or {}).get("coefficient", 0.0)
     if config.reference.path or (kl and not config.model.lora.rank) or config.stage == "prime":
         frozen["reference"] = read_shape("reference.path", config.reference.path or config.model.path)
-    critic = None
+    critics = []
     if algorithm.get("advantage") in WITH_VALUES:
-        critic = read_shape("critic.path", config.critic.path or config.model.path)
+        critics.append(read_shape("critic.path", config.critic.path or config.model.path))
+        if algorithm.get("constraint"):
+            critics.append(read_shape("cost_critic.path", config.cost_critic.path or config.model.path))
     elif config.stage == "prime":
-        critic = policy  # PRIME trains a process reward model of this size
+        critics.append(policy)  # PRIME trains a process reward model of this size
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     return Workload(
         policy,
@@ -255,7 +257,7 @@ def workload_of(
         gradient_checkpointing=config.model.gradient_checkpointing,
         lora_rank=config.model.lora.rank,
         merged=config.rollout.lora == "merged",
-        critic=critic,
+        critics=critics,
         frozen=frozen,
         max_num_seqs=config.rollout.max_num_seqs,
         prefix_caching=config.rollout.prefix_caching,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from rl_plugins.config.placement import POOLS
+from rl_plugins.config.placement import CRITIC_POOLS, POOLS
 from rl_plugins.config.recipe import COLLECTING_STAGES, GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.config.rollout import ADAPTER_RANKS
 from rl_plugins.errors import ConfigError
 
-_FROZEN = ("reference", "reward_model", "teacher")
+_FROZEN = ("reference", "reward_model", "cost_model", "teacher")
 
 
 def check_options(config: RecipeConfig) -> None:
@@ -202,8 +202,9 @@ def _needs_collecting(config: RecipeConfig, option: str) -> None:
 
 def _check_lora(config: RecipeConfig) -> None:
     ranks = {"model.lora.rank": config.model.lora.rank}
-    if not config.placement.critic.actors:
-        ranks["critic.lora.rank"] = config.critic.lora.rank
+    for critic in CRITIC_POOLS:
+        if not getattr(config.placement, critic).actors:
+            ranks[f"{critic}.lora.rank"] = getattr(config, critic).lora.rank
     for option, rank in ranks.items():
         if rank and config.strategy.tensor_parallel > 1:
             raise ConfigError(
@@ -286,9 +287,10 @@ def _check_debug(config: RecipeConfig) -> None:
 def _check_pools(config: RecipeConfig) -> None:
     models = {
         "reward_model": config.reward_model.path,
+        "cost_model": config.cost_model.path,
         "teacher": config.teacher.path,
         "reference": config.model.path,
-        "critic": config.model.path,
+        **dict.fromkeys(CRITIC_POOLS, config.model.path),
     }
     for role in POOLS:
         pool = getattr(config.placement, role)
@@ -310,11 +312,13 @@ def _check_pools(config: RecipeConfig) -> None:
             f"placement.teacher.actors={config.placement.teacher.actors}: a teacher that follows the policy "
             f"(teacher.update_every={config.teacher.update_every}) moves in the training workers: leave one out"
         )
-    if config.placement.critic.actors and config.strategy.offload.critic in ("cpu", "nvme"):
-        raise ConfigError(
-            f"placement.critic.actors={config.placement.critic.actors}: the critic of a pool keeps its states in the "
-            f"pool: leave strategy.offload.critic={config.strategy.offload.critic} out"
-        )
+    for critic in CRITIC_POOLS:
+        actors, place = getattr(config.placement, critic).actors, config.strategy.offload.places[critic]
+        if actors and place in ("cpu", "nvme"):
+            raise ConfigError(
+                f"placement.{critic}.actors={actors}: the critic of a pool keeps its states in the pool: leave "
+                f"strategy.offload.{critic}={place} out"
+            )
 
 
 def _check_offload(config: RecipeConfig) -> None:

@@ -273,8 +273,21 @@ class RewardModelOptions(Settings):
 
 
 @dataclass
+class CostModelOptions(RewardModelOptions):
+    """Trained cost model, for algorithms with a bound on the mean cost. It scores the tokens of the policy.
+
+    Its score is added to the number `algorithm.constraint.cost` of `reward`, if the number has a name.
+
+    Attributes:
+        path: folder or Hugging Face name of a reward model with the policy's tokens, whose score is a cost; null is none.
+        weight: weight of the cost model's score; -1 makes a cost of a score for harmlessness.
+        rule_weight: weight of the cost from `reward`.
+    """
+
+
+@dataclass
 class RewardModelConfig(RewardModelOptions):
-    """Trained reward model, which runs as a frozen model on the tokens of the samples.
+    """Trained reward model or cost model, which runs as a frozen model on the tokens of the samples.
 
     Attributes:
         max_failure_rate: largest share of a rank's samples (0 to 1) whose scores may not be finite; a larger share

@@ -9,8 +9,9 @@ from rl_plugins.config.settings import ABOVE_0, ABOVE_0_OR_NULL, AT_LEAST_1, GPU
 
 _PLACE = one_of("while_sampling", "stay", "cpu", "nvme")
 
-POOLS = ("reward_model", "teacher", "reference", "critic")
-"""Models with an optional pool of processes; all but the critic are frozen."""
+CRITIC_POOLS = ("critic", "cost_critic")
+POOLS = ("reward_model", "cost_model", "teacher", "reference", *CRITIC_POOLS)
+"""Models with an optional pool of processes; all but the critics are frozen."""
 
 
 @dataclass
@@ -26,18 +27,22 @@ class OffloadConfig(Settings):
     Attributes:
         policy: `while_sampling`, `stay`, `cpu` or `nvme`.
         critic: `while_sampling`, `stay`, `cpu` or `nvme`.
+        cost_critic: `while_sampling`, `stay`, `cpu` or `nvme`.
         process_reward_model: place of PRIME's model: `while_sampling`, `stay`, `cpu` or `nvme`.
         reference: `stay`, `while_sampling`, `cpu` or `nvme`.
         reward_model: `stay`, `while_sampling`, `cpu` or `nvme`.
+        cost_model: `stay`, `while_sampling`, `cpu` or `nvme`.
         teacher: `stay`, `while_sampling`, `cpu` or `nvme`.
         folder: folder of the files on the drive.
     """
 
     policy: Annotated[str, _PLACE] = "while_sampling"
     critic: Annotated[str, _PLACE] = "while_sampling"
+    cost_critic: Annotated[str, _PLACE] = "while_sampling"
     process_reward_model: Annotated[str, _PLACE] = "while_sampling"
     reference: Annotated[str, _PLACE] = "stay"
     reward_model: Annotated[str, _PLACE] = "stay"
+    cost_model: Annotated[str, _PLACE] = "stay"
     teacher: Annotated[str, _PLACE] = "stay"
     folder: str | None = None
 
@@ -109,9 +114,11 @@ class PlacementConfig(Settings):
             worker has a GPU, and a split engine has `rollout.tensor_parallel_size` GPUs.
         engine_cpus: Ray CPUs of a split engine; on CPU, of each of its processes.
         reward_model: pool of the reward model.
+        cost_model: pool of the cost model.
         teacher: pool of the teacher.
         reference: pool of the reference model.
         critic: pool of the critic, which is also trained in the pool.
+        cost_critic: pool of the critic of the costs, which is also trained in the pool.
         wait_for_nodes_s: seconds until a growing cluster must have room for all processes; 0 refuses a cluster without
             room.
         max_restarts: number of restarts of the workers by Ray Train, from the last checkpoint, after failures.
@@ -126,9 +133,11 @@ class PlacementConfig(Settings):
     rollout: Annotated[str, one_of("colocated", "split")] = "colocated"
     engine_cpus: Annotated[float, ABOVE_0] = 1.0
     reward_model: PoolOptions = field(default_factory=PoolOptions)
+    cost_model: PoolOptions = field(default_factory=PoolOptions)
     teacher: PoolOptions = field(default_factory=PoolOptions)
     reference: PoolOptions = field(default_factory=PoolOptions)
     critic: PoolOptions = field(default_factory=PoolOptions)
+    cost_critic: PoolOptions = field(default_factory=PoolOptions)
     wait_for_nodes_s: Annotated[float, NOT_NEGATIVE] = 0.0
     max_restarts: Annotated[int, NOT_NEGATIVE] = 2
     peak_tflops: Annotated[float | None, ABOVE_0_OR_NULL] = None

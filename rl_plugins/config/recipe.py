@@ -16,6 +16,7 @@ from rl_plugins.config.data import BatchConfig, DataConfig, MixturePart
 from rl_plugins.config.environment import OptionPath, environment_expressions, value_at
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, keys_of
 from rl_plugins.config.models import (
+    CostModelOptions,
     CriticOptions,
     LossConfig,
     ModelConfig,
@@ -41,7 +42,7 @@ SAMPLING_STAGES = (*COLLECTING_STAGES, "online_preference_optimization")
 GIVEN_RESPONSE_STAGES = ("reward_modeling", "preference_optimization")
 """Stages whose training rows contain preferences or labels instead of a reward."""
 STAGES = ("sft", *GIVEN_RESPONSE_STAGES, *SAMPLING_STAGES)
-MODELS = ("model", "reference", "teacher", "critic", "reward_model")
+MODELS = ("model", "reference", "teacher", "critic", "reward_model", "cost_critic", "cost_model")
 """Groups with the path of a model."""
 
 
@@ -65,6 +66,8 @@ class RecipeConfig(Settings):
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     critic: CriticOptions = field(default_factory=CriticOptions)
     reward_model: RewardModelOptions = field(default_factory=RewardModelOptions)
+    cost_critic: CriticOptions = field(default_factory=CriticOptions)
+    cost_model: CostModelOptions = field(default_factory=CostModelOptions)
     process_reward_model: Any = None
     loss: LossConfig = field(default_factory=LossConfig)
     data: DataConfig = field(default_factory=DataConfig)

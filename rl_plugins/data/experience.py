@@ -28,12 +28,12 @@ from rl_plugins.whole_file import write_whole
 
 COMPUTED_FIELDS = (
     "token_level_rewards", "old_log_probs", "ref_log_probs", "teacher_log_probs", "teacher_top_ids",
-    "teacher_top_log_probs", "teacher_top_weights", "entropy", "sum_pi_squared", "values", "process_rewards",
-    "rollout_weights", "advantages", "returns", "loss_mask", "selected",
+    "teacher_top_log_probs", "teacher_top_weights", "entropy", "sum_pi_squared", "values", "cost_values",
+    "process_rewards", "rollout_weights", "advantages", "returns", "cost_returns", "loss_mask", "selected",
 )  # fmt: skip
 TOKEN_FIELDS = ("responses", "response_mask", "rollout_log_probs", "policy_versions", *COMPUTED_FIELDS)
 SAMPLE_FIELDS = (
-    "prompt_lengths", "response_lengths", "groups", "valid", "scores", "baseline_scores",
+    "prompt_lengths", "response_lengths", "groups", "valid", "scores", "costs", "baseline_scores",
     "component_scores", "rejected",
 )  # fmt: skip
 TENSOR_FIELDS = ("prompts", *TOKEN_FIELDS, *SAMPLE_FIELDS)
@@ -106,6 +106,7 @@ class Experience(TensorClass, shadow=True):
             B; read a list with `experience.columns["data_source"]`, add a list with `set_column`.
         row: int64 [B], row of each sample in `rows`.
         scores: float32 [B], reward of the whole sample. None until computed, like all fields below.
+        costs: float32 [B], cost of the whole sample, for a bound on the mean cost.
         baseline_scores: float32 [B], reward of a greedy response to the same prompt.
         component_scores: float32 [B, K], components of `scores`.
         rejected: bool [B], True if a rollout correction rejected every token of the sample.
@@ -120,10 +121,12 @@ class Experience(TensorClass, shadow=True):
         entropy: float32 [B, T], entropy in nats of the policy's distribution at the start of the update.
         sum_pi_squared: float32 [B, T], sum of the squared probabilities of the same distribution.
         values: float32 [B, T], the critic's value before each token.
+        cost_values: float32 [B, T], the cost critic's value before each token.
         process_rewards: float32 [B, T], a process reward model's reward of each token.
         rollout_weights: float32 [B, T], importance weights for the gap between trainer and sampler.
         advantages: float32 [B, T], advantage of each token.
         returns: float32 [B, T], the critic's target.
+        cost_returns: float32 [B, T], the cost critic's target.
         loss_mask: float32 [B, T], 0 on tokens without a policy loss; averages still count such tokens.
         selected: bool [B, T], tokens with a loss of their own, as the policy loss defines.
     """
@@ -140,6 +143,7 @@ class Experience(TensorClass, shadow=True):
     rows: Any = None
     row: Tensor | None = None
     scores: Tensor | None = None
+    costs: Tensor | None = None
     baseline_scores: Tensor | None = None
     component_scores: Tensor | None = None
     rejected: Tensor | None = None
@@ -153,10 +157,12 @@ class Experience(TensorClass, shadow=True):
     entropy: Tensor | None = None
     sum_pi_squared: Tensor | None = None
     values: Tensor | None = None  # type: ignore[assignment]
+    cost_values: Tensor | None = None
     process_rewards: Tensor | None = None
     rollout_weights: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    cost_returns: Tensor | None = None
     loss_mask: Tensor | None = None
     selected: Tensor | None = None
 
@@ -297,6 +303,7 @@ class Experience(TensorClass, shadow=True):
         """Return the inputs of algorithms by name, such as `scores_B`; see `rl_plugins.algorithms.inputs`."""
         return {
             "scores_B": self.scores,
+            "costs_B": self.costs,
             "baseline_rewards_B": self.baseline_scores,
             "component_rewards_BK": self.component_scores,
             "groups_B": self.groups,
@@ -312,6 +319,7 @@ class Experience(TensorClass, shadow=True):
             "entropy_BT": self.entropy,
             "sum_pi_squared_BT": self.sum_pi_squared,
             "values_BT": self.values,
+            "cost_values_BT": self.cost_values,
             "process_rewards_BT": self.process_rewards,
             "rollout_weights_BT": self.rollout_weights,
             "advantages_BT": self.advantages,

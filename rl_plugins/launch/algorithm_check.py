@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rl_plugins.algorithms.aggregation import GlobalCounts
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.constraint import costs_as_rewards
 from rl_plugins.algorithms.inputs import (
     JUDGED_INPUTS,
     PAIR_INPUTS,
@@ -46,12 +47,13 @@ def check_pools(config: RecipeConfig) -> None:
         "reference": {"ref_log_probs_BT"},
         "teacher": {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"},
         "critic": {"values_BT"},
+        "cost_critic": {"cost_values_BT"},
     }
     for role, names in inputs_of_role.items():
         actors = getattr(config.placement, role).actors
         if actors and not needs & names:
             raise ConfigError(
-                f"placement.{role}.actors={actors}: this algorithm uses no {role}. Leave placement.{role}.actors out, "
+                f"placement.{role}.actors={actors}: this algorithm uses no {role.replace('_', ' ')}. Leave placement.{role}.actors out, "
                 "or choose another algorithm"
             )
 
@@ -67,13 +69,15 @@ def check_algorithm(config: RecipeConfig) -> None:
     algorithm: Algorithm = instantiate_node("algorithm", config.algorithm)
     check_option_types(algorithm)
     check_comparable(algorithm, config.schedule, config.sampling)
+    _check_costs(algorithm, config.cost_model.path)
     zeros_BT, ones_BT = torch.zeros(4, 2), torch.ones(4, 2)
     per_token = (
         "log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "entropy",
-        "sum_pi_squared", "values", "process_rewards",
+        "sum_pi_squared", "values", "cost_values", "process_rewards",
     )  # fmt: skip
     inputs = {f"{name}_BT": zeros_BT for name in per_token} | {
         "scores_B": torch.tensor([0.0, 1.0, 0.0, 1.0]),
+        "costs_B": torch.tensor([1.0, 0.0, 0.0, 1.0]),
         "baseline_rewards_B": torch.zeros(4),
         "teacher_top_log_probs_BTK": torch.full((4, 2, 2), -1.0),
         "top_log_probs_BTK": torch.full((4, 2, 2), -1.0),
@@ -94,6 +98,8 @@ def check_algorithm(config: RecipeConfig) -> None:
         algorithm.kl.controller()
         algorithm.entropy.controller()
         _, advantages_BT, _ = algorithm.advantages(inputs, kl_coefficient=coefficient)
+        if algorithm.constraint is not None:
+            algorithm.advantages(costs_as_rewards(inputs), kl_coefficient=-coefficient)
         inputs["advantages_BT"] = advantages_BT
         selected_BT = algorithm.select(inputs, seed=0, sum_over_ranks=_alone, gather_over_ranks=_alone)
         algorithm.loss(
@@ -104,6 +110,20 @@ def check_algorithm(config: RecipeConfig) -> None:
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"algorithm: {error}") from None
+
+
+def _check_costs(algorithm: Algorithm, cost_model: str | None) -> None:
+    """Raise a ConfigError for a bound on the mean cost without costs, and for a cost model without a bound."""
+    if algorithm.constraint is None and cost_model is not None:
+        raise ConfigError(
+            f"cost_model.path={cost_model}: this algorithm does not use costs: choose algorithm=safe_rlhf, or leave "
+            "cost_model.path out"
+        )
+    if algorithm.constraint is not None and algorithm.constraint.cost is None and cost_model is None:
+        raise ConfigError(
+            "algorithm.constraint bounds the mean cost, and there are no costs: name a cost model with cost_model.path, "
+            "or the number of the reward function that is the cost with algorithm.constraint.cost"
+        )
 
 
 def _alone(values: Tensor) -> Tensor:

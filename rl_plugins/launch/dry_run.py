@@ -176,9 +176,11 @@ def _details_used(algorithm: object) -> list[tuple[str, str]]:
     """Return the used details of scores: pairs of an option of the algorithm and the name of a detail."""
     node = algorithm if isinstance(algorithm, Mapping) else {}
     names = [("algorithm.reward_components", name) for name in node.get("reward_components") or ()]
-    group_filter = node.get("group_filter")
-    metric = group_filter.get("metric") if isinstance(group_filter, Mapping) else None
-    return [*names, *([("algorithm.group_filter.metric", metric)] if metric else [])]
+    for group, option in (("group_filter", "metric"), ("constraint", "cost")):
+        options = node.get(group)
+        name = options.get(option) if isinstance(options, Mapping) else None
+        names += [(f"algorithm.{group}.{option}", name)] if name else []
+    return names
 
 
 def _load_tokenizer(config: RecipeConfig, replies: Iterable[Message]) -> PreTrainedTokenizerBase:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.pool_actor import PoolConfig
@@ -80,11 +81,11 @@ def roles_of(config: RecipeConfig) -> list[Role]:
     for name, pool in config.placement.pools.items():
         options = f"placement.{name}.actors={pool.actors}, placement.{name}.cpus"
         options += f", placement.{name}.gpus" if on_gpus else ""
-        if name == "critic" and on_gpus and pool.actors > 1 and 0 < pool.gpus < 1:
+        if name in CRITIC_POOLS and on_gpus and pool.actors > 1 and 0 < pool.gpus < 1:
             raise ConfigError(
-                f"placement.critic.gpus={pool.gpus:g} cannot be used with placement.critic.actors={pool.actors}, "
+                f"placement.{name}.gpus={pool.gpus:g} cannot be used with placement.{name}.actors={pool.actors}, "
                 "because several critic actors communicate with NCCL, and NCCL needs a whole GPU for each actor. "
-                "Set placement.critic.gpus=1 or placement.critic.actors=1"
+                f"Set placement.{name}.gpus=1 or placement.{name}.actors=1"
             )
         roles.append(Role(name, pool.actors, pool.cpus, pool.gpus if on_gpus else 0.0, "PACK", options))
     if config.reward.gpus and config.generates:
@@ -386,15 +387,16 @@ def pool_configs(config: RecipeConfig, on_gpu: dict[str, bool]) -> list[PoolConf
     """
     models = {
         "reward_model": config.reward_model.path,
+        "cost_model": config.cost_model.path,
         "teacher": config.teacher.path,
         "reference": config.reference.path or config.model.path,
-        "critic": config.critic.path or config.model.path,
+        **{critic: getattr(config, critic).path or config.model.path for critic in CRITIC_POOLS},
     }
     return [
         PoolConfig(
             role=role,
             model=str(models[role]),
-            head="scalar" if role in ("reward_model", "critic") else "causal_lm",
+            head="causal_lm" if role in ("teacher", "reference") else "scalar",
             dtype="float32" if config.precision == "32-true" else "bfloat16",
             attention=config.model.attention,
             trust_remote_code=config.model.trust_remote_code,

@@ -78,7 +78,12 @@ def preflight(config: RecipeConfig) -> None:
 
 
 def _check_optimizers(config: RecipeConfig) -> None:
-    for group, options in {"optimizer": config.optimizer, "critic.optimizer": config.critic.optimizer}.items():
+    groups = {
+        "optimizer": config.optimizer,
+        "critic.optimizer": config.critic.optimizer,
+        "cost_critic.optimizer": config.cost_critic.optimizer,
+    }
+    for group, options in groups.items():
         own = (options.name, options.schedule) != ("AdamW", "linear") or options.options or options.schedule_options
         if own:
             # The import loads torch, which takes seconds.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from rl_plugins.collector import collector_off
+from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.launch.gpu_checks import check_nodes
@@ -103,12 +104,12 @@ def _start_roles_and_fit(config: RecipeConfig, folder: RunFolder, roles: list[Ro
             if not rollout.config.shares_gpus:
                 rollout.start(places.options(role) if role.strategy else ())
     pools: Mapping[PoolConfig, list[Any]] = {}
-    critic: PlacedPool | None = None
+    critics: list[PlacedPool] = []
     if config.placement.pools:
         placed = placed_pools(config, roles, places)
-        # The first training worker starts the critic's pool: after a restart of the workers, the pool must start again
-        # from the checkpoint, too.
-        critic = placed.pop("critic", None)
+        # The first training worker starts the pools of critics: after a restart of the workers, these pools must start
+        # again from the checkpoint, too.
+        critics = [placed.pop(role) for role in CRITIC_POOLS if role in placed]
         pools = {pool: start_pool(pool, options) for pool, options in placed.values()}
     import ray.train
     from ray.train import FailureConfig, LoggingConfig, ScalingConfig
@@ -127,7 +128,7 @@ def _start_roles_and_fit(config: RecipeConfig, folder: RunFolder, roles: list[Ro
             "config": asdict(config),
             "rollout": rollout,
             "pools": list(pools),
-            "critic": critic,
+            "critics": critics,
             # The driver draws the progress bar.
             "redraw_s": redraw_interval_s(),
             "started": psutil.Process().create_time(),
@@ -208,9 +209,7 @@ def _training_run(arguments: dict[str, Any]) -> TrainingRun:
         rollout = transformers_rollout(config, device)
     rank = ray.train.get_context().get_world_rank()
     pools = [ModelPool(pool, rank) for pool in arguments["pools"]]
-    if arguments["critic"] is not None:
-        pool, options = arguments["critic"]
-        pools.append(CriticPool(pool, options, rank))
+    pools += [CriticPool(pool, options, rank) for pool, options in arguments["critics"]]
     strategy = ray_strategy(config, rollout)
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     # A restarted worker group, too, continues from the newest checkpoint in the folder. Ray Train hears of a checkpoint

@@ -37,7 +37,7 @@ from rl_plugins.callbacks.samples import RolloutTraces, SampleTable
 from rl_plugins.callbacks.system_metrics import SystemMetrics
 from rl_plugins.callbacks.target_reward import TargetReward
 from rl_plugins.callbacks.throughput import Throughput
-from rl_plugins.config.models import RewardModelConfig
+from rl_plugins.config.models import RewardModelConfig, RewardModelOptions
 from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.datamodule import StepDataModule
@@ -56,7 +56,7 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.sampling import Scorer, greedy
 from rl_plugins.stages.stage import Stage
-from rl_plugins.strategies.contract import CRITIC, TEACHER
+from rl_plugins.strategies.contract import COST_CRITIC, CRITIC, TEACHER
 from rl_plugins.tracking.loggers import JsonLinesLogger, mlflow_loggers
 
 _RECIPES = {
@@ -169,10 +169,16 @@ class TrainingRun:
 
     def reward_model(self) -> RewardModelConfig | None:
         """Return the settings of the reward model, if there is one."""
-        config = self.config
-        if config.reward_model.path is None:
+        return self._scoring(self.config.reward_model)
+
+    def cost_model(self) -> RewardModelConfig | None:
+        """Return the settings of the cost model, if there is one."""
+        return self._scoring(self.config.cost_model)
+
+    def _scoring(self, options: RewardModelOptions) -> RewardModelConfig | None:
+        if options.path is None:
             return None
-        return RewardModelConfig(**vars(config.reward_model), max_failure_rate=config.reward.max_failure_rate)
+        return RewardModelConfig(**vars(options), max_failure_rate=self.config.reward.max_failure_rate)
 
     # Arguments of data modules ----------------------------------------------------------------------------------
 
@@ -203,6 +209,7 @@ class TrainingRun:
         every checkpoint has all changes.
         """
         config, folder, run, guard = self.config, self.folder, self.config.run, self.config.guard
+        kept_critics = {name: getattr(config, name).keep_checkpoints for name in (CRITIC, COST_CRITIC)}
         callbacks: list[Callback] = [
             DivergenceGuard(guard, action=guard.action, folder=folder.path, max_rollbacks=guard.max_rollbacks)
         ]
@@ -227,7 +234,7 @@ class TrainingRun:
                 every=run.checkpoint_every,
                 keep_last=run.keep_checkpoints,
                 report_to_ray=self.in_ray,
-                keep_models={CRITIC: config.critic.keep_checkpoints} if config.critic.keep_checkpoints else {},
+                keep_models={name: kept for name, kept in kept_critics.items() if kept},
                 # Ranks that have written wait in a collective call for the others.
                 background_deadline_s=config.strategy.collective_timeout_s / 2 if run.async_checkpoints else None,
             )

@@ -44,11 +44,11 @@ def trainer_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Part
         `update`.
     """
     states = _states(work.policy, work, plan, work.trained_parameters)
-    if work.critic is not None:
-        critic = _states(work.critic, work, plan, work.critic.parameters)
+    for shape in work.critics:
+        critic = _states(shape, work, plan, shape.parameters)
         states = {key: states.get(key, 0.0) + critic.get(key, 0.0) for key in states}
     frozen = {f"{name} parameters": _resident(shape, work, plan) for name, shape in work.frozen.items()}
-    models = [work.policy, *([work.critic] if work.critic else []), *work.frozen.values()]
+    models = [work.policy, *work.critics, *work.frozen.values()]
     largest = max(models, key=lambda shape: shape.parameters)
     sizes = micro_batch_sizes(work, plan.trainers)
     passes = {
@@ -190,12 +190,13 @@ def _gathered(shape: ModelShape, work: Workload, plan: Plan) -> float:
 def _update(work: Workload, plan: Plan, device: Device, sizes: MicroBatchSizes) -> Parts:
     """Return the peak memory of an update in addition to the states of the models.
 
-    The peak is in a pass or in the optimizer step. The model is the policy or the critic, whichever trains more
+    The peak is in a pass or in the optimizer step. The model is the one of policy and critics that trains the most
     parameters.
     """
     shape, trained, workers, width = work.policy, work.trained_parameters, plan.trainers, work.width
-    if work.critic is not None and work.critic.parameters > trained:
-        shape, trained = work.critic, work.critic.parameters
+    for critic in work.critics:
+        if critic.parameters > trained:
+            shape, trained = critic, critic.parameters
     shard = trained / workers
     if plan.zero_stage == 0:
         summed = 4 if work.precision != "bf16-true" else width

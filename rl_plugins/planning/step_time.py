@@ -135,9 +135,7 @@ def training_flops(work: Workload, shape: ModelShape, trainers: int) -> float:
 def _updates(work: Workload, plan: Plan, device: Device, per_node: int) -> float:
     rate = device.train_flops[work.dtype]
     seconds = 0.0
-    models = [(work.policy, work.trained_parameters)]
-    if work.critic is not None:
-        models.append((work.critic, work.critic.parameters))
+    models = [(work.policy, work.trained_parameters), *((critic, critic.parameters) for critic in work.critics)]
     for shape, trained in models:
         arithmetic = training_flops(work, shape, plan.trainers) / rate
         collectives = _collectives(work, shape, trained, plan, device, per_node)
@@ -176,8 +174,7 @@ def _log_probs(work: Workload, plan: Plan, device: Device, per_node: int) -> flo
     shapes = list(work.frozen.values())
     if work.updates * work.passes > 1:
         shapes.append(work.policy)
-    if work.critic is not None:
-        shapes.append(work.critic)
+    shapes += work.critics
     seconds = 0.0
     for shape in shapes:
         seconds += shape.forward_flops(sizes.tokens, sizes.context) / device.train_flops[work.dtype]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl_plugins.planning.shape import ModelShape
@@ -36,7 +36,7 @@ class Workload:
         gradient_checkpointing: Activations are computed again in the backward pass.
         lora_rank: Rank of the adapter if only an adapter is trained; 0 without an adapter.
         merged: The engine receives whole weights of a policy with an adapter.
-        critic: Shape of the critic; None without a critic.
+        critics: Shapes of the critics, and of a process reward model: further trained models.
         frozen: Shapes of the models without training, by the names of the models.
         max_num_seqs: Largest number of responses sampled by an engine at the same time.
         prefix_caching: The engine reads a prompt once for all its responses.
@@ -58,7 +58,7 @@ class Workload:
     gradient_checkpointing: bool = False
     lora_rank: int = 0
     merged: bool = False
-    critic: ModelShape | None = None
+    critics: Sequence[ModelShape] = ()
     frozen: Mapping[str, ModelShape] = field(default_factory=dict)
     max_num_seqs: int = 256
     prefix_caching: bool = True

@@ -32,8 +32,11 @@ from rl_plugins.plain_file import load_plain, save_plain
 from rl_plugins.stages.metrics import TokenMetrics
 from rl_plugins.stages.micro_batches import Cutter, Lengths
 from rl_plugins.stages.optimizer import MicroBatchLoss, build_optimizer
+from rl_plugins.strategies.contract import COST_CRITIC, CRITIC
 
 _FILE = "critic.pt"
+FIELDS = {CRITIC: ("values", "returns"), COST_CRITIC: ("cost_values", "cost_returns")}
+"""Fields of an `Experience` for each critic by name: the values of the critic, and the returns that it learns."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,14 @@ class ValueObjective:
         aggregation: see `aggregate`.
         scale_factor: see `aggregate`.
         updates: number of optimizer steps of an RL step; metrics are averaged over the optimizer steps.
+        critic: name of the critic, for its fields and its metrics.
     """
 
     clip: float | None
     aggregation: str
     scale_factor: float | None
     updates: int
+    critic: str = CRITIC
 
     def losses(
         self,
@@ -64,31 +69,38 @@ class ValueObjective:
         """Yield the loss of each micro-batch, and True with the last micro-batch.
 
         Args:
-            mini_batch: samples with `values` (from before the update) and `returns`.
+            mini_batch: samples with the critic's values (from before the update) and returns.
             micro_batches: indices of the samples of each micro-batch.
             values_of: function from a micro-batch to the critic's values [B, T], with gradient.
             counts: global counts of the mini-batch of all ranks.
             metrics: collector to which the metrics of the loss are added.
             device: device of the critic.
         """
+        values, returns = FIELDS[self.critic]
         for position, indices in enumerate(micro_batches):
             micro = mini_batch[indices].trimmed().to(device)
             loss_BT, measured = value_loss(
                 values_BT=values_of(micro),
-                old_values_BT=computed(micro.values),
-                returns_BT=computed(micro.returns),
+                old_values_BT=computed(getattr(micro, values)),
+                returns_BT=computed(getattr(micro, returns)),
                 response_mask_BT=micro.response_mask,
                 clip=self.clip,
             )
             loss = aggregate(loss_BT, micro.response_mask, self.aggregation, counts, scale_factor=self.scale_factor)
-            metrics.add_each({f"critic/{name}": value for name, value in measured.items()}, micro.response_mask)
-            metrics.add_sum("critic/loss", loss.detach() / (counts.ranks * self.updates))
+            metrics.add_each({f"{self.critic}/{name}": value for name, value in measured.items()}, micro.response_mask)
+            metrics.add_sum(f"{self.critic}/loss", loss.detach() / (counts.ranks * self.updates))
             yield loss, position == len(micro_batches) - 1
 
 
-def value_objective(algorithm: Algorithm, updates: int) -> ValueObjective:
-    """Return the objective of an algorithm's critic; `updates` is the number of optimizer steps of an RL step."""
-    return ValueObjective(algorithm.value_clip, algorithm.aggregation, algorithm.scale_factor, updates)
+def value_objective(algorithm: Algorithm, updates: int, critic: str) -> ValueObjective:
+    """Return the objective of an algorithm's critic.
+
+    Args:
+        algorithm: algorithm of the policy.
+        updates: number of optimizer steps of an RL step.
+        critic: name of the critic.
+    """
+    return ValueObjective(algorithm.value_clip, algorithm.aggregation, algorithm.scale_factor, updates, critic)
 
 
 def explained_variance(

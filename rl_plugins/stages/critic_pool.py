@@ -30,15 +30,15 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.errors import UserError
 from rl_plugins.models.pool import ModelPool, spread
 from rl_plugins.models.pool_actor import Arrays, PoolConfig, process_name
-from rl_plugins.stages.critic import CriticLearner, CriticTraining, Learnt
+from rl_plugins.stages.critic import FIELDS, CriticLearner, CriticTraining, Learnt
 from rl_plugins.stages.metrics import TokenMetrics
 
 T = TypeVar("T")
 
-# Inputs of the critic's loss, and required fields of an Experience.
+# Required fields of an Experience. The critic's loss also needs the critic's own fields.
 _SENT = (
     "prompts", "prompt_lengths", "responses", "response_lengths", "response_mask", "rollout_log_probs",
-    "policy_versions", "groups", "valid", "values", "returns",
+    "policy_versions", "groups", "valid",
 )  # fmt: skip
 
 
@@ -84,21 +84,22 @@ class CriticPool(ModelPool):
         The optimizer step begins when all ranks have submitted their rows.
 
         Args:
-            mini_batch: rows of this rank, with `values` and `returns`.
+            mini_batch: rows of this rank, with the critic's values and returns.
             counts: global counts of the mini-batch of all ranks.
             last: True for the last mini-batch of the step.
         """
         self._connect()
         trimmed = mini_batch.trimmed()
-        rows = Experience(**{name: getattr(trimmed, name) for name in _SENT}, batch_size=trimmed.batch_size)
+        sent = (*_SENT, *FIELDS[self.config.role])
+        rows = Experience(**{name: getattr(trimmed, name) for name in sent}, batch_size=trimmed.batch_size)
         actors = len(self._actors)
         parts = spread(rows.sequence_lengths.tolist(), actors)
         calls = []
         for place in range(actors):
             part = rows[torch.tensor(parts[place] if place < len(parts) else [], dtype=torch.int64)]
             number = (self._rank + place) % actors
-            sent = self._updates, self._rank, self._ranks, part, replace(counts, ranks=1), last
-            calls.append((number, self._actors[number].learn.remote(*sent)))
+            call = self._updates, self._rank, self._ranks, part, replace(counts, ranks=1), last
+            calls.append((number, self._actors[number].learn.remote(*call)))
         self._updates += 1
         self._learning.append(sorted(calls, key=lambda call: call[0]))
 

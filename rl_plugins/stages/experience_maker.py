@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.constraint import LagrangeMultiplier, constrained_advantages, costs_as_rewards
 from rl_plugins.algorithms.regularization import KLController
 from rl_plugins.algorithms.rollout_correction import diagnostics
 from rl_plugins.config.sampling import Schedule
 from rl_plugins.data.experience import Experience, computed
+from rl_plugins.stages.critics import Critic, policy_learns
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.off_policy import ratio_to_rollout
 from rl_plugins.stages.process_rewards import ProcessRewards
@@ -28,7 +31,8 @@ class ExperienceMaker:
         schedule: bound on the age of tokens.
         kl_controller: coefficient of the KL penalty in the rewards.
         updates: number of optimizer steps of an RL step.
-        has_critic: True if there is a critic whose values are needed.
+        critics: critics whose values are needed.
+        multiplier: multiplier of a bound on the mean cost; None without a bound.
         process_rewards: rewards of a process reward model; None without such a model.
         teachers: teachers of a distillation; None without teachers.
 
@@ -44,12 +48,14 @@ class ExperienceMaker:
         kl_controller: KLController,
         *,
         updates: int,
-        has_critic: bool,
+        critics: Sequence[Critic],
+        multiplier: LagrangeMultiplier | None,
         process_rewards: ProcessRewards | None,
         teachers: Teachers | None,
     ) -> None:
         self._algorithm, self._passes, self._schedule = algorithm, passes, schedule
-        self._kl_controller, self._updates, self._has_critic = kl_controller, updates, has_critic
+        self._kl_controller, self._updates = kl_controller, updates
+        self._critics, self._multiplier = critics, multiplier
         self._process_rewards, self._teachers = process_rewards, teachers
         self._ratio_to_rollout = ratio_to_rollout(algorithm, schedule)
         self._strategy = passes.strategy
@@ -72,6 +78,9 @@ class ExperienceMaker:
         self._mask_old_tokens(samples, step)
         self._correct_for_rollout(samples)
         self._add_advantages(samples)
+        if self._multiplier is not None:
+            self._adapt(self._multiplier, samples, step)
+            self._constrain_advantages(samples, self._multiplier.value)
         return samples
 
     def _add_log_probs(self, samples: Experience) -> None:
@@ -102,10 +111,8 @@ class ExperienceMaker:
         return {column: values for column, values in columns.items() if values is not None}
 
     def _add_values(self, samples: Experience) -> None:
-        if self._has_critic:
-            with self._strategy.phase_log.measure("values"):
-                columns = self._passes.per_token(samples, lambda micro: {"values": self._passes.values(micro)})
-            samples.values = columns["values"]
+        for critic in self._critics:
+            critic.add_values(samples)
         if self._process_rewards is not None:
             self.metrics |= self._process_rewards.add(samples)
 
@@ -149,6 +156,31 @@ class ExperienceMaker:
                 samples.named_tensors(),
                 kl_coefficient=self._kl_controller.coefficient,
                 sum_over_ranks=self._strategy.ranks.sum,
+            )
+
+    def _adapt(self, multiplier: LagrangeMultiplier, samples: Experience, step: int) -> None:
+        """Let lambda follow the mean cost of the samples. While the policy waits for a critic, lambda waits, too."""
+        costs_B = torch.where(samples.valid, computed(samples.costs), 0).double()
+        sums = torch.stack([costs_B.sum(), samples.valid.sum().double()])
+        sum_of_costs, num_samples = self._strategy.ranks.sum(sums).tolist()
+        if policy_learns(self._critics, step):
+            multiplier.update(sum_of_costs, num_samples)
+        self.metrics["cost"] = sum_of_costs / num_samples if num_samples else float("nan")
+        self.metrics |= {"lambda": multiplier.value, "cost_in_window": multiplier.mean_cost}
+
+    def _constrain_advantages(self, samples: Experience, multiplier: float) -> None:
+        """Subtract the advantages of the costs, `multiplier` times, from the advantages of the rewards."""
+        with self._strategy.phase_log.measure("advantages"):
+            # A KL penalty in the reward raises the costs, so its weight in the difference does not depend on lambda.
+            _, cost_advantages_BT, samples.cost_returns = self._algorithm.advantages(
+                costs_as_rewards(samples.named_tensors()),
+                kl_coefficient=-self._kl_controller.coefficient,
+                sum_over_ranks=self._strategy.ranks.sum,
+            )
+            samples.advantages = constrained_advantages(
+                advantages_BT=computed(samples.advantages),
+                cost_advantages_BT=cost_advantages_BT,
+                multiplier=multiplier,
             )
 
 

@@ -19,7 +19,7 @@ from rl_plugins.models.packing import shares_prompts
 from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.scalar_head import response_scores, response_values
 from rl_plugins.stages.micro_batches import Cutter, Lengths
-from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, Strategy
+from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy
 
 
 class ForwardInputs(TypedDict):
@@ -117,9 +117,9 @@ class ForwardPasses:
         """Run a model with a scalar head over a micro-batch; return its scores, [B, T]."""
         return response_scores(self.strategy.model_engine(name), **self.inputs(samples))
 
-    def values(self, samples: Experience) -> Tensor:
-        """Run the critic over a micro-batch; return its values, [B, T]."""
-        return response_values(self.strategy.model_engine(CRITIC), **self.inputs(samples))
+    def values(self, name: str, samples: Experience) -> Tensor:
+        """Run a critic over a micro-batch; return its values, [B, T]."""
+        return response_values(self.strategy.model_engine(name), **self.inputs(samples))
 
     @torch.no_grad()
     def per_token(

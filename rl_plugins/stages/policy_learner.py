@@ -1,28 +1,26 @@
-"""Updates of the policy and the critic on the experience of a step."""
+"""Updates of the policy and its critics on the experience of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.masked import sequence_means
 from rl_plugins.algorithms.policy_losses.modifiers import top_entropy_mask
 from rl_plugins.algorithms.regularization import EntropyController, KLController
-from rl_plugins.config.models import CriticConfig
 from rl_plugins.config.sampling import Schedule
 from rl_plugins.data.experience import Experience, computed
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.engine import step_seed
-from rl_plugins.stages.critic import explained_variance, value_objective
-from rl_plugins.stages.critic_pool import CriticPool
+from rl_plugins.stages.critics import Critic, policy_learns
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
 from rl_plugins.stages.off_policy import ratio_to_rollout
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
-from rl_plugins.strategies.contract import CRITIC, POLICY
+from rl_plugins.strategies.contract import POLICY
 
 
 class PolicyLearner:
@@ -32,8 +30,7 @@ class PolicyLearner:
         algorithm: losses, and controllers of the coefficients.
         passes: forward passes of the models.
         optimize: takes an optimizer step of a model; `Stage.optimize`.
-        critic: returns the critic: a model, a `CriticPool`, or None.
-        critic_config: settings of the critic; None without a critic.
+        critics: critics of the policy, possibly none.
         schedule: bound on staleness.
         num_samples: size of a group.
         updates_per_step: optimizer steps for each pass over the samples.
@@ -48,9 +45,8 @@ class PolicyLearner:
         algorithm: Algorithm,
         passes: ForwardPasses,
         optimize: Optimize,
-        critic: Callable[[], nn.Module | None],
+        critics: Sequence[Critic],
         *,
-        critic_config: CriticConfig | None,
         schedule: Schedule,
         num_samples: int,
         updates_per_step: int,
@@ -60,7 +56,7 @@ class PolicyLearner:
         entropy_controller: EntropyController,
     ) -> None:
         self._algorithm, self._passes, self._optimize = algorithm, passes, optimize
-        self._critic, self._critic_config = critic, critic_config
+        self._critics = critics
         self._num_samples, self._seed = num_samples, seed
         self._updates_per_step, self._passes_per_step = updates_per_step, passes_per_step
         self._updates = updates_per_step * passes_per_step
@@ -70,24 +66,20 @@ class PolicyLearner:
 
     def update(self, batch: Experience, step: int) -> dict[str, float]:
         """Take the optimizer steps of step `step`; return the metrics, averaged over all ranks. Collective."""
-        critic, tokens = self._critic(), TokenMetrics()
-        policy_learns = self._critic_config is None or step >= self._critic_config.warmup_steps
+        tokens, learns = TokenMetrics(), policy_learns(self._critics, step)
         for number, mini_batch in enumerate(self._mini_batches(batch), 1):
-            if self._critic_config is not None:
-                with self._strategy.phase_log.measure("update_critic"):
-                    self._update_critic(mini_batch, tokens, last=number == self._updates)
-            if policy_learns:
+            for critic in self._critics:
+                critic.update(mini_batch, tokens, last=number == self._updates)
+            if learns:
                 with self._strategy.phase_log.measure("update_policy"):
                     self._choose_tokens(mini_batch, step)
                     self._optimize(self._policy_losses(mini_batch, tokens, first=number == 1), POLICY)
-        if not policy_learns:
+        if not learns:
             # The next samples carry the version of this step, though the weights have not changed.
             self._strategy.rollout_phases.weights_changed()
         metrics = tokens.averages(self._strategy.ranks.sum, self._strategy.ranks.max)
-        if isinstance(critic, CriticPool):
-            # The critic has learnt while the policy learnt.
-            with self._strategy.phase_log.measure("update_critic"):
-                metrics |= critic.learnt()
+        for critic in self._critics:
+            metrics |= critic.learnt()
         return metrics | self._adapt(batch, metrics)
 
     def _mini_batches(self, batch: Experience) -> Iterator[Experience]:
@@ -164,23 +156,8 @@ class PolicyLearner:
             metrics.add_sum("loss", loss.detach() / (world_size * self._updates))
             yield loss, position == len(micro_batches) - 1
 
-    def _update_critic(self, mini_batch: Experience, metrics: TokenMetrics, *, last: bool) -> None:
-        critic, counts = self._critic(), self._passes.counts(mini_batch.response_mask)
-        if isinstance(critic, CriticPool):
-            critic.learn(mini_batch, counts, last=last)
-            return
-        losses = value_objective(self._algorithm, self._updates).losses(
-            mini_batch,
-            self._passes.micro_batches(mini_batch),
-            self._passes.values,
-            counts,
-            metrics,
-            self._passes.device,
-        )
-        self._optimize(losses, CRITIC)
-
     def _adapt(self, batch: Experience, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Update the controllers; return the coefficients and the critic's explained variance."""
+        """Update the controllers; return the coefficients and the measures of the critics."""
         ranks, mask_BT = self._strategy.ranks, batch.response_mask
         adapted: dict[str, float] = {}
         if self._algorithm.kl_is_in_reward:
@@ -196,8 +173,6 @@ class PolicyLearner:
         if self._algorithm.entropy.active and "train/entropy" in metrics:
             self._entropy_controller.update(metrics["train/entropy"])
             adapted["train/entropy_coefficient"] = self._entropy_controller.coefficient
-        if self._critic_config is not None:
-            adapted["train/critic/explained_variance"] = explained_variance(
-                computed(batch.values), computed(batch.returns), mask_BT, ranks.sum
-            )
+        for critic in self._critics:
+            adapted |= critic.measures(batch)
         return adapted

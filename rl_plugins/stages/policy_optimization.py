@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -28,6 +29,7 @@ from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.arguments import StageArguments
 from rl_plugins.stages.critic import CriticTraining, value_objective
 from rl_plugins.stages.critic_pool import CriticPool
+from rl_plugins.stages.critics import Critic
 from rl_plugins.stages.experience_maker import ExperienceMaker
 from rl_plugins.stages.off_policy import check_comparable
 from rl_plugins.stages.policy_learner import PolicyLearner
@@ -37,21 +39,32 @@ from rl_plugins.stages.process_rewards import (
     ProcessRewardConfig,
     ProcessRewards,
 )
-from rl_plugins.stages.rollouts import RewardModelScorer, Rollouts
+from rl_plugins.stages.rollouts import ModelScorer, Rollouts
 from rl_plugins.stages.sampling import SamplingSetup, Scorer, greedy, with_stop_token
 from rl_plugins.stages.stage import Stage
 from rl_plugins.stages.teachers import TEACHER_INPUTS, make_teachers
-from rl_plugins.strategies.contract import CRITIC, POLICY, REFERENCE, REWARD_MODEL, Strategy
+from rl_plugins.strategies.contract import (
+    COST_CRITIC,
+    COST_MODEL,
+    CRITIC,
+    POLICY,
+    REFERENCE,
+    REWARD_MODEL,
+    Strategy,
+)
+
+_VALUES = {CRITIC: "values_BT", COST_CRITIC: "cost_values_BT"}
+"""Input of the algorithm that each critic computes."""
 
 
 class PolicyOptimization(Stage):
-    """GRPO, PPO, PRIME and related algorithms.
+    """GRPO, PPO, PRIME, Safe RLHF and related algorithms.
 
     Attributes:
         prompts: data loader of training, since `setup`.
         rollouts: collects the samples of a step, since `setup`.
         experience: adds log-probs, values and advantages to samples, since `setup`.
-        learner: updates policy and critic, since `setup`.
+        learner: updates policy and critics, since `setup`.
 
     Args:
         policy: see `Stage`.
@@ -67,6 +80,8 @@ class PolicyOptimization(Stage):
             for algorithms that need its log-probs.
         critic: settings of the critic, for algorithms that need values.
         reward_model: reward model whose score is added to the score of the scorer.
+        cost_critic: settings of the critic of the costs, for algorithms that need values and bound the mean cost.
+        cost_model: cost model whose score is added to the cost from the scorer, for algorithms that bound the mean cost.
         process_reward_model: settings of the process reward model, for algorithms that need process rewards.
         updates_per_step: optimizer steps for each pass over the samples; the prompts of a step are divided among these.
         passes_per_step: passes over the samples of a step.
@@ -99,6 +114,8 @@ class PolicyOptimization(Stage):
         teacher: str | TeacherConfig | None = None,
         critic: CriticConfig | None = None,
         reward_model: RewardModelConfig | None = None,
+        cost_critic: CriticConfig | None = None,
+        cost_model: RewardModelConfig | None = None,
         process_reward_model: ProcessRewardConfig | None = None,
         updates_per_step: int = 1,
         passes_per_step: int = 1,
@@ -114,14 +131,22 @@ class PolicyOptimization(Stage):
         self.updates_per_step, self.passes_per_step, self.seed = updates_per_step, passes_per_step, seed
         self.kl_controller = self.algorithm.kl.controller()
         self.entropy_controller = self.algorithm.entropy.controller()
+        constraint = self.algorithm.constraint
+        self.multiplier = None if constraint is None else constraint.multiplier()
         needs = self.algorithm.needs
         has_reference = "ref_log_probs_BT" in needs and self.add_reference(reference)
         self.teacher_config = teacher if isinstance(teacher, TeacherConfig) else TeacherConfig(teacher)
         teacher_path = self.teacher_config.path or (self._own_path if self.teacher_config.update_every else None)
         self._teacher_paths: list[str | None] = [*self.teacher_config.paths.values()] or [teacher_path]
-        self._reward_model_config = reward_model
-        self.critic_config = (critic or CriticConfig()) if "values_BT" in needs else None
-        self._critic_path = None if self.critic_config is None else self.critic_config.path or self._own_path
+        scoring = {REWARD_MODEL: reward_model, COST_MODEL: cost_model}
+        self.scoring_configs = {name: config for name, config in scoring.items() if config is not None}
+        critics = {CRITIC: critic or CriticConfig(), COST_CRITIC: cost_critic or CriticConfig()}
+        # Critics with their paths: None if neither the settings nor the policy have one.
+        self.critic_configs = {
+            name: replace(config, path=config.path or self._own_path)
+            for name, config in critics.items()
+            if _VALUES[name] in needs
+        }
         self.process_reward_config = (
             (process_reward_model or ProcessRewardConfig()) if "process_rewards_BT" in needs else None
         )
@@ -129,7 +154,9 @@ class PolicyOptimization(Stage):
         # A list of the models, or the pool of the only teacher.
         self.teacher: Any = None
         self.critic: Any = None
+        self.cost_critic: Any = None
         self.reward_model: Any = None
+        self.cost_model: Any = None
         self.process_reward_model: Any = None
         self.process_reference: Any = None
         self._loaded_batches = 0
@@ -154,10 +181,27 @@ class PolicyOptimization(Stage):
                 f"algorithm.advantage={self.algorithm.advantage!r} does not use process rewards: choose "
                 "algorithm=prime, or an advantage that takes process_rewards_BT"
             )
+        constraint = self.algorithm.constraint
+        if COST_MODEL in self.scoring_configs and constraint is None:
+            raise ConfigError(
+                "the algorithm does not use the costs of cost_model: choose algorithm=safe_rlhf, or set constraint"
+            )
         for needed, available, model in (
             ("ref_log_probs_BT", has_reference, "reference model with reference=..."),
             *((needed, all(self._teacher_paths), "teacher with teacher=...") for needed in TEACHER_INPUTS),
-            ("values_BT", self._critic_path, "model that the critic starts from with critic=CriticConfig(path=...)"),
+            *(
+                (
+                    _VALUES[name],
+                    config.path,
+                    f"model that the {name.replace('_', ' ')} starts from with {name}=CriticConfig(path=...)",
+                )
+                for name, config in self.critic_configs.items()
+            ),
+            (
+                "costs_B",
+                COST_MODEL in self.scoring_configs or (constraint and constraint.cost),
+                "cost model with cost_model=..., or the number of the reward function with constraint.cost",
+            ),
             (
                 "process_rewards_BT",
                 self._process_path,
@@ -178,16 +222,28 @@ class PolicyOptimization(Stage):
         )
         assert self.sampling_setup is not None
         self.prompts = PromptSource(lambda: self.trainer.train_dataloader, strategy.ranks)
-        reward_model = None
-        if self._reward_model_config is not None:
-            reward_model = RewardModelScorer(self._reward_model_config, self.passes)
+        fields = {REWARD_MODEL: "scores", COST_MODEL: "costs"}
+        updates = self.updates_per_step * self.passes_per_step
+        critics = [
+            Critic(
+                name,
+                config,
+                value_objective(self.algorithm, updates, name),
+                self.passes,
+                self.optimize,
+                partial(getattr, self, name),
+            )
+            for name, config in self.critic_configs.items()
+        ]
         self.rollouts = Rollouts(
             self.sampling_setup.sampler(strategy),
             self.sampling_setup.scorer(strategy),
             self.algorithm,
             self.sampling,
             self.schedule,
-            reward_model=reward_model,
+            models=[
+                ModelScorer(name, fields[name], config, self.passes) for name, config in self.scoring_configs.items()
+            ],
             updates_per_step=self.updates_per_step,
             max_steps=self.max_steps,
             draw=self.prompts.draw,
@@ -205,8 +261,9 @@ class PolicyOptimization(Stage):
             self.passes,
             self.schedule,
             self.kl_controller,
-            updates=self.updates_per_step * self.passes_per_step,
-            has_critic=self.critic_config is not None,
+            updates=updates,
+            critics=critics,
+            multiplier=self.multiplier,
             process_rewards=process_rewards,
             teachers=make_teachers(self.teacher_config, self.algorithm, self.passes),
         )
@@ -214,8 +271,7 @@ class PolicyOptimization(Stage):
             self.algorithm,
             self.passes,
             self.optimize,
-            lambda: self.critic,
-            critic_config=self.critic_config,
+            critics,
             schedule=self.schedule,
             num_samples=self.sampling.num_samples,
             updates_per_step=self.updates_per_step,
@@ -227,9 +283,11 @@ class PolicyOptimization(Stage):
 
     @override
     def configure_model(self) -> None:
-        if isinstance(self.critic, CriticPool):
-            # The critic's processes start while models are loaded here.
-            self.critic.begin(self._critic_training, self.strategy.ranks.gather)
+        for name in (CRITIC, COST_CRITIC):
+            pool = getattr(self, name)
+            if isinstance(pool, CriticPool):
+                # The critic's processes start while models are loaded here.
+                pool.begin(self._critic_training(name), self.strategy.ranks.gather)
         super().configure_model()
         trust = {"trust_remote_code": self.loading["trust_remote_code"]}
         if self.algorithm.needs & TEACHER_INPUTS and self.teacher is None:
@@ -237,14 +295,16 @@ class PolicyOptimization(Stage):
             for name, path in zip(self.teacher_config.models.values(), map(str, self._teacher_paths), strict=True):
                 check_same_tokens(self.tokenizer, path, "teacher", **trust)
                 self.teacher.append(self.load_model(path, name))
-        if self.critic_config is not None and self.critic is None:
-            critic = self._load_scalar_head(str(self._critic_path), new_head=True)
-            self.critic = with_adapter(critic, self.critic_config.lora)
-        if self._reward_model_config is not None and self.reward_model is None:
-            path = str(self._reward_model_config.path)
-            check_same_tokens(self.tokenizer, path, "reward model", **trust)
-            # A new head would score everything 0.
-            self.reward_model = self._load_scalar_head(path, new_head=False, frozen=REWARD_MODEL)
+        for name, critic_config in self.critic_configs.items():
+            if getattr(self, name) is None:
+                critic = self._load_scalar_head(str(critic_config.path), new_head=True)
+                setattr(self, name, with_adapter(critic, critic_config.lora))
+        for name, config in self.scoring_configs.items():
+            if getattr(self, name) is None:
+                path = str(config.path)
+                check_same_tokens(self.tokenizer, path, name.replace("_", " "), **trust)
+                # A new head would score everything 0.
+                setattr(self, name, self._load_scalar_head(path, new_head=False, frozen=name))
         if self.process_reward_config is not None and self.process_reward_model is None:
             path = str(self._process_path)
             check_same_tokens(self.tokenizer, path, "process reward model", **trust)
@@ -260,9 +320,11 @@ class PolicyOptimization(Stage):
         teachers = self.teacher if isinstance(self.teacher, nn.ModuleList) else [self.teacher]
         others = {
             CRITIC: self.critic,
+            COST_CRITIC: self.cost_critic,
             REFERENCE: self.reference,
             **dict(zip(self.teacher_config.models.values(), teachers, strict=False)),
             REWARD_MODEL: self.reward_model,
+            COST_MODEL: self.cost_model,
             PROCESS_REWARD_MODEL: self.process_reward_model,
             PROCESS_REFERENCE: self.process_reference,
         }
@@ -271,22 +333,23 @@ class PolicyOptimization(Stage):
     @override
     def optimizer_configs(self) -> dict[str, OptimizerConfig]:
         configs = super().optimizer_configs()
-        if self.critic_config is not None and not isinstance(self.critic, CriticPool):
-            configs[CRITIC] = self.critic_config.optimizer
+        for name, config in self.critic_configs.items():
+            if not isinstance(getattr(self, name), CriticPool):
+                configs[name] = config.optimizer
         if self.process_reward_config is not None:
             configs[PROCESS_REWARD_MODEL] = self.process_reward_config.optimizer
         return configs
 
-    @property
-    def _critic_training(self) -> CriticTraining:
-        """Task of the critic's processes."""
-        if self.critic_config is None or self._critic_path is None:
-            raise ConfigError("the algorithm needs no values: leave the critic's pool out")
+    def _critic_training(self, name: str) -> CriticTraining:
+        """Return the task of a critic's processes."""
+        config = self.critic_configs.get(name)
+        if config is None:
+            raise ConfigError(f"the algorithm needs no values of the {name.replace('_', ' ')}: leave its pool out")
         return CriticTraining(
-            path=self._critic_path,
-            config=self.critic_config,
-            gradient_clip=self._bound_or(self.critic_config.optimizer),
-            objective=value_objective(self.algorithm, self.updates_per_step * self.passes_per_step),
+            path=str(config.path),
+            config=config,
+            gradient_clip=self._bound_or(config.optimizer),
+            objective=value_objective(self.algorithm, self.updates_per_step * self.passes_per_step, name),
             computes_in=self.model_dtype,
             loading=self.loading,
             tokens_per_micro_batch=self.tokens_per_micro_batch,
@@ -330,6 +393,8 @@ class PolicyOptimization(Stage):
         checkpoint["stage"]["num_batches"] = self.rollouts.scheduled_sampler.num_batches
         checkpoint["stage"]["kl_controller"] = self.kl_controller.state_dict()
         checkpoint["stage"]["entropy_controller"] = self.entropy_controller.state_dict()
+        if self.multiplier is not None:
+            checkpoint["stage"]["multiplier"] = self.multiplier.state_dict()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -339,3 +404,5 @@ class PolicyOptimization(Stage):
             self.rollouts.scheduled_sampler.roll_back(self._loaded_batches)
         self.kl_controller.load_state_dict(checkpoint["stage"]["kl_controller"])
         self.entropy_controller.load_state_dict(checkpoint["stage"]["entropy_controller"])
+        if self.multiplier is not None:
+            self.multiplier.load_state_dict(checkpoint["stage"]["multiplier"])

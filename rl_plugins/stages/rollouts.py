@@ -23,7 +23,6 @@ from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.sampling import PromptSampler, SampleScorer, ShownSamples, greedy
 from rl_plugins.stages.scheduled_sampler import ScheduledSampler
-from rl_plugins.strategies.contract import REWARD_MODEL
 
 
 class Rollouts:
@@ -35,7 +34,7 @@ class Rollouts:
         algorithm: says which scores and groups it needs.
         sampling: sampling settings; `num_samples` is the size of a group.
         schedule: bounds on staleness and on groups in flight.
-        reward_model: reward model whose scores are added; None for the reward function alone.
+        models: reward model and cost model whose scores are added, possibly none.
         updates_per_step: number of mini-batches of a step.
         max_steps: number of steps of the run; 0 for no bound.
         draw: returns this rank's next batch of prompts.
@@ -56,13 +55,13 @@ class Rollouts:
         sampling: SamplingConfig,
         schedule: Schedule,
         *,
-        reward_model: RewardModelScorer | None,
+        models: Sequence[ModelScorer],
         updates_per_step: int,
         max_steps: int,
         draw: Callable[[], PromptBatch],
         shown: ShownSamples,
     ) -> None:
-        self._sampler, self._scorer, self._reward_model = sampler, scorer, reward_model
+        self._sampler, self._scorer, self._models = sampler, scorer, models
         self._algorithm, self._sampling, self._schedule = algorithm, sampling, schedule
         self._updates_per_step, self._shown = updates_per_step, shown
         self._ranks = sampler.strategy.ranks
@@ -170,7 +169,9 @@ class Rollouts:
         scores = self._scorer.score(samples)
         self._shown.show_training(samples, scores)
         keep_reward_details(samples, scores, self._algorithm)
-        return scores if self._reward_model is None else self._reward_model.add(samples, scores)
+        for model in self._models:
+            scores = model.add(samples, scores)
+        return scores
 
     def _add_greedy_baseline(self, samples: Experience, prompts: PromptBatch, step: int) -> None:
         """Fill `baseline_scores` with the shaped score of a greedy response to each prompt. Collective."""
@@ -195,41 +196,46 @@ class Rollouts:
 
 
 @dataclass(frozen=True)
-class RewardModelScorer:
-    """Adds the scores of a reward model to the scores of the reward function.
+class ModelScorer:
+    """Adds the scores of a reward model or a cost model to the numbers of the reward function.
 
     Attributes:
+        name: name of the model.
+        field: field of the samples with the numbers of the reward function: `scores` or `costs`.
         config: weights of the scores.
-        passes: forward passes of the reward model.
+        passes: forward passes of the model.
     """
 
+    name: str
+    field: str
     config: RewardModelConfig
     passes: ForwardPasses
 
     def add(self, samples: Experience, scores: list[Score]) -> list[Score]:
-        """Mix the reward model's scores into `scores` of the samples; return scores with the new failures.
+        """Mix the model's scores into the field of the samples; return `scores` with the new failures.
 
         A sample whose mixed score is not finite is not valid, like a sample whose reward function failed.
 
         Raises:
             RewardError: too many scores are not finite.
         """
-        with self.passes.strategy.phase_log.measure("reward_model"):
+        with self.passes.strategy.phase_log.measure(self.name):
             model_scores_B = self._model_scores(samples)
-        scores_B = self.config.weight * model_scores_B + self.config.rule_weight * computed(samples.scores)
+        of_function_B = computed(getattr(samples, self.field))
+        scores_B = self.config.weight * model_scores_B + self.config.rule_weight * of_function_B
         bad_B = samples.valid & ~scores_B.isfinite()
         samples.valid = samples.valid & ~bad_B
         samples.response_mask = samples.response_mask * samples.valid[:, None]
-        samples.scores = scores_B.where(samples.valid, 0.0)
+        setattr(samples, self.field, scores_B.where(samples.valid, 0.0))
         failures = [
-            failed("not_finite", f"the reward model: its score is {value}") if bad else None
+            failed("not_finite", f"the {self.name.replace('_', ' ')}: its score is {value}") if bad else None
             for bad, value in zip(bad_B.tolist(), scores_B.tolist(), strict=True)
         ]
         check_failure_rate(failures, self.config.max_failure_rate)
         return [failure or score for failure, score in zip(failures, scores, strict=True)]
 
     def _model_scores(self, samples: Experience) -> Tensor:
-        scores = self.passes.per_token(samples, lambda micro: {"scores": self.passes.scores(REWARD_MODEL, micro)})
+        scores = self.passes.per_token(samples, lambda micro: {"scores": self.passes.scores(self.name, micro)})
         return last_token_scores(scores["scores"], samples.response_lengths)
 
 
@@ -242,6 +248,10 @@ def keep_reward_details(samples: Experience, scores: Sequence[Score], algorithm:
     if names := algorithm.reward_components:
         columns = [_detail(scores, name, "algorithm.reward_components") for name in names]
         samples.component_scores = torch.tensor(columns).T
+    if algorithm.constraint is not None:
+        name = algorithm.constraint.cost
+        costs = [0.0] * len(scores) if name is None else _detail(scores, name, "algorithm.constraint.cost")
+        samples.costs = torch.tensor(costs)
     metric = algorithm.group_filter and algorithm.group_filter.metric
     if metric:
         samples.set_column("filtered_by", _detail(scores, metric, "algorithm.group_filter.metric"))

@@ -47,6 +47,7 @@ def gae(
     values_BT: Tensor,
     gamma: float = 1.0,
     lam: float = 1.0,
+    normalize: bool = True,
     sum_over_ranks: Collective = one_rank,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation over sampled tokens, whitened over all tokens of the batch.
@@ -61,6 +62,7 @@ def gae(
         values_BT: the critic's estimate of the return before each token; no gradient flows into the values.
         gamma: discount per sampled token, 0 to 1.
         lam: 1 uses the rewards only, 0 the values only.
+        normalize: False leaves out the whitening: `A = G`.
 
     Returns:
         Advantages, and the returns before whitening (the targets of the critic), [B, T].
@@ -83,6 +85,8 @@ def gae(
         next_value_B = torch.where(learned_B, value_B, next_value_B)
         gains_BT[:, t] = gain_B
     returns_BT = torch.where(learned_BT, gains_BT + values_BT, 0)
+    if not normalize:
+        return torch.where(learned_BT, gains_BT, 0), returns_BT
     return whiten(gains_BT, learned_BT, sum_over_ranks), returns_BT
 
 

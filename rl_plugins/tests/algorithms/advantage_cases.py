@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", {}, ()),
     "remax": ("remax", {}, ("baseline_rewards_B",)),
     "gae": ("gae", {"gamma": 0.99, "lam": 0.95}, ("values_BT",)),
+    "gae, plain": ("gae", {"gamma": 0.99, "lam": 0.95, "normalize": False}, ("values_BT",)),
     "prime": ("prime", {}, ("process_rewards_BT",)),
     "reverse_kl": ("reverse_kl", {"bound": 0.5}, ("old_log_probs_BT", "teacher_log_probs_BT")),
     "reverse_kl, reward": ("reverse_kl", {"reward_weight": 0.3}, ("old_log_probs_BT", "teacher_log_probs_BT")),

@@ -60,6 +60,7 @@ ADVANTAGE_CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("reverse_kl", ("old_log_probs_BT", "teacher_log_probs_BT"), {"bound": None, "reward_weight": 0.5}),
     ("gae", ("values_BT",), {}),
     ("gae", ("values_BT",), {"gamma": 0.95, "lam": 0.8}),
+    ("gae", ("values_BT",), {"gamma": 0.95, "lam": 0.8, "normalize": False}),
     *((name, OPTIMAL, {}) for name in ("optimal_token_baseline", "tir_optimal_token_baseline")),
     ("optimal_token_baseline", OPTIMAL, {"zero_tail": False}),
     *((f"{kind}optimal_token_baseline", (*OPTIMAL, "rollout_weights_BT"), {}) for kind in ("", "tir_")),

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rl_plugins.algorithms.algorithm import Algorithm, EntropyConfig, KLConfig, LossModifiers
+from rl_plugins.algorithms.constraint import CostConstraint
 from rl_plugins.algorithms.filtering import GroupFilter, Resampling
 from rl_plugins.algorithms.reward_shaping import OverlongPenalty, RewardShaping
 from rl_plugins.algorithms.rollout_correction import Rejection, RolloutCorrection
@@ -21,6 +22,7 @@ NUMBERS: dict[type, list[str]] = {
     LossModifiers: ["off_policy_mask", "top_entropy", "positive_nll", "positive_above"],
     GroupFilter: ["low", "high", "max_batches", "oversampling"],
     Resampling: ["power"],
+    CostConstraint: ["threshold", "lambda_init", "lambda_lr", "lambda_max", "window"],
     RewardShaping: ["length_factor", "correct_above"],
     RolloutCorrection: ["cap"],
     Algorithm: ["scale_factor", "teacher_top_k", "value_clip"],

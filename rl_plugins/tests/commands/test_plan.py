@@ -146,13 +146,15 @@ def work(recipe, model, *options):
 
 def test_workload_of_has_the_models_of_the_algorithm(model):
     plain = work("grpo", model)
-    assert plain.critic is None and plain.frozen == {}
-    assert work("ppo", model).critic == plain.policy
+    assert plain.critics == [] and plain.frozen == {}
+    assert work("ppo", model).critics == [plain.policy]
     assert set(work("grpo", model, "algorithm.kl.coefficient=0.1").frozen) == {"reference"}
     # The base of an adapter is its reference.
     assert work("grpo", model, "algorithm.kl.coefficient=0.1", "model.lora.rank=8").frozen == {}
     assert set(work("grpo", model, f"reward_model.path={model}").frozen) == {"reward_model"}
-    assert set(work("prime", model).frozen) == {"reference"} and work("prime", model).critic == plain.policy
+    safe = work("safe_rlhf", model, f"cost_model.path={model}")
+    assert safe.critics == [plain.policy] * 2 and set(safe.frozen) == {"reference", "cost_model"}
+    assert set(work("prime", model).frozen) == {"reference"} and work("prime", model).critics == [plain.policy]
 
 
 def test_with_values_names_the_advantages_whose_functions_take_values():

@@ -312,6 +312,7 @@ def gradients(
         reference=reference or other_model(),
         teacher=teacher or other_model(),
         critic=CriticConfig(other_model(), OptimizerConfig(lr=0.01, gradient_clip=0.0)),
+        cost_critic=CriticConfig(other_model(), OptimizerConfig(lr=0.01, gradient_clip=0.0)),
         optimizer=OptimizerConfig(gradient_clip=0.0),
         tokens_per_micro_batch=tokens_per_micro_batch,
         updates_per_step=updates_per_step,
@@ -346,7 +347,8 @@ def algorithm_of(case: str) -> tuple[Algorithm, int]:
         return Algorithm(aggregation=case, scale_factor=BUDGET), 1
     if case == "batch scale":
         return Algorithm(advantage_options={"scale": "batch"}), 1
-    config = compose_config("grpo", ["model.path=none", f"algorithm={case}"])
+    costs = ["algorithm.constraint.cost=format"] if case == "safe_rlhf" else []
+    config = compose_config("grpo", ["model.path=none", f"algorithm={case}", *costs])
     # In the second update the ratios are not 1.
     return instantiate(config.algorithm), 2
 

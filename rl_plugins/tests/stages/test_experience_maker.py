@@ -25,7 +25,7 @@ from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_model, build_tokenizer
 from rl_plugins.stages.critic import explained_variance
 from rl_plugins.stages.policy_optimization import PolicyOptimization
-from rl_plugins.stages.rollouts import RewardModelScorer
+from rl_plugins.stages.rollouts import ModelScorer
 from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each
@@ -153,7 +153,7 @@ def test_reward_model_scores_are_added_to_the_scores_of_the_rules(tmp_path: Path
     torch.testing.assert_close(scores(3.0, 0.5), 3 * of_model + 0.5 * rules)
 
 
-class WithoutNumbersScorer(RewardModelScorer):
+class WithoutNumbersScorer(ModelScorer):
     """Reward model scorer with a score of NaN for every fourth sample."""
 
     @override
@@ -169,9 +169,7 @@ class WithoutNumbers(Keeping):
     @override
     def make_parts(self, strategy: Strategy) -> None:
         super().make_parts(strategy)
-        scorer = self.rollouts._reward_model
-        assert scorer is not None
-        self.rollouts._reward_model = WithoutNumbersScorer(scorer.config, scorer.passes)
+        self.rollouts._models = [WithoutNumbersScorer(**vars(model)) for model in self.rollouts._models]
 
 
 def test_samples_without_a_finite_reward_model_score_are_masked_and_counted(tmp_path: Path) -> None:

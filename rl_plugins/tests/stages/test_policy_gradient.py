@@ -141,10 +141,13 @@ def test_step_logs_rewards_lengths_failures_and_uniform_groups() -> None:
 def test_two_ranks_give_the_gradients_of_one_rank(case: str) -> None:
     algorithm, updates = canned.algorithm_of(case)
     expected, expected_metrics = whole_batch_gradients(case)
-    assert len(expected) == updates * (2 if algorithm.needs & {"values_BT", "process_rewards_BT"} else 1)
+    beside = {"values_BT", "cost_values_BT", "process_rewards_BT"} & algorithm.needs
+    assert len(expected) == updates * (1 + len(beside))
     names = ["train/loss", "train/reward", "train/entropy", "train/uniform_groups"]
     if "process_rewards_BT" in algorithm.needs:
         names += [f"train/process_reward_model/{name}" for name in ("loss", "accuracy", "return")]
+    if algorithm.constraint is not None:
+        names += ["train/cost", "train/cost_in_window", "train/lambda", "train/cost_critic/loss"]
     for (actual, metrics), _ in run_ranks(canned.rank_gradients, algorithm, updates):
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other, 1e-6)

@@ -268,7 +268,8 @@ class CriticElsewhere(Keeping):
     @override
     def make_parts(self, strategy: Strategy) -> None:
         super().make_parts(strategy)
-        self.learner._update_critic = lambda *_, **__: None  # type: ignore[method-assign]
+        for critic in self.learner._critics:
+            critic.update = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 def test_samples_do_not_age_while_the_critic_warms_up() -> None:

@@ -241,6 +241,7 @@ def gae(
     values_BT: Floats,
     gamma: float = 1.0,
     lam: float = 1.0,
+    normalize: bool = True,
 ) -> Pair:
     mask_BT = only_valid(response_mask_BT, valid_B)
     samples, width = mask_BT.shape
@@ -256,7 +257,7 @@ def gae(
             next_value = value
             raw_BT[i, t] = next_advantage
             returns_BT[i, t] = next_advantage + value
-    return whiten(values_BT=raw_BT, mask_BT=mask_BT), returns_BT
+    return whiten(values_BT=raw_BT, mask_BT=mask_BT) if normalize else raw_BT, returns_BT
 
 
 def optimal_token_baseline(
