@@ -22,6 +22,11 @@ def short_and_even(solution_str: str) -> dict[str, float]:
     return {"score": sum(parts.values()), **parts}
 
 
+def short_and_harmful(solution_str: str) -> dict[str, float]:
+    """A reward, and a cost beside it."""
+    return {"score": shortness(solution_str), "harm": float(len(solution_str) % 2)}
+
+
 def asks_back(solution_str: str, messages: list[dict[str, str]], turns_left: int) -> float | str:
     """Reply to some responses; the other responses are the last ones."""
     if turns_left and len(solution_str) % 3:

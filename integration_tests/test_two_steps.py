@@ -19,6 +19,7 @@ from rl_plugins.commands.export import export_checkpoint
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER
 from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows, preference_rows
+from rl_plugins.data.tokenization import load_tokenizer
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import read_metrics
@@ -42,6 +43,17 @@ ALSO = {
     "on_policy_distillation": {"time/teacher_log_probs"},
     "kl_cov": {"train/selected_fraction"},
     "prime": {"train/process_reward_model/loss", "train/process_reward_model/lr"},
+    "safe_rlhf": {
+        "train/cost",
+        "train/lambda",
+        "train/critic/loss",
+        "train/cost_critic/loss",
+        "train/cost_critic/lr",
+        "train/cost_critic/explained_variance",
+        "time/cost_model",
+        "time/cost_values",
+        "time/update_cost_critic",
+    },
     "forward_kl_distillation": {"time/teacher_log_probs"},
     "two_teachers": {"time/teacher_log_probs"},
     "weighted_teachers": {"time/teacher_log_probs", "train/teacher_mass"},
@@ -68,10 +80,19 @@ def wait_for(
     names = dict.fromkeys(str(item.callspec.params["run"]) for item in items)
     folder = tmp_path_factory.mktemp("recipes")
     save_tiny_policy(folder / "other", seed=1)
+    save_scores(folder / "scores", folder / "other")
     rows = addition_rows(below=100, num_train=64, num_test=1, seed=0)["train"]
     write_splits({"train_pairs": preference_rows(rows, seed=0)}, folder)
     with runs_in_turn([two_steps.recipe(name, workplace, folder) for name in names], folder) as wait:
         yield wait
+
+
+def save_scores(folder: Path, policy: Path) -> None:
+    """Save a model with random scores, for a reward model or a cost model."""
+    scores: Any = load_scalar_head(str(policy), dtype=torch.float32)
+    torch.nn.init.normal_(scores.score.weight, generator=torch.Generator().manual_seed(0))
+    scores.save_pretrained(folder)
+    load_tokenizer(str(policy)).save_pretrained(folder)
 
 
 @pytest.fixture

@@ -21,6 +21,16 @@ EXTRAS = {
 STAGES: dict[str, tuple[str, list[str]]] = {
     "sft": ("sft", []),
     "prime": ("prime", []),
+    # All models of the algorithm: two critics, a reference, a reward model and a cost model.
+    "safe_rlhf": (
+        "safe_rlhf",
+        [
+            "reward_model.path=FOLDER/scores",
+            "cost_model.path=FOLDER/scores",
+            "algorithm.constraint.cost=harm",
+            "reward.functions.default={_target_: integration_tests.rewards.short_and_harmful}",
+        ],
+    ),
     "reward_modeling": ("reward_modeling", [PAIRS]),
     **{name: ("preference_optimization", [f"loss.name={name}", PAIRS]) for name in PREFERENCE_LOSSES},
     "online_dpo": ("online_preference_optimization", []),

@@ -29,6 +29,7 @@ PUBLIC: dict[str, dict[str, str]] = {
         "Algorithm": "algorithms.algorithm",
         "KLConfig": "algorithms.algorithm",
         "EntropyConfig": "algorithms.algorithm",
+        "CostConstraint": "algorithms.constraint",
         "GroupFilter": "algorithms.filtering",
         "Resampling": "algorithms.filtering",
     },

@@ -57,7 +57,7 @@ def overview(algorithms: list[Algorithm], losses: list[Loss]) -> str:
             ],
         ),
         "- [common_options.md](common_options.md): options of every algorithm: KL, entropy bonus, rollout correction, "
-        "reward shaping, dynamic sampling, resampling.\n"
+        "reward shaping, dynamic sampling, a bound on costs, resampling.\n"
         "- [functions.md](functions.md): every function and its inputs, for use with plain tensors.\n"
         "- [options.md](options.md): all other options of a recipe.",
     ])  # fmt: skip

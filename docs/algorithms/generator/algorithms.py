@@ -28,6 +28,7 @@ from generator.markdown import (
     yaml_value,
 )
 from rl_plugins.algorithms.advantages import ADVANTAGES
+from rl_plugins.algorithms.constraint import constrained_advantages
 from rl_plugins.algorithms.inputs import required_inputs
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS
 from rl_plugins.config.recipe import RecipeConfig
@@ -35,13 +36,14 @@ from rl_plugins.launch.command_line import compose_config
 
 ALGORITHMS = RECIPES / "algorithm"
 POLICY_GRADIENT = "policy gradient"
-HELPERS = {
-    "values_BT": ("policy gradient with critic", "critic"),
-    "process_rewards_BT": ("policy gradient with process reward model", "process_reward_model"),
-    "teacher_log_probs_BT": ("distillation", "teacher"),
-    "teacher_top_log_probs_BTK": ("distillation", "teacher"),
+HELPERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "costs_B": ("policy gradient with critics and cost model", ("cost_model", "critic", "cost_critic")),
+    "values_BT": ("policy gradient with critic", ("critic",)),
+    "process_rewards_BT": ("policy gradient with process reward model", ("process_reward_model",)),
+    "teacher_log_probs_BT": ("distillation", ("teacher",)),
+    "teacher_top_log_probs_BTK": ("distillation", ("teacher",)),
 }
-"""For each input that another model computes: the kind of algorithm, and the option group of the model."""
+"""For each input that other models compute: the kind of algorithm, and the option groups of the models."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,15 @@ class Algorithm:
         return self._helper[0]
 
     @property
-    def helper(self) -> str:
-        """Option group of the model needed beside the policy; empty if none is needed."""
+    def helpers(self) -> tuple[str, ...]:
+        """Option groups of the models needed beside the policy."""
         return self._helper[1]
 
     @property
-    def _helper(self) -> tuple[str, str]:
-        needed = [name for option, _, function in self.functions for name in self._inputs(option, function)]
-        return next((HELPERS[name] for name in needed if name in HELPERS), (POLICY_GRADIENT, ""))
+    def _helper(self) -> tuple[str, tuple[str, ...]]:
+        needed = ["costs_B"] if self.config["constraint"] else []
+        needed += [name for option, _, function in self.functions for name in self._inputs(option, function)]
+        return next((HELPERS[name] for name in needed if name in HELPERS), (POLICY_GRADIENT, ()))
 
     def _inputs(self, option: str, function: Callable[..., Any]) -> list[str]:
         return required_inputs(function, self.config[f"{option}_options"])
@@ -137,8 +140,8 @@ def _recipe(path: Path) -> list[str]:
 
 def algorithm_page(algorithm: Algorithm) -> str:
     """Return the Markdown of one algorithm."""
-    helper = algorithm.helper
-    chosen = [*algorithm.chosen, *(["teacher.path=TEACHER"] if helper == "teacher" else [])]
+    paths = {"teacher": "teacher.path=TEACHER", "cost_model": "cost_model.path=COST_MODEL"}
+    chosen = [*algorithm.chosen, *(path for helper, path in paths.items() if helper in algorithm.helpers)]
     parts = [f"# {algorithm.title}", sentence(algorithm.what), f"**When to use it.** {sentence(algorithm.when)}"]
     parts += [f"**Paper.** {algorithm.link}"] if algorithm.link else []
     parts += [command(algorithm.recipe, *chosen)]
@@ -147,14 +150,17 @@ def algorithm_page(algorithm: Algorithm) -> str:
         parts += [f"## {option.replace('_', ' ').capitalize()}: `{name}`", docstring.description]
         parts += [f"Source: {docstring.source or module.source}"]
         parts += [f"All arguments of the function: [{function.__name__}](functions.md#{function.__name__})."]
+    if algorithm.config["constraint"]:
+        bound = parse(sys.modules[constrained_advantages.__module__])
+        parts += ["## Bound on the mean cost", bound.description, f"Source: {bound.source}"]
     mode = algorithm.config["aggregation"]
     parts += ["## Aggregation and KL", f"`{mode}`: {aggregation(mode)}, {COUNTS}."]
     parts += [f"KL to the reference: {algorithm.kl}.", "## Options"]
     parts += ["Options with their common values: [common options](common_options.md)."]
     parts += [table(("option", "value", "meaning"), _options(algorithm))]
-    if helper:
+    for helper in algorithm.helpers:
         parts += [f"## Options of the {helper.replace('_', ' ')}"]
-        parts += [table(("option", "value", "meaning"), _helper_options(algorithm))]
+        parts += [table(("option", "value", "meaning"), _helper_options(algorithm, helper))]
     return page([*parts, NOT_IN_YAML])
 
 
@@ -195,9 +201,9 @@ def target(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _helper_options(algorithm: Algorithm) -> Iterator[tuple[str, str, str]]:
-    """Yield the options of the model beside the policy, with their values in the recipe."""
-    node, helper = algorithm.recipe_config[algorithm.helper], algorithm.helper
+def _helper_options(algorithm: Algorithm, helper: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the options of a model beside the policy, with their values in the recipe."""
+    node = algorithm.recipe_config[helper]
     if "_target_" not in node:
         yield from _schema_options(get_type_hints(RecipeConfig)[helper], helper, node)
         return

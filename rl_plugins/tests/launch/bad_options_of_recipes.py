@@ -5,6 +5,7 @@ from __future__ import annotations
 from rl_plugins.tests.launch.bad_options import Case
 
 PAIRS = "data.train_files=[pairs.parquet]"
+COSTS = "cost_model.path=model"
 NO_VALIDATION = "data.val_files=[]"
 STEPS = ["loss.name=process_reward", "data.train_files=[steps.parquet]"]
 OTHER_RECIPES: dict[str, list[Case]] = {
@@ -74,6 +75,36 @@ OTHER_RECIPES: dict[str, list[Case]] = {
         (["process_reward_model.beta=0"], ["process_reward_model.beta=0: must be above 0"]),
         (["process_reward_model.path=./gone"], ["process_reward_model.path=./gone: no such folder"]),
         (["process_reward_model._target_=builtins.dict"], ["process_reward_model._target_=builtins.dict gives a dict"]),
+    ],
+    "safe_rlhf": [
+        ([], ["algorithm.constraint bounds the mean cost", "cost_model.path", "algorithm.constraint.cost"]),
+        (["algorithm.constraint.cost=harm"], ["algorithm.constraint.cost names 'harm'", "returns nothing beside"]),
+        (["cost_model.path=./gone"], ["cost_model.path=./gone: no such folder"]),
+        (["cost_critic.path=unknown_model"], ["unknown_model/config.json: model_type is 'qwen99'"]),
+        ([COSTS, "algorithm.constraint.lambda_init=0"], ["lambda_init=0: must be above 0"]),
+        ([COSTS, "algorithm.constraint.lambda_init=6"], ["lambda_init=6: must be at most lambda_max=5"]),
+        ([COSTS, "algorithm.constraint.threshold=1e999"], ["threshold=inf: must be a finite number"]),
+        ([COSTS, "algorithm.advantage=remax"], ["constraint needs an advantage of the costs", "baseline_rewards_B"]),
+        (
+            [COSTS, "algorithm.group_filter={_target_: rl_plugins.algorithms.filtering.GroupFilter}"],
+            ["constraint bounds the mean cost of all samples", "group_filter", "leave one of the two out"],
+        ),
+        (
+            [COSTS, "cost_critic.optimizer.schedule=ReduceLROnPlateau"],
+            ["cost_critic.optimizer.schedule=ReduceLROnPlateau", "a metric"],
+        ),
+        (
+            [COSTS, "placement.cost_critic.actors=1", "strategy.offload.cost_critic=cpu"],
+            ["placement.cost_critic.actors=1", "leave strategy.offload.cost_critic=cpu out"],
+        ),
+        (
+            ["algorithm.constraint.cost=harm", "placement.cost_model.actors=1"],
+            ["placement.cost_model.actors=1", "name it with cost_model.path"],
+        ),
+    ],
+    "ppo": [
+        ([COSTS], ["cost_model.path=", "this algorithm does not use costs: choose algorithm=safe_rlhf"]),
+        (["placement.cost_critic.actors=1"], ["placement.cost_critic.actors=1: this algorithm uses no cost critic"]),
     ],
     "online_preference_optimization": [(["loss.name=dpoo"], ["loss.name=dpoo: use one of dpo"])],
 }  # fmt: skip

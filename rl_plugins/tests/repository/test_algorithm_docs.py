@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from rl_plugins.algorithms.advantages import ADVANTAGES
 from rl_plugins.algorithms.aggregation import aggregate
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.constraint import CostConstraint
 from rl_plugins.algorithms.filtering import GroupFilter, Resampling
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES
@@ -28,7 +29,7 @@ from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch.command_line import compose_config
 
 RECIPES = (
-    "grpo", "ppo", "prime", "preference_optimization", "online_preference_optimization", "reward_modeling",
+    "grpo", "ppo", "prime", "safe_rlhf", "preference_optimization", "online_preference_optimization", "reward_modeling",
 )  # fmt: skip
 # Makes the pages, of one algorithm only, and prints the loaded libraries of the engines.
 GENERATE = """
@@ -118,6 +119,7 @@ def test_functions_page_explains_every_argument_of_the_functions_in_tables(texts
     [
         ("grpo", "policy gradient"),
         ("pf_ppo", "policy gradient with critic"),
+        ("safe_rlhf", "policy gradient with critics and cost model"),
         ("prime", "policy gradient with process reward model"),
         ("forward_kl_distillation", "distillation"),
         ("kto", "preference"),
@@ -137,6 +139,7 @@ def test_overview_names_the_kind_of_an_algorithm(texts, name, kind):
         ("ppo", "ppo model.path=MODEL"),
         ("pf_ppo", "ppo algorithm=pf_ppo model.path=MODEL"),
         ("prime", "prime model.path=MODEL"),
+        ("safe_rlhf", "safe_rlhf cost_model.path=COST_MODEL model.path=MODEL"),
         ("on_policy_distillation", "grpo algorithm=on_policy_distillation teacher.path=TEACHER model.path=MODEL"),
         ("simpo", "online_preference_optimization loss.name=simpo model.path=MODEL"),
         ("process_reward", "reward_modeling loss.name=process_reward model.path=MODEL"),
@@ -186,6 +189,7 @@ def test_objects_of_common_options_can_be_set_on_the_command_line(texts):
         "correction": RolloutCorrection(),
         "shaping.overlong": OverlongPenalty(max_tokens=8),
         "group_filter": GroupFilter(),
+        "constraint": CostConstraint(),
         "resampling": Resampling(),
     }
 
@@ -200,7 +204,7 @@ def test_common_options_page_lists_the_fields_of_the_classes(texts):
     assert all(f"`algorithm.{field.name}`" in page for field in fields(Algorithm))
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "prime", "pf_ppo", "dpo", "simpo", "bradley_terry"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "prime", "pf_ppo", "safe_rlhf", "dpo", "simpo", "bradley_terry"])
 def test_page_writes_two_plus_signs_only_before_options_that_the_recipe_lacks(texts, name):
     command = re.search(r"python -m rl_plugins\.recipes\.(\w+) (.*)model\.path", texts[f"{name}.md"])
     assert command is not None
@@ -249,6 +253,10 @@ def test_algorithm_page_shows_options_of_critic_and_process_reward_model(texts):
     assert "| `++process_reward_model.normalize` | `true` |" in prime
     assert "| `++process_reward_model.optimizer` | `OptimizerConfig(gradient_clip=10.0)` |" in prime
     assert "Options of the" not in texts["grpo.md"]
+    safe = texts["safe_rlhf.md"]
+    assert "| `algorithm.constraint.threshold` | `0.0` | bound on the mean cost." in safe
+    assert all(f"`{group}.path`" in safe for group in ("cost_model", "critic", "cost_critic"))
+    assert "`log lambda += lambda_lr lambda (mean cost - threshold)`" in safe
 
 
 def test_loss_page_shows_options_and_data_columns(texts):

@@ -163,17 +163,16 @@ class Keeping(PolicyOptimization):
 
 
 def ppo(stage_class: type[PolicyOptimization], **options: Any) -> Any:
-    """A stage of PPO on the fixed responses, in uneven micro-batches, of two updates a step."""
+    """A stage of PPO, or of another `algorithm`, on the fixed responses: uneven micro-batches, two updates a step."""
     return stage_class(
         build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2),
         tokenizer=tokenizer,
         scorer=CannedScorer(),
         sampling=SamplingConfig(max_tokens=20, num_samples=3),
-        algorithm=Algorithm(advantage="gae", value_clip=0.02),
         optimizer=OptimizerConfig(lr=0.01),
         updates_per_step=2,
         tokens_per_micro_batch=40,
-        **options,
+        **{"algorithm": Algorithm(advantage="gae", value_clip=0.02), **options},
     )
 
 
