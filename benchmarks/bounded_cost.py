@@ -1,8 +1,8 @@
 """Safe RLHF keeps the mean cost below its threshold where PPO, with the same reward, pays for costly answers.
 
 `python -m benchmarks.bounded_cost [--steps 80] [--folder DIR]` trains a tiny policy twice in this process, without Ray
-and vLLM. A letter pays 1 and costs 1, and a digit pays 0.6 and costs nothing. So the reward alone prefers letters, and a
-mean cost of at most 0.3 allows a mean reward of 0.72. The program exits with 1 if the bound has not been kept.
+and vLLM. A letter pays 1 and costs 1, and a digit pays 0.6 and costs nothing. So the reward alone prefers letters, and
+a mean cost of at most 0.3 allows a mean reward of 0.72. The program exits with 1 if the bound has not been kept.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> int:
         print(f"{recipe:10} reward {reward:.3f}  cost {costs[recipe]:.3f}  (mean of the last {last} steps)")
     lambdas = list(metrics["safe_rlhf"]["train/lambda"].values())
     print(
-        f"threshold {THRESHOLD}; lambda {lambdas[0]:.2f} at first, at most {max(lambdas):.2f}, {lambdas[-1]:.2f} at last"
+        f"threshold {THRESHOLD}; lambda {lambdas[0]:.2f} at first, {max(lambdas):.2f} at most, {lambdas[-1]:.2f} last"
     )
     binds = costs["ppo"] > 2 * THRESHOLD and max(lambdas) > lambdas[0]
     return 0 if binds and costs["safe_rlhf"] <= 1.1 * THRESHOLD else 1

@@ -279,7 +279,7 @@ class CostModelOptions(RewardModelOptions):
     Its score is added to the number `algorithm.constraint.cost` of `reward`, if the number has a name.
 
     Attributes:
-        path: folder or Hugging Face name of a reward model with the policy's tokens, whose score is a cost; null is none.
+        path: folder or Hugging Face name of a model with the policy's tokens and with costs as scores; null is none.
         weight: weight of the cost model's score; -1 makes a cost of a score for harmlessness.
         rule_weight: weight of the cost from `reward`.
     """

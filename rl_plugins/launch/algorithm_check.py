@@ -53,8 +53,8 @@ def check_pools(config: RecipeConfig) -> None:
         actors = getattr(config.placement, role).actors
         if actors and not needs & names:
             raise ConfigError(
-                f"placement.{role}.actors={actors}: this algorithm uses no {role.replace('_', ' ')}. Leave placement.{role}.actors out, "
-                "or choose another algorithm"
+                f"placement.{role}.actors={actors}: this algorithm uses no {role.replace('_', ' ')}. Leave "
+                f"placement.{role}.actors out, or choose another algorithm"
             )
 
 
@@ -122,7 +122,7 @@ def _check_costs(algorithm: Algorithm, cost_model: str | None) -> None:
     if algorithm.constraint is not None and algorithm.constraint.cost is None and cost_model is None:
         raise ConfigError(
             "algorithm.constraint bounds the mean cost, and there are no costs: name a cost model with cost_model.path, "
-            "or the number of the reward function that is the cost with algorithm.constraint.cost"
+            "or with algorithm.constraint.cost the number of the reward function to be the cost"
         )
 
 

@@ -81,7 +81,7 @@ class PolicyOptimization(Stage):
         critic: settings of the critic, for algorithms that need values.
         reward_model: reward model whose score is added to the score of the scorer.
         cost_critic: settings of the critic of the costs, for algorithms that need values and bound the mean cost.
-        cost_model: cost model whose score is added to the cost from the scorer, for algorithms that bound the mean cost.
+        cost_model: cost model whose score is added to the cost of the scorer, for algorithms with a bound on the cost.
         process_reward_model: settings of the process reward model, for algorithms that need process rewards.
         updates_per_step: optimizer steps for each pass over the samples; the prompts of a step are divided among these.
         passes_per_step: passes over the samples of a step.
