@@ -2,6 +2,7 @@
 from rl_plugins.algorithms.algorithm import Algorithm as Algorithm
 from rl_plugins.algorithms.algorithm import EntropyConfig as EntropyConfig
 from rl_plugins.algorithms.algorithm import KLConfig as KLConfig
+from rl_plugins.algorithms.constraint import CostConstraint as CostConstraint
 from rl_plugins.algorithms.filtering import GroupFilter as GroupFilter
 from rl_plugins.algorithms.filtering import Resampling as Resampling
 from rl_plugins.callbacks.averages import PolicyAverage as PolicyAverage

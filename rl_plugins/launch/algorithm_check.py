@@ -121,8 +121,8 @@ def _check_costs(algorithm: Algorithm, cost_model: str | None) -> None:
         )
     if algorithm.constraint is not None and algorithm.constraint.cost is None and cost_model is None:
         raise ConfigError(
-            "algorithm.constraint bounds the mean cost, and there are no costs: name a cost model with cost_model.path, "
-            "or with algorithm.constraint.cost the number of the reward function to be the cost"
+            "algorithm.constraint bounds the mean cost, and there are no costs: name a cost model with cost_model.path "
+            "or, with algorithm.constraint.cost, the number of the reward function to be the cost"
         )
 
 
