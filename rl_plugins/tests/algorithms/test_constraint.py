@@ -52,7 +52,7 @@ def test_multiplier_agrees_with_the_second_implementation(
     assert threshold >= 0 or math.isclose(max(expected), maximum), "lambda did not reach its bound"
 
 
-def test_multiplier_rises_above_the_threshold_and_falls_below_it() -> None:
+def test_multiplier_rises_above_the_threshold_and_falls_below() -> None:
     multiplier = CostConstraint(threshold=0.5, window=1).multiplier()
     assert multiplier.value == 1 and math.isnan(multiplier.mean_cost)
     rising = follow(multiplier, [[1.0, 0.6]] * 3)
@@ -61,7 +61,7 @@ def test_multiplier_rises_above_the_threshold_and_falls_below_it() -> None:
     assert multiplier.mean_cost == 0.05
 
 
-def test_multiplier_continues_from_its_state_with_the_same_bits() -> None:
+def test_multiplier_continues_from_a_state_with_the_same_bits() -> None:
     costs, constraint = costs_of(12, 0), CostConstraint("cost", lambda_lr=0.4, window=5)
     whole, first = constraint.multiplier(), constraint.multiplier()
     expected = follow(whole, costs)

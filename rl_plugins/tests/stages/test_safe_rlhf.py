@@ -221,7 +221,7 @@ def test_group_relative_advantages_take_a_constraint_without_critics() -> None:
         ),
     ],
 )
-def test_policy_optimization_refuses_a_constraint_without_its_models(options: dict[str, Any], message: str) -> None:
+def test_policy_optimization_refuses_a_constraint_without_models(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_stage(**options)
 
