@@ -1,6 +1,6 @@
 """Safe RLHF keeps the mean cost below its threshold where PPO, with the same reward, pays for costly answers.
 
-`python -m benchmarks.bounded_cost [--steps 80] [--folder DIR]` trains a tiny policy twice in this process, without Ray
+`python -m benchmarks.bounded_cost [--steps 50] [--folder DIR]` trains a tiny policy twice in this process, without Ray
 and vLLM. A letter pays 1 and costs 1, and a digit pays 0.6 and costs nothing. So the reward alone prefers letters, and
 a mean cost of at most 0.3 allows a mean reward of 0.72. The program exits with 1 if the bound has not been kept.
 """
@@ -27,7 +27,8 @@ RUNS: dict[str, Sequence[str]] = {
     "ppo": (),
     "safe_rlhf": (
         "algorithm.constraint.cost=cost", f"algorithm.constraint.threshold={THRESHOLD}",
-        "algorithm.constraint.lambda_lr=0.2", "algorithm.constraint.window=2", "algorithm.kl.coefficient=0",
+        "algorithm.constraint.lambda_init=0.2", "algorithm.constraint.lambda_lr=1", "algorithm.constraint.window=2",
+        "algorithm.kl.coefficient=0",
     ),
 }  # fmt: skip
 """Options of each recipe beside the common options."""
@@ -64,7 +65,7 @@ def mean_of_last(series: Mapping[int, float], steps: int) -> float:
 def main() -> int:
     """Train, print reward, cost and lambda of the last steps, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--folder", type=Path, help="keep the runs here")
     arguments = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
