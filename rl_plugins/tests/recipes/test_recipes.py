@@ -21,6 +21,8 @@ PIPELINES = ["sft_rm_ppo"]
 RECIPES = sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml") if path.stem not in PIPELINES)
 FILES = sorted(CONFIG_FOLDER.rglob("*.yaml"), key=str)
 LONGEST = 60
+# The other required option of a recipe or an algorithm, beside the model.
+REQUIRED = {"safe_rlhf": ["cost_model.path=some/cost_model"]}
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +39,7 @@ def test_each_module_of_a_recipe_has_a_file_of_options():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_passes_the_checks(name):
-    config = parse_config(compose_config(name, ["model.path=some/model"]))
+    config = parse_config(compose_config(name, ["model.path=some/model", *REQUIRED.get(name, [])]))
     check_options(config)
     check_batch(config)
     if config.stage in ("policy_optimization", "prime"):
@@ -83,7 +85,7 @@ def choices(group: str) -> list[str]:
 
 @pytest.mark.parametrize("name", choices("algorithm"))
 def test_check_algorithm_accepts_the_algorithm(name):
-    check_algorithm(configured("grpo", "model.path=m", f"algorithm={name}"))
+    check_algorithm(configured("grpo", "model.path=m", f"algorithm={name}", *REQUIRED.get(name, [])))
 
 
 @pytest.mark.parametrize("name", [name for name in choices("reward") if name != "file"])
