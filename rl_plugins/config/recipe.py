@@ -227,9 +227,12 @@ class RecipeConfig(Settings):
             self.debug.replay = _absolute(self.debug.replay)
         if self.strategy.offload.folder:
             self.strategy.offload.folder = _absolute(self.strategy.offload.folder)
-        for reward in self.reward.functions.values():
-            if isinstance(reward, dict) and "_target_" not in reward and "path" in reward:
-                reward["path"] = _absolute(str(reward["path"]))
+        for function in (*self.reward.functions.values(), *self.environment.tools, self.environment.parser):
+            if isinstance(function, dict) and "_target_" not in function and "path" in function:
+                function["path"] = _absolute(str(function["path"]))
+        for tool in self.environment.tools:
+            if isinstance(tool, dict) and isinstance(tool.get("mcp"), list):
+                tool["mcp"] = [_absolute(part) if Path(str(part)).is_file() else part for part in tool["mcp"]]
         self.replace_model_paths(lambda option, path: _absolute(path) if Path(path).is_dir() else path)
 
 

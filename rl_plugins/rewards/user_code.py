@@ -185,16 +185,17 @@ def describe(error: BaseException) -> str:
     return " ".join("".join(traceback.format_exception_only(error)).split())[:_MESSAGE_LIMIT] + place
 
 
-def load_user_code(name: str, deed: str, function: Callable[[], Result]) -> Result:
+def load_user_code(name: str, deed: str, function: Callable[[], Result], kind: str = "reward") -> Result:
     """Call a function with an import, or a constructor, of the user.
 
     Some clients must be made while an event loop runs. Code without its event loop is called again inside the event
     loop of this thread, in which the calls of a coroutine function run later.
 
     Args:
-        name: Name of the reward, for the message.
+        name: Name of the reward or tool, for the message.
         deed: Description of the call, for the message.
         function: Function to call.
+        kind: "reward" or "tool", for the message.
 
     Raises:
         ConfigError: The call raised an exception or asked for the end of the process.
@@ -214,7 +215,7 @@ def load_user_code(name: str, deed: str, function: Callable[[], Result]) -> Resu
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # any error of the user's code
-        raise ConfigError(f"reward {name!r}: {deed} failed: {describe(error)}") from error
+        raise ConfigError(f"{kind} {name!r}: {deed} failed: {describe(error)}") from error
 
 
 @contextmanager
