@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,9 +43,10 @@ async def connect(
     if unknown := sorted(item.keys() - KEYS):
         known = ", ".join(sorted(KEYS))
         raise ConfigError(f"the MCP server {item['mcp']!r} takes no option {unknown[0]!r}: use {known}")
+    client = _client(item, passed)
     try:
         async with asyncio.timeout(wait_s):
-            client = await stack.enter_async_context(_client(item, passed))
+            await stack.enter_async_context(client)
             return await _tools(client)
     except TimeoutError:
         reason = f"it did not answer within {wait_s:g} s"
@@ -71,7 +72,9 @@ def _client(item: Mapping[str, Any], passed: Mapping[str, str]) -> Client:
         import httpx2
 
         return Client(streamable_http_client(place, http_client=httpx2.AsyncClient(headers=dict(item["headers"]))))
-    command: Sequence[str] = shlex.split(place) if isinstance(place, str) else [str(part) for part in place]
+    command = shlex.split(place) if isinstance(place, str) else [str(part) for part in place or ()]
+    if not command:
+        raise ConfigError(f"mcp={place!r}: give the command of an MCP server as a list, or its address")
     environment = {**passed, **{name: str(value) for name, value in (item.get("env") or {}).items()}}
     return Client(
         StdioServerParameters(command=command[0], args=list(command[1:]), env=environment, cwd=item.get("cwd"))

@@ -70,6 +70,11 @@ async def block() -> str:
     return ""
 
 
+def refuse() -> None:
+    """Raise an error."""
+    raise ValueError("no")
+
+
 class Shop:
     """A class with a state."""
 
