@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.data.tokenization import PlainTexts, check_chat_template
@@ -11,15 +12,31 @@ from rl_plugins.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PROBE = "whatever-came-back"
+# Placeholders; no template changes a single word.
+_SAID, _ARGUMENT, _RESULT = "whatever-was-said", "whatever-was-asked", "whatever-came-back"
+
+
+@dataclass(frozen=True)
+class _EndOfTurn:
+    """Place at which the policy's turn ends in a text of the template.
+
+    Attributes:
+        word: last placeholder of the turn.
+        count: number of times that the turn has the word.
+        has_token: True if an end-of-sequence token follows the word in the turn.
+    """
+
+    word: str
+    count: int
+    has_token: bool
 
 
 class ToolMessages:
     """Tokens between a response with calls and the next response.
 
-    The tokens are the end of the policy's turn, the results, and the start of the policy's next turn. They are the
-    difference of two texts of the chat template: a conversation with the results, and the conversation before. Both
-    have calls of the same tools without arguments, so the tokens do not depend on sampled text.
+    The tokens are the end of the policy's turn, the results, and the start of the policy's next turn. They are a part of
+    the template's text for a conversation with the results. In this conversation, the policy's turn has placeholders, so
+    the tokens depend on the names of the called tools, and never on sampled text.
 
     Args:
         tokenizer: tokenizer of the policy.
@@ -33,17 +50,14 @@ class ToolMessages:
         check_chat_template(tokenizer)
         self._tokenizer, self._options = tokenizer, dict(template_options)
         self._end, self._texts = str(tokenizer.eos_token), PlainTexts(tokenizer)
-        self._before: dict[tuple[str, ...], str] = {}
+        self._ends: dict[tuple[str, ...], _EndOfTurn | None] = {}
         question = [{"role": "user", "content": "?"}]
-        without = {**self._options, "tools": None}
-        if self._render(question, self._options) == self._render(question, without):
+        if self._render(question, self._options) == self._render(question, {**self._options, "tools": None}):
             raise ConfigError(
                 f"the chat template of {tokenizer.name_or_path!r} does not show tools to the policy: use the tokenizer "
                 "of a model with tools, or set its `chat_template`"
             )
-        name = self._options["tools"][0]["function"]["name"]
-        if _PROBE not in self._text([name], [_PROBE]):
-            raise self._no_role("its text leaves the result of a tool out")
+        self._find_end([self._options["tools"][0]["function"]["name"]])
 
     def tokens(self, names: Sequence[str], results: Sequence[str], last_token: int) -> list[int]:
         """Return the token ids after a response with calls.
@@ -53,7 +67,15 @@ class ToolMessages:
             results: text of each result. Special tokens in results are plain text.
             last_token: last token of the response; an end-of-sequence token is not repeated.
         """
-        text = self._text(names, [self._texts.hide(result) for result in results])
+        end = self._end_of(names)
+        if end is None:
+            names, results = names[:1], ["\n".join(results)]
+            end = self._end_of(names)
+        assert end is not None, "the check of the template had one call"
+        hidden = [self._texts.hide(result) for result in results]
+        text = self._render(self._conversation(names, hidden), self._options).split(end.word, end.count)[end.count]
+        if end.has_token:
+            text = text[text.index(self._end) :]
         if last_token == self._tokenizer.eos_token_id:
             text = text.removeprefix(self._end)
         return self._texts.encode(text)
@@ -65,36 +87,46 @@ class ToolMessages:
             for place, (name, result) in enumerate(zip(names, results, strict=True))
         ]
 
-    def _text(self, names: Sequence[str], results: Sequence[str]) -> str:
+    def _end_of(self, names: Sequence[str]) -> _EndOfTurn | None:
+        """Return the end of a turn with calls; None if the template refuses several calls in a turn."""
+        key = tuple(names)
+        if key not in self._ends:
+            try:
+                self._ends[key] = self._find_end(names)
+            except ConfigError:
+                if len(names) == 1:
+                    raise
+                self._ends[key] = None
+        return self._ends[key]
+
+    def _find_end(self, names: Sequence[str]) -> _EndOfTurn:
+        text = self._render(self._conversation(names, [_RESULT] * len(names)), self._options)
+        before, found, _ = text.partition(_RESULT)
+        if not found:
+            raise self._no_role("its text leaves the result of a tool out")
+        word = _ARGUMENT if _ARGUMENT in before else _SAID
+        _, found, after = before.rpartition(word)
+        if not found or (word == _ARGUMENT and self._end not in after):
+            raise self._no_role("its text does not end the policy's turn before the result of a tool")
+        return _EndOfTurn(word, before.count(word), self._end in after)
+
+    def _conversation(self, names: Sequence[str], results: Sequence[str]) -> list[Any]:
         calls = [
-            {"type": "function", "id": _identity(place), "function": {"name": name, "arguments": {}}}
+            {"type": "function", "id": _identity(place), "function": {"name": name, "arguments": {"x": _ARGUMENT}}}
             for place, name in enumerate(names)
         ]
-        conversation: list[Any] = [
+        return [
             {"role": "user", "content": "?"},
-            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "assistant", "content": _SAID, "tool_calls": calls},
+            *self.messages(names, results),
         ]
-        if tuple(names) not in self._before:
-            self._before[tuple(names)] = self._render(conversation, self._options, starts_turn=False)
-        before = self._before[tuple(names)]
-        whole = self._render([*conversation, *self.messages(names, results)], self._options)
-        if not whole.startswith(before):
-            raise self._no_role("the result of a tool changes the text of earlier messages")
-        return self._end_of_turn(before) + whole[len(before) :]
 
-    def _end_of_turn(self, before: str) -> str:
-        """Return the text from the end-of-sequence token on, if the policy's turn ends with this token."""
-        _, found, after = before.rpartition(self._end)
-        return found + after if found and not after.strip() else ""
-
-    def _render(self, conversation: list[Any], options: Mapping[str, Any], *, starts_turn: bool = True) -> str:
+    def _render(self, conversation: list[Any], options: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError
 
         try:
             return str(
-                self._tokenizer.apply_chat_template(
-                    conversation, add_generation_prompt=starts_turn, tokenize=False, **options
-                )
+                self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False, **options)
             )
         except TemplateError as error:
             raise self._no_role(str(error)) from error

@@ -158,4 +158,5 @@ def _mark(example: str | None) -> str:
     """Return the first word of a call, which shows that a response without a readable call was meant as a call."""
     before, _, _ = _THOUGHTS.sub("", example or "").partition(_TOOL)
     first = before.split()[0] if before.strip() else ""
-    return first if len(first) >= _SHORTEST_MARK else ""
+    tag = first.partition("{")[0] or first
+    return tag if len(tag) >= _SHORTEST_MARK else ""

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.data.tool_messages import ToolMessages
 from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_tokenizer
@@ -113,33 +112,12 @@ def test_conversation_without_room_for_a_result_ends(environment: ToolEnvironmen
     assert tokenizer.decode(generations.responses()[0]) == ADDING
 
 
-def test_special_tokens_in_results_are_plain_text() -> None:
-    schema = {"type": "function", "function": {"name": "f", "parameters": {"properties": {}}}}
-    messages = ToolMessages(tokenizer, {"tools": [schema]})
-    tokens = messages.tokens(["f"], ["<|end|>"], tokenizer.eos_token_id)
-    assert tokenizer.decode(tokens) == "<|tool|><|end|><|assistant|>" and tokenizer.eos_token_id not in tokens
-    # A response that a stop string ended has no end-of-sequence token.
-    assert messages.tokens(["f"], ["1"], 0)[0] == tokenizer.eos_token_id
-
-
 def test_prompt_without_the_tools_is_refused(environment: ToolEnvironment) -> None:
     scorer = InlineScorer({"_target_": "rl_plugins.tests.rewards.sample_rewards.length"})
     talk = Conversations(environment.connect(scorer, tokenizer), tokenizer, 2).by(Speaker({"hm": ["5<|end|>"]}))
     talk.submit([Opening(1, tokenizer.encode("hm"), 5, about=ScoringRequest("s", "", None, {}))], SamplingConfig())
     with pytest.raises(ConfigError, match=r"the prompts do not show the tool 'add'.*environment.template_options"):
         talk.collect([1], 0)
-
-
-def test_environment_refuses_a_template_without_tools(environment: ToolEnvironment) -> None:
-    with pytest.raises(ConfigError, match="does not show tools to the policy"):
-        environment.check(build_tokenizer())
-    without_role = build_tokenizer(tools=True)
-    without_role.chat_template = "{{ tools }}{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ConfigError, match=r"has no tool role \(its text leaves the result of a tool out\)"):
-        environment.check(without_role)
-    without_role.chat_template = "{{ tools }}{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
-    with pytest.raises(ConfigError, match=r"has no tool role \(no\)"):
-        environment.check(without_role)
 
 
 @pytest.mark.parametrize(
