@@ -34,9 +34,9 @@ class _EndOfTurn:
 class ToolMessages:
     """Tokens between a response with calls and the next response.
 
-    The tokens are the end of the policy's turn, the results, and the start of the policy's next turn. They are a part of
-    the template's text for a conversation with the results. In this conversation, the policy's turn has placeholders, so
-    the tokens depend on the names of the called tools, and never on sampled text.
+    The tokens are the end of the policy's turn, the results, and the start of the policy's next turn. They are a part
+    of the template's text for a conversation with the results. In this conversation, the policy's turn has
+    placeholders, so the tokens depend on the names of the called tools, and never on sampled text.
 
     Args:
         tokenizer: tokenizer of the policy.
