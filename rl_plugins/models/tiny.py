@@ -21,7 +21,8 @@ from rl_plugins.errors import ConfigError
 PAD_TOKEN = "<|pad|>"
 END_TOKEN = "<|end|>"
 ROLE_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>")
-TOOL_TOKENS = ("<|tool|>", "<tool_call>", "</tool_call>")
+TOOL_ROLE_TOKEN = "<|tool|>"
+CALL_TOKENS = ("<tool_call>", "</tool_call>")
 
 # `generation` marks the text of the assistant, for `return_assistant_tokens_mask=True`.
 CHAT_TEMPLATE = (
@@ -61,9 +62,9 @@ def build_tokenizer(*, tools: bool = False) -> Qwen2Tokenizer:
         tools: Chat template and tokens for tools. Tools are shown as `<|system|>add(a,b)`, a call has the form of
             Hermes (`<tool_call>{"name": "add", "arguments": {...}}</tool_call>`), and a result is `<|tool|>42`.
     """
-    roles = (*ROLE_TOKENS, *TOOL_TOKENS) if tools else ROLE_TOKENS
+    roles = (*ROLE_TOKENS, TOOL_ROLE_TOKEN) if tools else ROLE_TOKENS
     pieces = [*sorted(ByteLevel.alphabet()), PAD_TOKEN, END_TOKEN, *roles]
-    return Qwen2Tokenizer(
+    tokenizer = Qwen2Tokenizer(
         vocab={piece: index for index, piece in enumerate(pieces)},
         merges=[],
         unk_token=None,  # type: ignore[arg-type]  # no byte is unknown; null in Qwen2's own files, too
@@ -72,6 +73,10 @@ def build_tokenizer(*, tools: bool = False) -> Qwen2Tokenizer:
         extra_special_tokens=list(roles),
         chat_template=TOOL_CHAT_TEMPLATE if tools else CHAT_TEMPLATE,
     )
+    if tools:
+        # As in Qwen's own tokenizers, these tokens are not special: texts of data may have them.
+        tokenizer.add_tokens(list(CALL_TOKENS))
+    return tokenizer
 
 
 def build_model(

@@ -8,16 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.tiny import build_tokenizer
+from rl_plugins.models.tiny import TOOL_CHAT_TEMPLATE, build_model, build_tokenizer, save_tiny_policy
 from rl_plugins.rewards import InlineScorer, ScoringRequest
 from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rollout.engine import Generations
+from rl_plugins.rollout.transformers_engine import TransformersRollout
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.environments import sample_tools
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.rewards.test_conversations import Scripted
+from rl_plugins.tests.stages import canned
+from rl_plugins.tests.stages.test_scheduled_sampler import Loader
 
 tokenizer: Any = build_tokenizer(tools=True)
 PROMPT = "<|system|>add(a,b)wait_long(seconds)refuse()<|user|>2+3<|assistant|>"
@@ -118,6 +123,37 @@ def test_prompt_without_the_tools_is_refused(environment: ToolEnvironment) -> No
     talk.submit([Opening(1, tokenizer.encode("hm"), 5, about=ScoringRequest("s", "", None, {}))], SamplingConfig())
     with pytest.raises(ConfigError, match=r"the prompts do not show the tool 'add'.*environment.template_options"):
         talk.collect([1], 0)
+
+
+def test_stage_trains_on_conversations_with_tools_and_counts_calls(tmp_path: Any) -> None:
+    plain: Any = build_tokenizer()
+    plain.chat_template = TOOL_CHAT_TEMPLATE
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
+    save_tiny_policy(tmp_path, **sizes)
+    tools = ToolEnvironment([f"{HERE}.add"], parser=call_twice, max_turns=3)
+    stage = canned.Keeping(
+        build_model(**sizes),
+        tokenizer=plain,
+        scorer=InlineScorer({"_target_": "rl_plugins.tests.rewards.sample_rewards.length"}),
+        # An untrained policy ends few responses.
+        sampling=SamplingConfig(max_tokens=60, num_samples=3, stop_token_ids=tuple(range(60, 200))),
+        environment=tools,
+        optimizer=OptimizerConfig(lr=0.01),
+        max_steps=1,
+    )
+    strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(tmp_path)))
+    canned.quiet_trainer(strategy).fit(stage, Loader(["add 1+1", "add 12+30"]))
+    tools.close()
+    (experience,), (metrics,) = stage.trained_on, stage.metrics
+    assert (experience.response_lengths > experience.response_mask.sum(dim=1)).any()
+    # The trainer gives each token the log-prob from its sampling.
+    assert metrics["train/rollout_gap_max"] < 1e-4 and metrics["train/turns"] > 1
+    assert metrics["train/tools/calls"] == 2 * metrics["train/tools/unknown"] > 0 == metrics["train/tools/raised"]
+
+
+def call_twice(text: str) -> list[dict[str, Any]]:
+    """Parser for a policy that knows no tools: a call of a tool, and a call of no tool."""
+    return [{"name": "add", "arguments": {"a": len(text), "b": 1}}, {"name": "add_all"}]
 
 
 @pytest.mark.parametrize(
