@@ -1,7 +1,7 @@
 """A tiny model learns to call a calculator: held-out score before and after GRPO, with the tool and without.
 
-`python -m benchmarks.calculator [--seeds 0] [--launcher local]` makes products of numbers, the quickstart's model with a
-vocabulary for tools, an SFT start and a GRPO run. Without the tool, both stages have the answers alone.
+`python -m benchmarks.calculator [--seeds 0] [--launcher local]` makes products of numbers, the quickstart's model with
+a vocabulary for tools, an SFT start and a GRPO run. Without the tool, both stages have the answers alone.
 """
 
 from __future__ import annotations

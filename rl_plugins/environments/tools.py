@@ -92,7 +92,8 @@ class ToolEnvironment:
         check_ranges(float, ABOVE_0, deadline_s=deadline_s, load_timeout_s=load_timeout_s)
         if max_turns < 2:
             raise ConfigError(
-                f"environment.max_turns={max_turns}: the policy responds again after a call: set 2 or more (environment=tools: 8)"
+                f"environment.max_turns={max_turns}: the policy responds again after a call: set 2 or more "
+                "(environment=tools sets 8)"
             )
         if not tools:
             raise ConfigError("environment.tools=[]: name at least one tool")

@@ -92,7 +92,7 @@ class Shop:
         return self.prices[item]
 
 
-def untyped(a, b):  # type: ignore[no-untyped-def]
+def untyped(a, b):
     """Do nothing.
 
     Args:

@@ -10,6 +10,7 @@ import pytest
 
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import TOOL_CHAT_TEMPLATE, build_model, build_tokenizer, save_tiny_policy
@@ -136,19 +137,28 @@ def test_stage_trains_on_conversations_with_tools_and_counts_calls(tmp_path: Any
         tokenizer=plain,
         scorer=InlineScorer({"_target_": "rl_plugins.tests.rewards.sample_rewards.length"}),
         # An untrained policy ends few responses.
-        sampling=SamplingConfig(max_tokens=60, num_samples=3, stop_token_ids=tuple(range(60, 200))),
+        sampling=SamplingConfig(max_tokens=200, num_samples=3, stop_token_ids=tuple(range(60, 200))),
         environment=tools,
         optimizer=OptimizerConfig(lr=0.01),
         max_steps=1,
     )
     strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(tmp_path)))
-    canned.quiet_trainer(strategy).fit(stage, Loader(["add 1+1", "add 12+30"]))
+    canned.quiet_trainer(strategy).fit(stage, ToolLoader(["1+1", "12+30"]))
     tools.close()
     (experience,), (metrics,) = stage.trained_on, stage.metrics
     assert (experience.response_lengths > experience.response_mask.sum(dim=1)).any()
     # The trainer gives each token the log-prob from its sampling.
     assert metrics["train/rollout_gap_max"] < 1e-4 and metrics["train/turns"] > 1
     assert metrics["train/tools/calls"] == 2 * metrics["train/tools/unknown"] > 0 == metrics["train/tools/raised"]
+
+
+class ToolLoader(Loader):
+    """Batches of two prompts that show a tool."""
+
+    def draw(self) -> PromptBatch:
+        batch = super().draw()
+        shown = canned.tokenizer.encode("add(a,b)")
+        return PromptBatch([[*shown, *ids] for ids in batch.prompt_ids], batch.rows, batch.columns, batch.epoch)
 
 
 def call_twice(text: str) -> list[dict[str, Any]]:
