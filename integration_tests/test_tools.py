@@ -71,10 +71,10 @@ def test_conversations_with_tools_train_on_the_tokens_of_the_engine(
         InlineScorer({"_target_": "rl_plugins.tests.rewards.sample_rewards.length"}),
         Recorder(float32_engine),
     )
-    talk = Conversations(environment.connect(scorer, tokenizer), tokenizer, 3).by(recorder)  # type: ignore[arg-type]
+    talk = Conversations(environment.connect(scorer, tokenizer), tokenizer, 3).by(recorder)
     about = ScoringRequest("s", "", None, {}, question)
     # An untrained policy ends few responses.
-    sampling = SamplingConfig(max_tokens=200, num_samples=4, seed=1, stop_token_ids=tuple(range(60, 200)))
+    sampling = SamplingConfig(max_tokens=200, num_samples=4, stop_token_ids=tuple(range(60, 200)))
     talk.submit([Opening(7, prompt, 5, about=about)], sampling)
     generations = talk.collect([7], 0)[7]
 

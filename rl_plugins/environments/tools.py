@@ -268,7 +268,7 @@ class ToolConversations:
         Raises:
             ConfigError: the prompt does not show the tools.
         """
-        text = str(self._tokenizer.decode(turn.tokens[: len(turn.tokens) - turn.length]))
+        text = str(self._tokenizer.decode(list(turn.tokens[: len(turn.tokens) - turn.length])))
         if missing := [name for name in self._names if name not in text]:
             raise ConfigError(
                 f"the prompts do not show the tool {missing[0]!r} to the policy: give the data module "

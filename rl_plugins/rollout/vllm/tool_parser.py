@@ -99,7 +99,8 @@ class VLLMToolParser:
         request = ChatCompletionRequest.model_validate(
             {"model": "", "messages": [{"role": "user", "content": ""}], "tools": list(schemas), "tool_choice": "auto"}
         )
-        parser = self._manager.get_tool_parser(name)(self._tokenizer, request.tools)
+        make_parser: Any = self._manager.get_tool_parser(name)
+        parser = make_parser(self._tokenizer, request.tools)
         return parser, parser.adjust_request(request)
 
     def _check(self, example: str) -> None:
@@ -142,7 +143,7 @@ def _rendered_call(tokenizer: PreTrainedTokenizerBase, template_options: Mapping
 
     options: dict[str, Any] = {**template_options, "tools": [_SCHEMA], "tokenize": False}
     call = {"type": "function", "id": "call00001", "function": {"name": _TOOL, "arguments": _ARGUMENTS}}
-    question = [{"role": "user", "content": "?"}]
+    question: list[Any] = [{"role": "user", "content": "?"}]
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
         before = str(tokenizer.apply_chat_template(question, add_generation_prompt=True, **options))

@@ -53,7 +53,11 @@ def test_call_returns_text_of_any_result(host: ToolHost) -> None:
 
 
 def test_call_reports_errors_without_places_in_files(host: ToolHost) -> None:
-    wrong = [("add", {"a": 1}), ("add", {"a": 1, "b": "2"}), ("add", {"a": 1, "b": 2, "c": 3})]
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("add", {"a": 1}),
+        ("add", {"a": 1, "b": "2"}),
+        ("add", {"a": 1, "b": 2, "c": 3}),
+    ]
     raised, ended, *malformed = results_of(host, ("obey", {"act": "raise"}), ("obey", {"act": "exit"}), *wrong)
     assert raised == Result("raised", "ValueError: no such act") and ended == Result("raised", "SystemExit: 3")
     assert malformed == [
