@@ -1,1 +1,1 @@
-"""Environments beyond reward functions: tools that the policy calls."""
+"""Environments beyond reward functions: tools of the policy."""

@@ -1,7 +1,7 @@
-"""Tools of MCP servers (Model Context Protocol): programs that speak over stdin and stdout, or HTTP addresses.
+"""Tools of MCP servers (Model Context Protocol): programs with a pipe, or HTTP addresses.
 
 {mcp: [python, server.py], env: {KEY: ...}}             a program
-{mcp: "http://localhost:8000/mcp", headers: {...}}      a server that runs already
+{mcp: "http://localhost:8000/mcp", headers: {...}}      a running server
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEYS = {"mcp", "env", "headers", "cwd"}
 
 
 class ToolError(Exception):
-    """Error that the server of a tool reports to the policy."""
+    """Error from the server of a tool, for the policy."""
 
 
 async def connect(
@@ -33,7 +33,7 @@ async def connect(
 
     Args:
         item: description of the server.
-        passed: variables of the environment that a program gets beside PATH, HOME and a few others.
+        passed: variables of the environment for a program, beside PATH, HOME and a few others.
         stack: closes the connection.
         wait_s: seconds for the start of the server.
 

@@ -1,4 +1,4 @@
-"""Messages that a thread sends, so that the sender never waits for a slow or hanging receiver."""
+"""Messages sent by a thread: the sender never waits for a slow or hanging receiver."""
 
 from __future__ import annotations
 

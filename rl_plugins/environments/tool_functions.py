@@ -19,7 +19,7 @@ _THREADS = 1024
 
 @dataclass(frozen=True)
 class Tool:
-    """Tool inside the process that calls it.
+    """Tool inside the process of the tools.
 
     Attributes:
         schema: JSON schema, in the form of a chat template.
@@ -70,7 +70,7 @@ class Threads:
 
     @property
     def stuck(self) -> int:
-        """Number of threads whose callers left, and that still run."""
+        """Number of running threads without a caller."""
         self._left = {future for future in self._left if not future.done()}
         return len(self._left)
 

@@ -1,8 +1,8 @@
-"""The process of the tools, seen from the process that samples: calls go in, and results come out as they finish.
+"""The process of the tools, seen from the training process: calls go in, and results come out as they finish.
 
-The process ends calls at their deadline by itself. A process that does not is killed after a grace period, and a new
-process takes its place. All calls of a lost process run again. The calls that may have caused the loss run one at a
-time, so that the next loss shows which call it was. A call may therefore run twice.
+The process ends calls at their deadline by itself. Otherwise the process is killed after a grace period, and a new
+process takes its place. All calls of a lost process run again. The suspects, which may have caused the loss, run one at
+a time, and the next loss shows the culprit. A call may therefore run twice.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ToolHost:
 
     Args:
         task: tools and limits.
-        grace_s: seconds between the deadline of a call and the end of a process that does not keep it.
+        grace_s: seconds between the deadline of a call and the end of its process.
 
     Attributes:
         schemas: JSON schema of each tool.
@@ -70,7 +70,7 @@ class ToolHost:
 
     def __init__(self, task: ToolTask, *, grace_s: float = _GRACE_S) -> None:
         self._task, self._grace_s = task, grace_s
-        # Calls of the present process by number, calls that wait, and calls that run one at a time.
+        # Calls of the present process by number, waiting calls, and calls to run one at a time.
         self._running: dict[int, _Call] = {}
         self._waiting: deque[_Call] = deque()
         self._suspects: deque[_Call] = deque()
@@ -116,7 +116,7 @@ class ToolHost:
             self._results.pop(number, None)
 
     def close(self) -> None:
-        """End the process and all processes that it started."""
+        """End the process and its child processes."""
         import psutil
 
         try:
@@ -165,9 +165,9 @@ class ToolHost:
             self._outbox.put(json.dumps(message).encode())
 
     def _listen(self, wait_s: float) -> None:
-        """Read messages, and replace a process that has ended or does not keep deadlines."""
+        """Read messages, and replace a process after its end or after a missed deadline."""
         wait([self._process.connection, self._process.ended], min(wait_s, 1.0))
-        # A process that has ended may have answered before.
+        # A process may have answered before its end.
         has_ended = self._process.has_ended()
         stuck = 0
         try:
@@ -215,8 +215,8 @@ class ToolHost:
         """Start a new process.
 
         Args:
-            suspects: numbers of running calls that may have caused the loss.
-            kind: kind of failure of the call that surely caused the loss.
+            suspects: numbers of running calls under suspicion.
+            kind: kind of failure of the culprit, if there is only one suspect.
             reason: description of the loss.
         """
         if not self._ready:

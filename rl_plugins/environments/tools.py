@@ -1,4 +1,4 @@
-"""Tools that the policy calls: `ToolEnvironment([search])`, and the conversation with the results.
+"""Tools of the policy: `ToolEnvironment([search])`, and the conversation with the results.
 
 A response is read as token ids by a parser. All calls of a response run at once. Their results come back as token ids
 in the tool role of the chat template, and the policy responds again. A response without a call is the answer, which the
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KINDS = tuple(f"tools/{kind}" for kind in ("calls", "malformed", "unknown", "late", "raised", "died"))
-"""Events that are counted: calls, and failures of calls by kind."""
+"""Counted events: calls, and failures of calls by kind."""
 _NAMES_SHOWN = 20
 
 Parser = str | Callable[[str], Sequence[Mapping[str, Any]]] | Mapping[str, Any]
@@ -107,7 +107,7 @@ class ToolEnvironment:
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Variables of the chat template that show the tools, for data modules (`chat_template_kwargs`)."""
+        """Variables of the chat template with the tools, for data modules (`chat_template_kwargs`)."""
         return {**self._template_options, "tools": list(self.schemas)}
 
     def connect(self, scorer: Any, tokenizer: PreTrainedTokenizerBase) -> ToolConversations:
@@ -173,7 +173,7 @@ class ToolConversations:
         host: process of the tools.
         parser: reader of calls.
         messages: tokens of results.
-        scorer: scorer of conversations that have ended.
+        scorer: scorer of finished conversations.
         tokenizer: tokenizer of the policy.
     """
 
