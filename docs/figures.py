@@ -26,7 +26,7 @@ FLOORS = (
     ("recipes", "commands"),
     ("launch",),
     ("stages", "callbacks"),
-    ("strategies", "rewards", "models", "evaluation"),
+    ("environments", "strategies", "rewards", "models", "evaluation"),
     ("rollout", "weights", "data", "config", "algorithms", "planning", "report", "tracking"),
 )
 """Rooms from the highest floor to the lowest."""
@@ -83,7 +83,7 @@ def rooms_figure() -> str:
         for room in floor:
             if (ROOT / "rl_plugins" / room).is_dir():
                 order = [name for lower in FLOORS for name in lower if name in imported[room]]
-                lines.append(f"{number}  {room:<11} -> {', '.join(order) or 'ground floor only'}")
+                lines.append(f"{number}  {room:<12} -> {', '.join(order) or 'ground floor only'}")
         lines.append("")
     return "\n".join(lines).rstrip()
 

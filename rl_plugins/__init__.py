@@ -22,7 +22,6 @@ PUBLIC: dict[str, dict[str, str]] = {
         "CriticConfig": "config.models",
         "RewardModelConfig": "config.models",
         "ProcessRewardConfig": "stages.process_rewards",
-        "EnvironmentConfig": "config.sampling",
         "Schedule": "config.sampling",
     },
     "Algorithms": {
@@ -62,6 +61,10 @@ PUBLIC: dict[str, dict[str, str]] = {
         "ModelReward": "rewards.model",
         "ScoringRequest": "rewards.records",
         "Score": "rewards.records",
+    },
+    "Environments": {
+        "EnvironmentConfig": "config.sampling",
+        "ToolEnvironment": "environments.tools",
     },
     "Callbacks": {
         "PolicyCheckpoint": "callbacks.checkpoint",

@@ -31,6 +31,7 @@ from rl_plugins.data.datamodule import PromptDataModule as PromptDataModule
 from rl_plugins.data.preferences import PreferenceDataModule as PreferenceDataModule
 from rl_plugins.data.process_rewards import ProcessRewardDataModule as ProcessRewardDataModule
 from rl_plugins.data.sft import SFTDataModule as SFTDataModule
+from rl_plugins.environments.tools import ToolEnvironment as ToolEnvironment
 from rl_plugins.errors import CheckpointError as CheckpointError
 from rl_plugins.errors import ConfigError as ConfigError
 from rl_plugins.errors import DataError as DataError

@@ -192,7 +192,7 @@ def load_user_code(name: str, deed: str, function: Callable[[], Result], kind: s
     loop of this thread, in which the calls of a coroutine function run later.
 
     Args:
-        name: Name of the reward, for the message.
+        name: Name of the reward or tool, for the message.
         deed: Description of the call, for the message.
         function: Function to call.
         kind: First word of the message, before the name.

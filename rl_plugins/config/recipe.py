@@ -230,9 +230,17 @@ class RecipeConfig(Settings):
             self.debug.replay = _absolute(self.debug.replay)
         if self.strategy.offload.folder:
             self.strategy.offload.folder = _absolute(self.strategy.offload.folder)
-        for node in (*self.reward.functions.values(), self.data.dataset):
+        for node in (
+            *self.reward.functions.values(),
+            self.data.dataset,
+            *self.environment.tools,
+            self.environment.parser,
+        ):
             if isinstance(node, dict) and "_target_" not in node and "path" in node:
                 node["path"] = _absolute(str(node["path"]))
+        for tool in self.environment.tools:
+            if isinstance(tool, dict) and isinstance(tool.get("mcp"), list):
+                tool["mcp"] = [_absolute(part) if Path(str(part)).is_file() else part for part in tool["mcp"]]
         self.replace_model_paths(lambda option, path: _absolute(path) if Path(path).is_dir() else path)
 
 

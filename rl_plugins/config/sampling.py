@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from rl_plugins.config.settings import (
     ABOVE_0,
+    ABOVE_0_OR_NULL,
     ABOVE_0_TO_1,
     AT_LEAST_1,
     FROM_0_TO_1,
@@ -155,13 +156,14 @@ class SamplingConfig(SamplingOptions):
 
 
 @dataclass
-class EnvironmentOptions(Settings):
+class ConversationLimits(Settings):
     """Limits of conversations with a reward function, which may reply before it returns a score.
 
     Attributes:
         max_turns: largest number of responses of the policy in a conversation; 1 is a response without a conversation.
             `sampling.max_tokens` is the limit of a whole conversation.
-        max_observation_tokens: largest number of tokens of one reply; a longer reply is cut at the end.
+        max_observation_tokens: largest number of tokens of one reply of a reward function; a longer reply is cut at the
+            end.
     """
 
     max_turns: Annotated[int, AT_LEAST_1] = 1
@@ -169,7 +171,33 @@ class EnvironmentOptions(Settings):
 
 
 @dataclass
-class EnvironmentConfig(EnvironmentOptions):
+class EnvironmentOptions(ConversationLimits):
+    """Conversations of the policy: with tools, or with a reward function that replies before it returns a score.
+
+    Attributes:
+        tools: tools that the policy calls: dotted names of functions, or mappings: `_target_`, or `path` and `name`, or
+            `mcp` with the command or the address of an MCP server.
+        parser: reader of calls: the name of a tool parser of vLLM, such as `hermes`, `llama3_json` or `qwen3_xml`; or
+            the dotted name of a function from the text of a response to a list of calls.
+        deadline_s: deadline of one call of a tool, in seconds.
+        max_characters: largest number of characters of a result of a tool; a longer result is cut at the end.
+        load_timeout_s: seconds for the start of an MCP server.
+        memory_mb: memory of the process of the tools, in MiB, beyond the process itself; null is half of the free
+            memory.
+        pass_env: names of environment variables with secrets that the tools get; other secrets are removed.
+    """
+
+    tools: list[Any] = field(default_factory=list)
+    parser: Any = "hermes"
+    deadline_s: Annotated[float, ABOVE_0] = 10.0
+    max_characters: Annotated[int, AT_LEAST_1] = 2000
+    load_timeout_s: Annotated[float, ABOVE_0] = 30.0
+    memory_mb: Annotated[int | None, ABOVE_0_OR_NULL] = None
+    pass_env: list[str] = field(default_factory=list)
+
+
+@dataclass
+class EnvironmentConfig(ConversationLimits):
     """Limits and chat template of conversations.
 
     Attributes:

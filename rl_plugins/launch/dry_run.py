@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.launch.instantiation import training_data
+from rl_plugins.launch.tools import check_tools
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,10 +90,13 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     # Loads transformers.
     for path, model in models.items():
         check_model_type(path, model)
-    if (Path(config.model.path) / "tokenizer.json").is_file():
-        tokenizer = _load_tokenizer(config, replies)
-        for rows in filter(None, (training, validation)):
-            rows.check_lengths(tokenizer)
+    if not (Path(config.model.path) / "tokenizer.json").is_file():
+        check_tools(config, None)
+        return
+    tokenizer = _load_tokenizer(config, replies)
+    template_options = check_tools(config, tokenizer)
+    for rows in filter(None, (training, validation)):
+        rows.check_lengths(tokenizer, template_options)
 
 
 def kinds_of(config: RecipeConfig) -> tuple[str, str]:
@@ -157,7 +161,8 @@ def _replies(config: RecipeConfig, first_of_source: Mapping[str, Row], trial: Re
         # Every reward should be able to read the correct answer.
         request = ScoringRequest(source, str(ground_truth), ground_truth, row["extra_info"], row["prompt"])
         score = trial.score(request)
-        if config.environment.max_turns > 1:
+        # With tools, the reward gets finished conversations only.
+        if config.environment.max_turns > 1 and not config.environment.tools:
             first_turn = replace(request, turns_left=config.environment.max_turns - 1)
             for response in (first_turn.solution_str, _NO_ANSWER):
                 reply = trial.score(replace(first_turn, solution_str=response)).reply
@@ -209,7 +214,7 @@ def _load_tokenizer(config: RecipeConfig, replies: Iterable[Message]) -> PreTrai
         check_template_options(tokenizer, options)
     except ConfigError as error:
         raise ConfigError(f"data.{error}") from None
-    if config.environment.max_turns > 1:
+    if config.environment.max_turns > 1 and not config.environment.tools:
         turns = TurnTokenizer(tokenizer, options)
         for reply in replies:
             turns.tokens(reply, tokenizer.eos_token_id, config.environment.max_observation_tokens)
@@ -243,7 +248,6 @@ class _Rows:
             labels_key=data.labels_key,
         )
         self.rows, self._format, self._needed, self._config = rows, FORMATS[kind], needed, config
-        self._template_options = data.chat_template_kwargs
         self._limits = {"data.max_prompt_tokens": data.max_prompt_tokens}
         # Characters of the longest response of each row.
         self._response_characters: list[int] = []
@@ -261,11 +265,15 @@ class _Rows:
             named = (_KEY.sub(r"data.\g<0>", text) for text in (error.field, error.reason))
             raise RowError(error.where, *named) from None
 
-    def check_lengths(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def check_lengths(self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> None:
         """Try the chat template on every order of roles, and measure texts in tokens.
 
         To limit the time for a large data set, with `data.overlong_prompts=filter` only the shortest rows are measured,
         until enough rows are within the limits; with `error`, only the rows with the most characters.
+
+        Args:
+            tokenizer: tokenizer of the policy.
+            template_options: further variables of its chat template.
 
         Raises:
             ConfigError: The tokenizer changes all texts, the template refuses messages, too few rows are within the
@@ -275,6 +283,7 @@ class _Rows:
 
         from rl_plugins.data.tokenization import accepted_messages, check_round_trip, within_limit
 
+        self._template_options = template_options
         check_round_trip(tokenizer, (row["prompt"] for row in self.rows))
         characters = np.asarray([
             [_characters(messages) for messages in accepted_messages(self.rows, tokenizer, self._template_options)],

@@ -42,11 +42,13 @@ from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
+from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.errors import DataError
 from rl_plugins.intact_checkpoint import newest_intact
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes, training_data
 from rl_plugins.launch.resume import note_end
 from rl_plugins.launch.terminal import quiet_libraries, redraw_interval_s
+from rl_plugins.launch.tools import tool_environment
 from rl_plugins.launch.tracking import best_upload, register, tracking_logger
 from rl_plugins.models.pool import ModelPool
 from rl_plugins.rewards.inline import InlineScorer
@@ -107,7 +109,11 @@ class TrainingRun:
         if self.config.on_gpus:
             # TF32 for products of float32 numbers.
             torch.set_float32_matmul_precision("high")
-        import_module(f"rl_plugins.recipes.{_RECIPES[self.config.stage]}").train(self)
+        try:
+            import_module(f"rl_plugins.recipes.{_RECIPES[self.config.stage]}").train(self)
+        finally:
+            if tools := vars(self).get("tools"):
+                tools.close()
 
     # Arguments of stages ----------------------------------------------------------------------------------------
 
@@ -144,11 +150,18 @@ class TrainingRun:
         return {
             "scorer": self.scorer,
             "eval_sampling": eval_sampling,
-            "environment": EnvironmentConfig(
-                **vars(self.config.environment), template_options=self.config.data.chat_template_kwargs
-            ),
+            "environment": self.tools or self._conversation_limits(),
             "seed": self.config.run.seed,
         }
+
+    def _conversation_limits(self) -> EnvironmentConfig:
+        limits = {name: getattr(self.config.environment, name) for name in ("max_turns", "max_observation_tokens")}
+        return EnvironmentConfig(**limits, template_options=self.config.data.chat_template_kwargs)
+
+    @cached_property
+    def tools(self) -> ToolEnvironment | None:
+        """Tools of the policy; None without tools."""
+        return tool_environment(self.config)
 
     def preference_options(self) -> dict[str, Any]:
         """Return the arguments of stages with a preference loss."""
@@ -195,7 +208,7 @@ class TrainingRun:
             "prompts_per_step": config.prompts_drawn,
             "eval_batch_size": data.eval_batch_size,
             "overlong_prompts": data.overlong_prompts,
-            "chat_template_kwargs": data.chat_template_kwargs,
+            "chat_template_kwargs": self.tools.template_options if self.tools else data.chat_template_kwargs,
             "seed": config.run.seed,
             "max_prompt_tokens": data.max_prompt_tokens,
         }

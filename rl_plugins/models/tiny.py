@@ -21,6 +21,8 @@ from rl_plugins.errors import ConfigError
 PAD_TOKEN = "<|pad|>"
 END_TOKEN = "<|end|>"
 ROLE_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>")
+TOOL_ROLE_TOKEN = "<|tool|>"
+CALL_TOKENS = ("<tool_call>", "</tool_call>")
 
 # `generation` marks the text of the assistant, for `return_assistant_tokens_mask=True`.
 CHAT_TEMPLATE = (
@@ -33,22 +35,48 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
+TOOL_CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|system|>' }}{% for tool in tools %}"
+    "{{ tool['function']['name'] + '(' + tool['function']['parameters']['properties'] | join(',') + ')' }}"
+    "{% endfor %}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>' + call['function'] | tojson + '</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
-def build_tokenizer() -> Qwen2Tokenizer:
+
+def build_tokenizer(*, tools: bool = False) -> Qwen2Tokenizer:
     """Return the byte-level tokenizer: 256 bytes, then `<|pad|>`, `<|end|>` (end of sequence) and the roles.
 
     The chat template is compact: a question is `<|user|>17+25<|assistant|>`, an answer is `42<|end|>`.
+
+    Args:
+        tools: Chat template and tokens for tools. Tools are shown as `<|system|>add(a,b)`, a call has the form of
+            Hermes (`<tool_call>{"name": "add", "arguments": {...}}</tool_call>`), and a result is `<|tool|>42`.
     """
-    pieces = [*sorted(ByteLevel.alphabet()), PAD_TOKEN, END_TOKEN, *ROLE_TOKENS]
-    return Qwen2Tokenizer(
+    roles = (*ROLE_TOKENS, TOOL_ROLE_TOKEN) if tools else ROLE_TOKENS
+    pieces = [*sorted(ByteLevel.alphabet()), PAD_TOKEN, END_TOKEN, *roles]
+    tokenizer = Qwen2Tokenizer(
         vocab={piece: index for index, piece in enumerate(pieces)},
         merges=[],
         unk_token=None,  # type: ignore[arg-type]  # no byte is unknown; null in Qwen2's own files, too
         eos_token=END_TOKEN,
         pad_token=PAD_TOKEN,
-        extra_special_tokens=list(ROLE_TOKENS),
-        chat_template=CHAT_TEMPLATE,
+        extra_special_tokens=list(roles),
+        chat_template=TOOL_CHAT_TEMPLATE if tools else CHAT_TEMPLATE,
     )
+    if tools:
+        # As in Qwen's own tokenizers, these tokens are not special: texts of data may have them.
+        tokenizer.add_tokens(list(CALL_TOKENS))
+    return tokenizer
 
 
 def build_model(
@@ -61,6 +89,7 @@ def build_model(
     max_position_embeddings: int = 256,
     seed: int = 0,
     initializer_range: float = 0.08,
+    tools: bool = False,
 ) -> Qwen2ForCausalLM:
     """Return a new float32 model for the vocabulary of `build_tokenizer` (0.43 M parameters by default).
 
@@ -76,6 +105,7 @@ def build_model(
         seed: Seed of the initial weights.
         initializer_range: Standard deviation of the initial weights. At this size, a value of about
             1 / sqrt(hidden_size) learns much sooner than the 0.02 of Qwen2.
+        tools: Vocabulary with the tokens for tools.
 
     Raises:
         ConfigError: A size is not positive, or the heads do not divide the width.
@@ -100,7 +130,7 @@ def build_model(
         raise ConfigError(
             f"tiny model: num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}: change one of the two"
         )
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(tools=tools)
     special = {
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
@@ -143,7 +173,7 @@ def save_tiny_policy(folder: str | Path, **model_arguments: Any) -> Path:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"tiny policy: {path} is a file; name a folder to write to")
     model = build_model(**model_arguments)
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(tools=model_arguments.get("tools", False))
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

@@ -1,28 +1,24 @@
 """Reward workers as child processes of this process, for runs without Ray: both ends of the connection.
 
-A child process gets requests as pickles and answers in JSON, so this process runs no code from a child process. A child
-process is the leader of its own group of processes, and the whole group is killed. The kernel also kills a child
-process at the end of the thread of its start.
+A child process gets requests as pickles and answers in JSON, so this process runs no code from a child process.
 """
 
 from __future__ import annotations
 
 import bdb
-import ctypes
 import json
 import math
 import os
 import pickle
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.rewards.child_process import ChildProcess
 from rl_plugins.rewards.records import Score, ScoringRequest, failed
 from rl_plugins.rewards.worker import LoadedRewards, RewardWorker, WorkerLost
 from rl_plugins.user_code import only_one_process
@@ -37,17 +33,7 @@ class ChildWorker(RewardWorker):
         self.task.limits.clean(environment)
         if not self.task.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        self._connection, theirs = Pipe()
-        with theirs:
-            start = f"from rl_plugins.rewards.child_worker import serve; serve({theirs.fileno()}, {os.getpid()})"
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"],
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        # The end of a process is no end of the connection, if a copy of the process lives on.
-        self._ended = os.pidfd_open(self._process.pid)
+        self._process = ChildProcess("rl_plugins.rewards.child_worker", environment)
         self._answer: dict[str, Any] | None = None
         self._send(self.task)
 
@@ -66,14 +52,14 @@ class ChildWorker(RewardWorker):
                 "`path`, or score with InlineScorer"
             ) from None
         with suppress(OSError):  # `take` tells how the process ended.
-            self._connection.send_bytes(content)
+            self._process.connection.send_bytes(content)
 
     @staticmethod
     def wait(workers: Sequence[ChildWorker], timeout_s: float) -> list[ChildWorker]:
         """Return the workers with an answer, and the workers whose process has ended."""
         handles: dict[Connection | int, ChildWorker] = {}
         for worker in workers:
-            handles |= {worker._connection: worker, worker._ended: worker}
+            handles |= {worker._process.connection: worker, worker._process.ended: worker}
         ready = wait(list(handles), None if timeout_s == math.inf else timeout_s)
         known = {id(handles[handle]): handles[handle] for handle in ready}  # type: ignore[index]
         return [worker for worker in known.values() if worker._read()]
@@ -81,8 +67,8 @@ class ChildWorker(RewardWorker):
     def _read(self) -> bool:
         """Read messages; return True if there is an answer or the process has ended."""
         try:
-            while self._answer is None and self._connection.poll():
-                message = json.loads(self._connection.recv_bytes())
+            while self._answer is None and self._process.connection.poll():
+                message = json.loads(self._process.connection.recv_bytes())
                 if "loading" in message:
                     self.loading = str(message["loading"])
                 elif "debugging" in message:
@@ -92,56 +78,32 @@ class ChildWorker(RewardWorker):
                     self._answer = message
         except (EOFError, OSError, ValueError):
             return True
-        return self._answer is not None or bool(wait([self._ended], 0))
+        return self._answer is not None or self._process.has_ended()
 
     def take(self) -> list[Score | None]:
         """Return the answer of the child process."""
         if self._answer is None:
-            raise WorkerLost(f"the process {self._end()}")
+            raise WorkerLost(f"the process {self._process.describe_end()}")
         if "error" in self._answer:
             raise ConfigError(str(self._answer["error"]))
         if "interrupted" in self._answer:
             raise KeyboardInterrupt
         return [None if score is None else Score(**score) for score in self._answer["scores"]]
 
-    def _end(self) -> str:
-        """Describe the end of the process."""
-        wait([self._ended], 1.0)
-        status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if status is None:
-            return "closed its connection"
-        if status.si_code == os.CLD_EXITED:
-            return f"ended with exit status {status.si_status}"
-        return f"was ended by the signal {signal.Signals(status.si_status).name}"
-
     def kill(self) -> None:
         """End the child process and all processes of its group."""
-        if self._process.returncode is not None:
-            return
-        # The process is still a zombie at least, so no other group can have its number.
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._connection.close()
-        os.close(self._ended)
+        self._process.kill()
 
 
 # In the child process -----------------------------------------------------------------------------------------------
 
-_PR_SET_PDEATHSIG = 1
 
-
-def serve(descriptor: int, parent: int) -> None:
+def serve(connection: Connection) -> None:
     """Serve the parent process.
 
     Args:
-        descriptor: File descriptor of the connection.
-        parent: Number of the parent process.
+        connection: connection to the parent process.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
-    os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
 
     def send(**message: Any) -> None:
         connection.send_bytes(json.dumps(message).encode())

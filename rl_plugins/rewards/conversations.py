@@ -1,36 +1,93 @@
 """Groups of conversations between a policy, sampled by a rollout engine, and an environment.
 
-The environment answers each response as soon as the response is finished, so the rollout engine samples while the
-environment works. The first turns of a group are sampled together, as without an environment. Later turns find all
-earlier messages in the prefix cache of the engine.
+The environment gets each response as soon as the response is finished, so the rollout engine samples while the
+environment works. An environment answers each response when it can, so a slow answer delays its own conversation alone.
+The first turns of a group are sampled together, as without an environment. Later turns find all earlier messages in the
+prefix cache of the engine.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
-from rl_plugins.data.tokenization import TurnTokenizer
-from rl_plugins.errors import ConfigError
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.rewards.records import Message, Score, ScoringRequest, check_failure_rate
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, RolloutEngine, sample_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_POLL_S = 0.005
+# Environments have deadlines of their own.
+_LONG_S = 1.0
 
-@runtime_checkable
+
+@dataclass(frozen=True)
+class Turn:
+    """A response of the policy, for an environment.
+
+    Attributes:
+        request: scoring request with the text of the response, the earlier messages, and the number of turns left.
+        tokens: token ids of the prompt and of all messages. The response is at the end.
+        length: number of tokens of the response.
+    """
+
+    request: ScoringRequest
+    tokens: Sequence[int]
+    length: int
+
+    @property
+    def response(self) -> list[int]:
+        """Token ids of the response."""
+        return list(self.tokens[len(self.tokens) - self.length :])
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Messages of an environment to the policy, which then responds again.
+
+    Attributes:
+        messages: the messages.
+        tokens: token ids of the end of the policy's turn, of the messages, and of the start of the policy's next turn.
+        was_cut: True if a text was cut because it was too long.
+        counts: numbers of events, by the names in `Environment.counted`.
+    """
+
+    messages: Sequence[Message]
+    tokens: Sequence[int]
+    was_cut: bool = False
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
 class Environment(Protocol):
-    """Replies to responses, or scores them; see `rl_plugins.rewards`."""
+    """Answers responses of the policy with replies or scores. Answers may come in any order.
+
+    Attributes:
+        max_failure_rate: share of failed scores above which the run ends.
+        counted: names of the events that replies count.
+    """
 
     max_failure_rate: float
+    counted: Sequence[str]
 
-    def answer(self, requests: Sequence[ScoringRequest]) -> list[Score]:
-        """Return a reply or a score for each response, in order. A failure is recorded in its score."""
+    def begin(self, key: int, turn: Turn) -> None:
+        """Start to answer a response, without waiting. An environment gives a score if no turn is left.
+
+        Args:
+            key: number of the response, unique on the rank.
+            turn: the response.
+        """
+
+    def answers(self, wait_s: float) -> Mapping[int, Reply | Score]:
+        """Return the finished answers by key; wait at most `wait_s` seconds for the first."""
+
+    def forget(self, keys: Sequence[int]) -> None:
+        """Drop the answers to responses, because the conversations are gone."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +98,15 @@ class Ending:
         score: score of the whole conversation.
         said: messages of the policy and of the environment, in turns.
         cut: number of replies that were cut because they were too long.
+        turns: number of responses of the policy.
+        counts: numbers of events, by the names in `Environment.counted`.
     """
 
     score: Score
     said: Sequence[Message]
     cut: int
-
-    @property
-    def turns(self) -> int:
-        """Number of responses of the policy."""
-        return len(self.said) // 2 + 1
+    turns: int
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def last(self) -> str:
@@ -74,12 +130,16 @@ class Trajectory:
         prompt: token ids of the prompt.
         request: scoring request for a response to the prompt, without the response.
         sampling: options of sampling; `max_tokens` is the limit of all turns together, replies included.
+        counted: names of the events that replies count.
 
     Attributes:
+        turns: number of responses of the policy.
         ending: result of the conversation; None until the conversation has ended.
     """
 
-    def __init__(self, prompt: list[int], request: ScoringRequest, sampling: SamplingConfig) -> None:
+    def __init__(
+        self, prompt: list[int], request: ScoringRequest, sampling: SamplingConfig, counted: Sequence[str] = ()
+    ) -> None:
         self._prompt, self._request, self._sampling = prompt, request, sampling
         self._token_ids: list[int] = []
         self._log_probs: list[float] = []
@@ -87,13 +147,11 @@ class Trajectory:
         self._sampled: list[bool] = []
         self._said: list[Message] = []
         self._cut = 0
+        self._counts = Counter(dict.fromkeys(counted, 0))
+        self._length = 0
         self._finish_reason = ""
+        self.turns = 0
         self.ending: Ending | None = None
-
-    @property
-    def turns(self) -> int:
-        """Number of responses of the policy."""
-        return (len(self._said) + 1) // 2
 
     @property
     def tokens(self) -> list[int]:
@@ -105,8 +163,8 @@ class Trajectory:
         """Largest number of tokens of the next response."""
         return self._sampling.max_tokens - len(self._token_ids)
 
-    def respond(self, response: Generations, text: str, max_turns: int) -> ScoringRequest:
-        """Add a response of the policy, and return the request to the environment.
+    def respond(self, response: Generations, text: str, max_turns: int) -> Turn:
+        """Add a response of the policy, and return the response for the environment.
 
         Args:
             response: one response.
@@ -116,45 +174,43 @@ class Trajectory:
         self._token_ids += response.token_ids.tolist()
         self._log_probs += response.log_probs.tolist()
         self._versions += response.policy_versions.tolist()
-        self._sampled += [True] * len(response.token_ids)
+        self._length = len(response.token_ids)
+        self._sampled += [True] * self._length
         (self._finish_reason,) = response.finish_reasons
         self._said.append({"role": "assistant", "content": text})
+        self.turns += 1
         # A response that was cut off is incomplete, so no further turn follows.
-        left = max_turns - self.turns if self._finish_reason == "stop" else 0
-        return self.asking(left)
+        return self.last_turn(max_turns - self.turns if self._finish_reason == "stop" else 0)
 
-    def asking(self, turns_left: int) -> ScoringRequest:
-        """Return the request to the environment for the last response."""
+    def last_turn(self, turns_left: int) -> Turn:
+        """Return the last response for the environment."""
         *before, last = self._said
-        return replace(self._request, solution_str=last["content"], turns=tuple(before), turns_left=turns_left)
+        request = replace(
+            self._request, solution_str=last["content"], turns=tuple(before), turns_left=max(0, turns_left)
+        )
+        return Turn(request, self.tokens, self._length)
 
-    def observe(self, reply: Message, tokenizer: TurnTokenizer, max_tokens: int) -> bool:
+    def observe(self, reply: Reply) -> bool:
         """Add a reply of the environment.
-
-        Args:
-            reply: message of the environment.
-            tokenizer: turn tokenizer of the policy.
-            max_tokens: largest number of tokens of the reply.
 
         Returns:
             False if no tokens are left for a response to the reply; the reply is then not added.
         """
-        last = self._token_ids[-1] if self._token_ids else -1
-        tokens, was_cut = tokenizer.tokens(reply, last, max_tokens)
-        if len(tokens) >= self.room:
+        self._counts.update(reply.counts)
+        if len(reply.tokens) >= self.room:
             self._finish_reason = "length"
             return False
-        self._token_ids += tokens
-        self._log_probs += [0.0] * len(tokens)
-        self._versions += [self._versions[-1] if self._versions else 0] * len(tokens)
-        self._sampled += [False] * len(tokens)
-        self._said.append(reply)
-        self._cut += was_cut
+        self._token_ids += reply.tokens
+        self._log_probs += [0.0] * len(reply.tokens)
+        self._versions += [self._versions[-1] if self._versions else 0] * len(reply.tokens)
+        self._sampled += [False] * len(reply.tokens)
+        self._said += reply.messages
+        self._cut += reply.was_cut
         return True
 
     def end(self, score: Score) -> None:
         """End the conversation with the score, or the failure, of the environment."""
-        self.ending = Ending(score, tuple(self._said), self._cut)
+        self.ending = Ending(score, tuple(self._said), self._cut, self.turns, dict(self._counts))
 
     def generations(self) -> Generations:
         """Return the whole conversation as one response."""
@@ -182,7 +238,7 @@ class Opening(GroupRequest):
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _Asked:
     """A turn that was submitted to the rollout engine.
 
     Attributes:
@@ -202,31 +258,23 @@ class Conversations:
     """Groups of conversations of one rank: a `GroupSampler` that uses a rollout engine and an environment.
 
     Args:
-        environment: scorer that can reply to responses.
+        environment: environment that answers the responses.
         tokenizer: tokenizer of the policy.
-        config: limits of conversations.
-
-    Raises:
-        ConfigError: the environment cannot reply, or the chat template has no place for a reply.
+        max_turns: largest number of responses of the policy in a conversation.
     """
 
-    def __init__(self, environment: Any, tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig) -> None:
-        if not isinstance(environment, Environment):
-            raise ConfigError(
-                f"environment.max_turns={config.max_turns}: the scorer {type(environment).__name__} cannot answer: "
-                "use RewardPool or InlineScorer"
-            )
-        self._environment, self._tokenizer, self._config = environment, tokenizer, config
-        self._turns = TurnTokenizer(tokenizer, config.template_options)
-        self._engine: Any = None
+    def __init__(self, environment: Environment, tokenizer: PreTrainedTokenizerBase, max_turns: int) -> None:
+        self._environment, self._tokenizer, self._max_turns = environment, tokenizer, max_turns
         self._groups: dict[int, list[Trajectory]] = {}
         # Turns that the engine samples, by the engine's tickets.
-        self._asked: dict[int, _Turn] = {}
-        self._tickets = 0
+        self._asked: dict[int, _Asked] = {}
+        # Responses that the environment answers, by keys of the environment.
+        self._answering: dict[int, tuple[Trajectory, _Asked]] = {}
+        self._tickets = self._keys = 0
 
     def by(self, engine: RolloutEngine) -> Conversations:
         """Set the rollout engine that samples, and return this object."""
-        self._engine = engine
+        self._engine: RolloutEngine = engine
         return self
 
     def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
@@ -234,7 +282,10 @@ class Conversations:
         first_turns = []
         for opening in requests:
             assert isinstance(opening, Opening)
-            trajectories = [Trajectory(opening.prompt, opening.about, sampling) for _ in range(sampling.num_samples)]
+            trajectories = [
+                Trajectory(opening.prompt, opening.about, sampling, self._environment.counted)
+                for _ in range(sampling.num_samples)
+            ]
             self._groups[opening.ticket] = trajectories
             request = GroupRequest(0, opening.prompt, opening.seed)
             first_turns.append(self._ask(trajectories, opening.ticket, request, sampling))
@@ -256,8 +307,8 @@ class Conversations:
             if required or count:
                 if len(ended) >= count and set(required) <= set(ended):
                     break
-                self._advance(self._finished(1))
-            elif not self._advance(self._finished(0)):
+                self._advance(wait=True)
+            elif not self._advance(wait=False):
                 break
         taken = ended if count or not required else required
         return {
@@ -276,6 +327,10 @@ class Conversations:
         self._engine.drop(dropped)
         for own in dropped:
             del self._asked[own]
+        answering = [key for key, (_, turn) in self._answering.items() if turn.ticket in gone]
+        self._environment.forget(answering)
+        for key in answering:
+            del self._answering[key]
         for ticket in gone:
             self._groups.pop(ticket, None)
 
@@ -300,7 +355,7 @@ class Conversations:
     ) -> GroupRequest:
         self._tickets += 1
         own = replace(request, ticket=self._tickets)
-        self._asked[own.ticket] = _Turn(trajectories, own, sampling, ticket)
+        self._asked[own.ticket] = _Asked(trajectories, own, sampling, ticket)
         return own
 
     def _finished(self, count: int) -> dict[int, Generations]:
@@ -311,35 +366,47 @@ class Conversations:
         self._send([(turn.request, turn.sampling) for turn in lost])
         return {own: responses for own, responses in fetched.items() if responses is not None}
 
-    def _advance(self, finished: Mapping[int, Generations]) -> bool:
-        """Let the environment answer responses, and submit the next turns; return True if there were responses."""
-        spoken: list[tuple[Trajectory, Generations, _Turn]] = []
-        for own, generations in finished.items():
+    def _advance(self, *, wait: bool) -> bool:
+        """Continue conversations with finished responses and answers; return True if there were any.
+
+        Args:
+            wait: wait for a response or an answer.
+        """
+        responses = self._finished(1 if wait and not self._answering else 0)
+        for own, generations in responses.items():
             # A turn of a dropped group is no longer in `_asked`.
             if turn := self._asked.pop(own, None):
                 parts = generations.split([1] * len(turn.trajectories))
-                spoken += [(trajectory, part, turn) for trajectory, part in zip(turn.trajectories, parts, strict=True)]
-        max_turns = self._config.max_turns
-        asked = [trajectory.respond(response, self._text(response), max_turns) for trajectory, response, _ in spoken]
+                for trajectory, part in zip(turn.trajectories, parts, strict=True):
+                    self._begin(trajectory, turn, trajectory.respond(part, self._text(part), self._max_turns))
+        if not self._answering:
+            return bool(responses)
+        wait_s = 0.0
+        if wait and not responses:
+            # The engine and the environment cannot be awaited together.
+            wait_s = _POLL_S if self._asked else _LONG_S
+        answers = self._environment.answers(wait_s)
         next_turns: list[tuple[GroupRequest, SamplingConfig]] = []
-        too_long: list[Trajectory] = []
-        for (trajectory, _, turn), score in zip(spoken, self._environment.answer(asked), strict=True):
-            if score.reply is None:
-                trajectory.end(score)
-            elif trajectory.observe(score.reply, self._turns, self._config.max_observation_tokens):
+        for key, answer in answers.items():
+            trajectory, turn = self._answering.pop(key)
+            if isinstance(answer, Score):
+                trajectory.end(answer)
+            elif trajectory.observe(answer):
                 next_turns.append(self._next_turn(trajectory, turn))
             else:
-                too_long.append(trajectory)
-        scores = self._environment.answer([trajectory.asking(turns_left=0) for trajectory in too_long])
-        for trajectory, score in zip(too_long, scores, strict=True):
-            trajectory.end(score)
+                self._begin(trajectory, turn, trajectory.last_turn(turns_left=0))
         self._send(next_turns)
-        return bool(spoken)
+        return bool(responses or answers)
+
+    def _begin(self, trajectory: Trajectory, asked: _Asked, turn: Turn) -> None:
+        self._keys += 1
+        self._answering[self._keys] = (trajectory, asked)
+        self._environment.begin(self._keys, turn)
 
     def _text(self, response: Generations) -> str:
         return str(self._tokenizer.decode(response.token_ids.tolist(), skip_special_tokens=True))
 
-    def _next_turn(self, trajectory: Trajectory, turn: _Turn) -> tuple[GroupRequest, SamplingConfig]:
+    def _next_turn(self, trajectory: Trajectory, turn: _Asked) -> tuple[GroupRequest, SamplingConfig]:
         sample = next(place for place, member in enumerate(self._groups[turn.ticket]) if member is trajectory)
         seed = sample_seed(turn.request.seed, sample, trajectory.turns)
         request = GroupRequest(0, trajectory.tokens, seed, max_tokens=trajectory.room)

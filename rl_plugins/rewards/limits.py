@@ -1,4 +1,4 @@
-"""Environment and memory of a reward worker.
+"""Environment and memory of a process with rewards or tools.
 
 Rewards may run code written by the policy. A worker therefore gets no variable of the environment with a secret, unless
 `pass_env` names the variable, and may take a limited amount of memory. Neither is a sandbox: the worker runs as the
@@ -48,16 +48,19 @@ class WorkerLimits:
         values: Values of these variables in the process of the pool.
         memory_mb: Memory of the worker beyond a worker without rewards, in MiB. None is half of the free memory at
             the worker's start.
+        option: name of the option with `pass_env`, for messages.
     """
 
     pass_env: Sequence[str] = ()
     values: Mapping[str, str] = field(default_factory=dict, repr=False)
     memory_mb: int | None = None
+    option: str = "reward.pass_env"
 
     @classmethod
-    def of(cls, pass_env: Sequence[str], memory_mb: int | None) -> WorkerLimits:
+    def of(cls, pass_env: Sequence[str], memory_mb: int | None, option: str = "reward.pass_env") -> WorkerLimits:
         """Return the limits with the values in the environment of this process."""
-        return cls(tuple(pass_env), {name: os.environ[name] for name in pass_env if name in os.environ}, memory_mb)
+        values = {name: os.environ[name] for name in pass_env if name in os.environ}
+        return cls(tuple(pass_env), values, memory_mb, option)
 
     def clean(self, environment: MutableMapping[str, str]) -> None:
         """Remove secrets from an environment, and add the passed variables.
@@ -71,7 +74,7 @@ class WorkerLimits:
         missing = [name for name in self.pass_env if name not in environment]
         if missing:
             raise ConfigError(
-                f"reward.pass_env=[{', '.join(self.pass_env)}] (RewardPool: pass_env): the environment has no "
+                f"{self.option}=[{', '.join(self.pass_env)}] (in Python: pass_env): the environment has no "
                 f"{', '.join(missing)}: set the variable before the start, or leave it out"
             )
 

@@ -1,4 +1,4 @@
-"""Loading of a reward from its configuration: `_target_`, or the `path` of a file and a `name`.
+"""Loading of a reward or a tool from its configuration: `_target_`, or the `path` of a file and a `name`.
 
     {_target_: my_package.rewards.length_penalty, weight: 0.1}   a function; every call gets `weight`
     {_target_: my_package.rewards.Judge, url: http://...}        a class; the constructor gets `url`
@@ -26,13 +26,19 @@ from rl_plugins.user_code import load_user_code
 
 
 def load_reward(config: Mapping[str, Any]) -> tuple[str, Callable[..., Any], dict[str, Any]]:
+    """Load the function or class of a reward; see `load_callable`."""
+    return load_callable(config, "reward")
+
+
+def load_callable(config: Mapping[str, Any], kind: str) -> tuple[str, Callable[..., Any], dict[str, Any]]:
     """Load the function or class of a configuration.
 
     Args:
         config: `_target_`, or `path` and `name`, and further keyword arguments.
+        kind: "reward" or "tool", for messages.
 
     Returns:
-        The name of the reward for messages, the callable, and the keyword arguments for every call. For a class, the
+        The name for messages, the callable, and the keyword arguments for every call. For a class, the
         callable is an instance made with the keyword arguments, and there are none for the calls.
 
     Raises:
@@ -41,17 +47,17 @@ def load_reward(config: Mapping[str, Any]) -> tuple[str, Callable[..., Any], dic
     options = {str(key): plain(value) for key, value in config.items()}
     if callable(options.get("_target_")):
         function = options.pop("_target_")
-        return _ready(getattr(function, "__qualname__", type(function).__name__), function, options)
+        return _ready(getattr(function, "__qualname__", type(function).__name__), function, options, kind)
     if "_target_" in options:
         name = str(options.pop("_target_"))
         module_name, _, attribute = name.rpartition(".")
-        found = callable_of(_import_module(module_name, name), attribute, f"reward {name!r}")
+        found = callable_of(_import_module(module_name, name, kind), attribute, f"{kind} {name!r}")
     elif "path" in options and "name" in options:
         name = name_of(options)
-        found = callable_of_file(options.pop("path"), options.pop("name"), "reward")
+        found = callable_of_file(options.pop("path"), options.pop("name"), kind)
     else:
-        raise ConfigError(f"reward {options!r} names no function: give `_target_`, or `path` and `name`")
-    return _ready(name, found, options)
+        raise ConfigError(f"{kind} {options!r} names no function: give `_target_`, or `path` and `name`")
+    return _ready(name, found, options, kind)
 
 
 def name_of(config: Mapping[str, Any]) -> str:
@@ -63,17 +69,17 @@ def name_of(config: Mapping[str, Any]) -> str:
 
 
 def _ready(
-    name: str, function: Callable[..., Any], options: dict[str, Any]
+    name: str, function: Callable[..., Any], options: dict[str, Any], kind: str
 ) -> tuple[str, Callable[..., Any], dict[str, Any]]:
     if not inspect.isclass(function):
         return name, function, options
     try:
         inspect.signature(function).bind(**options)
     except TypeError as error:
-        raise ConfigError(f"reward {name!r}: the options do not fit its constructor: {error}") from error
-    instance = load_user_code(name, "its constructor", lambda: function(**options))
+        raise ConfigError(f"{kind} {name!r}: the options do not fit its constructor: {error}") from error
+    instance = load_user_code(name, "its constructor", lambda: function(**options), kind)
     if not callable(instance):
-        raise ConfigError(f"reward {name!r}: the class has no method __call__")
+        raise ConfigError(f"{kind} {name!r}: the class has no method __call__")
     return name, instance, {}
 
 
@@ -86,24 +92,24 @@ def plain(value: object) -> Any:
     return value
 
 
-def _import_module(module_name: str, target: str) -> ModuleType:
+def _import_module(module_name: str, target: str, kind: str) -> ModuleType:
     if not module_name:
-        raise ConfigError(f"reward {target!r}: `_target_` must be dotted, such as 'my_package.rewards.{target}'")
+        raise ConfigError(f"{kind} {target!r}: `_target_` must be dotted, such as 'my_package.{kind}s.{target}'")
 
     def load() -> ModuleType:
         try:
             return importlib.import_module(module_name)
         except ModuleNotFoundError as error:
-            raise _not_found(module_name, target, error) from error
+            raise _not_found(module_name, target, error, kind) from error
 
-    return load_user_code(target, f"importing {module_name}", load)
+    return load_user_code(target, f"importing {module_name}", load, kind)
 
 
-def _not_found(module_name: str, target: str, error: ModuleNotFoundError) -> ConfigError:
+def _not_found(module_name: str, target: str, error: ModuleNotFoundError, kind: str) -> ConfigError:
     missing = error.name or ""
     if not f"{module_name}.".startswith(f"{missing}."):
-        return ConfigError(f"reward {target!r}: importing {module_name} failed: {error}")
+        return ConfigError(f"{kind} {target!r}: importing {module_name} failed: {error}")
     parent, _, child = missing.rpartition(".")
     folder = sys.modules[parent].__path__ if parent in sys.modules else None
     hint = nearest(child, [info.name for info in pkgutil.iter_modules(folder)]) if folder else ""
-    return ConfigError(f"reward {target!r}: no module {missing!r}{hint}")
+    return ConfigError(f"{kind} {target!r}: no module {missing!r}{hint}")

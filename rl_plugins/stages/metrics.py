@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
@@ -144,6 +145,7 @@ class SampleMetrics:
     _failed: Tensor = field(default_factory=lambda: torch.zeros(len(_FAILURES), dtype=torch.float64))
     _size: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
     _details: Details = field(default_factory=dict)
+    _events: Counter[str] = field(default_factory=Counter)
 
     def add(self, experience: Experience, scores: list[Score]) -> None:
         """Add scored samples."""
@@ -162,6 +164,8 @@ class SampleMetrics:
             turns_B = torch.tensor([float(ending.turns) for ending in endings], dtype=torch.float64)
             cut_B = torch.tensor([float(ending.cut) for ending in endings], dtype=torch.float64)
             self._batches[-1] |= {"turns": (turns_B, everything_B), "observations_cut": (cut_B, everything_B)}
+            for ending in endings:
+                self._events.update(ending.counts)
         counts = failure_counts(scores)
         self._failed += torch.tensor([float(counts.get(kind, 0)) for kind in _FAILURES])
         self._size += torch.stack([torch.tensor(len(scores)), experience.sequence_lengths.sum()])
@@ -190,8 +194,11 @@ class SampleMetrics:
             columns[name] = (torch.cat(values), torch.cat(counted))
         metrics = mean_over_ranks(columns, sum_over_ranks)
         detailed = torch.tensor([float(len(self._details))], dtype=torch.float64)
-        *failed, samples, tokens, details = sum_over_ranks(torch.cat([self._failed, self._size, detailed])).tolist()
-        metrics |= {f"reward_{kind}": count for kind, count in zip(_FAILURES, failed, strict=True)}
+        # All ranks have the same environment, so the same names of events.
+        names, events = list(self._events), torch.tensor(list(self._events.values()), dtype=torch.float64)
+        sums = sum_over_ranks(torch.cat([self._failed, events, self._size, detailed])).tolist()
+        *counts, samples, tokens, details = sums
+        metrics |= zip([*(f"reward_{kind}" for kind in _FAILURES), *names], counts, strict=True)
         # Ranks may have different names of details.
         metrics |= mean_details(gather(self._details)) if details else {}
         if len(self._batches) > 1:

@@ -17,7 +17,7 @@ from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.models import CriticConfig, OptimizerConfig, RewardModelConfig, TeacherConfig
-from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig, Schedule
+from rl_plugins.config.sampling import SamplingConfig, Schedule
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.loaders import PromptSource
 from rl_plugins.data.prompts import PromptBatch, foreign_batch
@@ -40,7 +40,7 @@ from rl_plugins.stages.process_rewards import (
     ProcessRewards,
 )
 from rl_plugins.stages.rollouts import ModelScorer, Rollouts
-from rl_plugins.stages.sampling import SamplingSetup, Scorer, greedy, with_stop_token
+from rl_plugins.stages.sampling import AnyEnvironment, SamplingSetup, Scorer, greedy, with_stop_token
 from rl_plugins.stages.stage import Stage
 from rl_plugins.stages.teachers import TEACHER_INPUTS, make_teachers
 from rl_plugins.strategies.contract import (
@@ -73,7 +73,8 @@ class PolicyOptimization(Stage):
             end at the tokenizer's end of sequence.
         algorithm: GRPO by default, PRIME with a process reward model.
         eval_sampling: sampling settings of validation; by default greedy with the same length.
-        environment: bounds on conversations, if the scorer answers the policy; by default the policy answers once.
+        environment: tools, or bounds on conversations if the scorer answers the policy; by default the policy answers
+            once.
         schedule: how far sampling runs ahead of training; synchronous by default.
         reference: name or folder of the reference model, for algorithms that need it; the policy's own by default.
         teacher: name or folder of the teacher, or settings of several teachers or of a teacher that follows the policy,
@@ -108,7 +109,7 @@ class PolicyOptimization(Stage):
         sampling: SamplingConfig,
         algorithm: Algorithm | None = None,
         eval_sampling: SamplingConfig | None = None,
-        environment: EnvironmentConfig | None = None,
+        environment: AnyEnvironment | None = None,
         schedule: Schedule | None = None,
         reference: str | None = None,
         teacher: str | TeacherConfig | None = None,

@@ -16,7 +16,7 @@ from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.inputs import JUDGED_INPUTS, check_inputs
 from rl_plugins.algorithms.preference_losses import PreferenceLoss
-from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.loaders import PromptSource
 from rl_plugins.data.preferences import PairBatch, UnpairedBatch
 from rl_plugins.data.prompts import PromptBatch, foreign_batch
@@ -26,7 +26,7 @@ from rl_plugins.stages.arguments import StageArguments
 from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.preference_examples import PreferenceExamples, best_against_worst, preference_examples
 from rl_plugins.stages.preference_learner import PreferenceLearner, PreferenceObjective
-from rl_plugins.stages.sampling import SamplingSetup, Scorer, greedy, with_stop_token
+from rl_plugins.stages.sampling import AnyEnvironment, SamplingSetup, Scorer, greedy, with_stop_token
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import Strategy
 
@@ -46,7 +46,8 @@ class PreferenceOptimization(Stage):
         loss: name in `PREFERENCE_LOSSES`, or a function like the functions there.
         loss_options: keyword arguments of the loss, such as `beta`.
         reference: name or folder of the reference model, for losses with a reference; the policy's own by default.
-        environment: bounds on conversations, if the scorer answers the policy; by default the policy answers once.
+        environment: tools, or bounds on conversations if the scorer answers the policy; by default the policy answers
+            once.
         seed: seed of sampling.
         **stage: arguments of `Stage`.
 
@@ -68,7 +69,7 @@ class PreferenceOptimization(Stage):
         loss: str | PreferenceLoss = "dpo",
         loss_options: Mapping[str, Any] | None = None,
         reference: str | None = None,
-        environment: EnvironmentConfig | None = None,
+        environment: AnyEnvironment | None = None,
         seed: int = 0,
         **stage: Unpack[StageArguments],
     ) -> None:
@@ -113,7 +114,8 @@ class OnlinePreferenceOptimization(Stage):
         loss: see `PreferenceOptimization`.
         loss_options: see `PreferenceOptimization`.
         reference: see `PreferenceOptimization`.
-        environment: bounds on conversations, if the scorer answers the policy; by default the policy answers once.
+        environment: tools, or bounds on conversations if the scorer answers the policy; by default the policy answers
+            once.
         updates_per_step: optimizer steps of a step, among which the prompts are divided. With one optimizer step,
             the updated policy itself has sampled.
         seed: seed of sampling.
@@ -139,7 +141,7 @@ class OnlinePreferenceOptimization(Stage):
         loss: str | PreferenceLoss = "dpo",
         loss_options: Mapping[str, Any] | None = None,
         reference: str | None = None,
-        environment: EnvironmentConfig | None = None,
+        environment: AnyEnvironment | None = None,
         updates_per_step: int = 1,
         seed: int = 0,
         **stage: Unpack[StageArguments],

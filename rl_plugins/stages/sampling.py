@@ -11,15 +11,21 @@ import torch
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.inline import Reward, default_scorer
 from rl_plugins.rewards.records import Score, ScoringRequest
+from rl_plugins.rewards.replies import ReplyingReward
 from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, sample_seed
 from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.phase_log import PhaseLog
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+AnyEnvironment = EnvironmentConfig | ToolEnvironment
+"""Environments of a stage."""
 
 
 @dataclass
@@ -192,11 +198,11 @@ class SamplingSetup:
         scorer: scorer of responses. A reward function, or its configuration, gets `default_scorer`.
         tokenizer: tokenizer of the policy.
         eval_sampling: sampling settings of validation.
-        environment: bounds on conversations; None if the policy answers a prompt only once.
+        environment: bounds on conversations with the scorer, or tools; None if the policy answers a prompt only once.
         seed: seed of sampling.
 
     Raises:
-        ConfigError: the scorer cannot answer, or the chat template has no place for its answers.
+        ConfigError: the scorer cannot answer, or the chat template has no place for its answers or for tools.
     """
 
     def __init__(
@@ -204,7 +210,7 @@ class SamplingSetup:
         scorer: Scorer | Reward,
         tokenizer: PreTrainedTokenizerBase,
         eval_sampling: SamplingConfig,
-        environment: EnvironmentConfig | None,
+        environment: AnyEnvironment | None,
         seed: int,
     ) -> None:
         self._scorer: Scorer = scorer if isinstance(scorer, Scorer) else default_scorer(scorer)
@@ -212,7 +218,12 @@ class SamplingSetup:
         self._tokenizer, self._seed = tokenizer, seed
         self._conversations = None
         if environment is not None and environment.max_turns > 1:
-            self._conversations = Conversations(self._scorer, tokenizer, environment)
+            answering = (
+                ReplyingReward(self._scorer, tokenizer, environment)
+                if isinstance(environment, EnvironmentConfig)
+                else environment.connect(self._scorer, tokenizer)
+            )
+            self._conversations = Conversations(answering, tokenizer, environment.max_turns)
 
     def sampler(self, strategy: Strategy) -> PromptSampler:
         """Return a sampler of responses."""

@@ -11,13 +11,13 @@ from torch import nn
 from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.aggregation import aggregate
-from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import foreign_batch
 from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.arguments import StageArguments
 from rl_plugins.stages.optimizer import MicroBatchLoss
-from rl_plugins.stages.sampling import SamplingSetup, Scorer
+from rl_plugins.stages.sampling import AnyEnvironment, SamplingSetup, Scorer
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import POLICY
 
@@ -29,7 +29,8 @@ class SFT(Stage):
         policy: see `Stage`.
         scorer: scores responses in validation. A reward function, or its configuration, gets `default_scorer`.
         eval_sampling: sampling settings of validation.
-        environment: bounds on conversations, if the scorer answers the policy; by default the policy answers once.
+        environment: tools, or bounds on conversations if the scorer answers the policy; by default the policy answers
+            once.
         seed: seed of sampling in validation.
         **stage: arguments of `Stage`.
     """
@@ -42,7 +43,7 @@ class SFT(Stage):
         *,
         scorer: Scorer | Reward,
         eval_sampling: SamplingConfig,
-        environment: EnvironmentConfig | None = None,
+        environment: AnyEnvironment | None = None,
         seed: int = 0,
         **stage: Unpack[StageArguments],
     ) -> None:

@@ -27,7 +27,7 @@ VALUES: dict[str, Any] = {
     "plain": [None, True, 1, 2.5, "text", b"bytes", (1, 2), {3, 4}, frozenset([5]), {"a": {"b": []}}],
     "dates": [datetime.datetime(2020, 1, 2, tzinfo=datetime.UTC), datetime.timedelta(1), decimal.Decimal("1.5")],
     "random": [random.getstate(), np.random.get_state()],
-    "records": [Ending(Score(1.0, {"length": 2.0}), [{"role": "user", "content": "a"}], 0), Score(None)],
+    "records": [Ending(Score(1.0, {"length": 2.0}), [{"role": "user", "content": "a"}], 0, 1), Score(None)],
 }
 
 

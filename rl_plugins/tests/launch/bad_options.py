@@ -6,6 +6,7 @@ from rl_plugins.tests.launch import own_rows
 
 Case = tuple[list[str], list[str]]
 
+TOOLS, SAMPLE_TOOLS = ["environment=tools"], "rl_plugins.tests.environments.sample_tools"
 FILE = ["reward=file", "reward.functions.default.path=rewards.py"]
 
 COMPOSING: dict[str, list[Case]] = {
@@ -36,6 +37,7 @@ COMPOSING: dict[str, list[Case]] = {
         (["algorithm=grop"], ["algorithm 'grop'", "choose one of ", "grpo"]),
         (["algorithm=null"], ["group", "--help"]),
         (["reward=exact"], ["reward 'exact'", "exact_match"]),
+        (["environment=tools"], ["'environment.tools'"]),
     ],
     "syntax": [
         (["data.train_files=[a"], ["'data.train_files=[a'", "key=value"]),
@@ -403,6 +405,11 @@ CHECKS: dict[str, list[Case]] = {
             ["system.parquet, row 40", "users_only' refuses", "system, user", "no role system", "Change the messages"],
         ),
         (["environment.max_turns=0"], ["environment.max_turns=0", "must be at least 1"]),
+    ],
+    "tools": [
+        (["environment.tools=[my.search]"], ["environment.max_turns=1", "set 2 or more", "environment=tools"]),
+        ([*TOOLS, f"environment.tools=[{SAMPLE_TOOLS}.adds]"], [f"tool '{SAMPLE_TOOLS}.adds'", "did you mean 'add'"]),
+        ([*TOOLS, f"environment.tools=[{SAMPLE_TOOLS}.add]"], ["chat template of 'model' does not show tools"]),
     ],
     "optimizer": [
         (["optimizer.name=AdamWW"], ["optimizer.name=AdamWW", "did you mean AdamW"]),

@@ -112,7 +112,7 @@ def test_build_model_seed_sets_weights_and_keeps_the_random_state() -> None:
         ({"num_layers": 0}, "num_layers"),
     ],
 )
-def test_build_model_refuses_impossible_sizes(sizes: dict[str, int], named: str) -> None:
+def test_build_model_refuses_impossible_sizes(sizes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         build_model(**sizes)
 

@@ -20,6 +20,7 @@ FLOORS = {
     "rollout": 1,
     "tracking": 1,
     "weights": 1,
+    "environments": 2,
     "evaluation": 2,
     "models": 2,
     "rewards": 2,

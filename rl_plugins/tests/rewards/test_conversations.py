@@ -16,6 +16,7 @@ from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rewards import InlineScorer, RewardError, ScoringRequest
 from rl_plugins.rewards.conversations import Conversations, Opening
+from rl_plugins.rewards.replies import ReplyingReward
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
@@ -88,7 +89,8 @@ class Scripted(canned.CannedRollout):
 
 def conversations(engine: Scripted, target: str = "haggle", failures: float = 0.0, **config: Any) -> Conversations:
     scorer = InlineScorer({"_target_": f"rl_plugins.tests.rewards.sample_rewards.{target}"}, max_failure_rate=failures)
-    return Conversations(scorer, tokenizer, EnvironmentConfig(**{"max_turns": 3, **config})).by(engine)
+    limits = EnvironmentConfig(**{"max_turns": 3, **config})
+    return Conversations(ReplyingReward(scorer, tokenizer, limits), tokenizer, limits.max_turns).by(engine)
 
 
 def opening(ticket: int = 7) -> Opening:
@@ -209,9 +211,9 @@ def test_collect_returns_only_the_required_tickets() -> None:
     assert list(talk.collect([-1], 0)) == [-1] and list(talk.collect((), 0)) == [7]
 
 
-def test_conversations_refuse_a_scorer_without_an_environment() -> None:
+def test_replying_reward_refuses_a_scorer_without_replies() -> None:
     with pytest.raises(ConfigError, match="the scorer CannedScorer cannot answer: use RewardPool or InlineScorer"):
-        Conversations(canned.CannedScorer(), tokenizer, EnvironmentConfig(max_turns=2))
+        ReplyingReward(canned.CannedScorer(), tokenizer, EnvironmentConfig(max_turns=2))
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -1,0 +1,61 @@
+"""Products of numbers, which a tiny model cannot compute by itself, and conversations that compute them with a tool."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+from rl_plugins.data.prepare.files import RowList
+
+TOOL, ARGUMENT = "calc", "x"
+"""Name of the tool, and of its argument."""
+
+
+def product_rows(*, num_train: int, num_dev: int, num_test: int, seed: int) -> dict[str, RowList]:
+    """Return products of two numbers as prompts. A prompt is `347*86`, its answer `29842`. No question comes twice.
+
+    Args:
+        num_train: number of rows of the split `train`.
+        num_dev: number of rows of the split `dev`.
+        num_test: number of rows of the split `test`.
+        seed: seed of the choice.
+    """
+    pairs = random.Random(seed).sample([(left, right) for left in range(100, 1000) for right in range(10, 100)], k=(
+        num_train + num_dev + num_test
+    ))  # fmt: skip
+    rows = [_row([{"role": "user", "content": f"{left}*{right}"}], left * right, "") for left, right in pairs]
+    return {
+        "train": rows[:num_train],
+        "dev": rows[num_train : num_train + num_dev],
+        "test": rows[num_train + num_dev :],
+    }
+
+
+def call_rows(rows: RowList) -> RowList:
+    """Return two rows for SFT for each product: the call of the calculator, and the answer after the result."""
+    taught = []
+    for row in rows:
+        (question,), answer = row["prompt"], row["reward_model"]["ground_truth"]
+        call = {"name": TOOL, "arguments": {ARGUMENT: question["content"]}}
+        text = f"<tool_call>{json.dumps(call)}</tool_call>"
+        result = [question, {"role": "assistant", "content": text}, {"role": "tool", "content": answer}]
+        taught += [_row([question], answer, text), _row(result, answer, answer)]
+    return taught
+
+
+def answer_rows(rows: RowList) -> RowList:
+    """Return a row for SFT for each product: the answer without a tool."""
+    return [
+        _row(row["prompt"], row["reward_model"]["ground_truth"], row["reward_model"]["ground_truth"]) for row in rows
+    ]
+
+
+def _row(prompt: list[dict[str, str]], answer: int | str, response: str) -> dict[str, Any]:
+    return {
+        "data_source": "products",
+        "prompt": prompt,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(answer)},
+        "extra_info": {"response": response},
+    }

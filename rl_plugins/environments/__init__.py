@@ -1,0 +1,1 @@
+"""Environments beyond reward functions: tools of the policy."""

@@ -1,0 +1,142 @@
+"""Tools as Python functions: schema from type hints and docstring, check of arguments, call, and text of a result."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from rl_plugins.errors import ConfigError
+
+_THREADS = 1024
+"""Largest number of calls of plain functions at once."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Tool inside the process of the tools.
+
+    Attributes:
+        schema: JSON schema, in the form of a chat template.
+        call: function of the arguments by name; returns an awaitable.
+    """
+
+    schema: Mapping[str, Any]
+    call: Callable[[Mapping[str, Any]], Awaitable[object]]
+
+    @property
+    def name(self) -> str:
+        """Name of the tool for the policy."""
+        return str(self.schema["function"]["name"])
+
+    def fault(self, arguments: Mapping[str, Any]) -> str:
+        """Return a fault of the arguments for the policy, or an empty text."""
+        from jsonschema.exceptions import best_match
+
+        error = best_match(self._validator.iter_errors(dict(arguments)))
+        if error is None:
+            return ""
+        place = f"{error.json_path.removeprefix('$.')}: " if error.path else ""
+        return f"{place}{error.message}"
+
+    @cached_property
+    def _validator(self) -> Any:
+        from jsonschema import Draft202012Validator
+
+        parameters = self.schema["function"].get("parameters") or {"type": "object"}
+        return Draft202012Validator({"additionalProperties": False, **parameters})
+
+
+class Threads:
+    """Threads for plain functions. A call can be left, but a thread cannot be ended."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_THREADS)
+        self._left: set[Any] = set()
+
+    async def run(self, function: Callable[[], object]) -> object:
+        """Call a function in a thread. The thread goes on if the caller is cancelled."""
+        future = self._pool.submit(function)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._left.add(future)
+            raise
+
+    @property
+    def stuck(self) -> int:
+        """Number of running threads without a caller."""
+        self._left = {future for future in self._left if not future.done()}
+        return len(self._left)
+
+
+def tool_of(name: str, function: Callable[..., Any], fixed: Mapping[str, Any], threads: Threads) -> Tool:
+    """Return a tool for a function, or for an instance of a class with `__call__`.
+
+    Args:
+        name: name of the function for messages.
+        function: the function; a coroutine function is awaited, and any other function runs in a thread.
+        fixed: arguments of every call, which the policy does not see.
+        threads: threads for plain functions.
+
+    Raises:
+        ConfigError: an argument has no type hint or no description, or the function has no docstring.
+    """
+    is_instance = not (inspect.isroutine(function) or isinstance(function, partial))
+    called = getattr(function, "__call__") if is_instance else function  # noqa: B004, B009 (an instance's method)
+    schema = _schema(name, called, fixed)
+    if is_instance:
+        schema["function"]["name"] = getattr(function, "name", type(function).__name__)
+    if inspect.iscoroutinefunction(called):
+
+        async def call(arguments: Mapping[str, Any]) -> object:
+            return await called(**arguments, **fixed)
+
+    else:
+
+        async def call(arguments: Mapping[str, Any]) -> object:
+            return await threads.run(partial(called, **arguments, **fixed))
+
+    return Tool(schema, call)
+
+
+def _schema(name: str, function: Callable[..., Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    # Its exceptions for docstrings and type hints have no common class, and functions without a name raise others.
+    except Exception as error:
+        raise ConfigError(
+            f"tool {name!r}: {' '.join(str(error).split())}: the policy reads the docstring and the type hints, so "
+            "write a docstring with a line for each argument under `Args:`, and a type hint for each argument"
+        ) from None
+    parameters = schema["function"]["parameters"]
+    if unknown := sorted(fixed.keys() - parameters["properties"].keys()):
+        raise ConfigError(f"tool {name!r} takes no argument {unknown[0]!r}: leave it out")
+    for argument in fixed:
+        del parameters["properties"][argument]
+    if "required" in parameters:
+        parameters["required"] = [argument for argument in parameters["required"] if argument not in fixed]
+    return schema
+
+
+def text_of(result: object) -> str:
+    """Return a result as text: a text itself, JSON of plain values, or else `str`."""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(result)
+
+
+def shortened(text: str, max_characters: int) -> str:
+    """Return a text with at most `max_characters` characters, and a mark if a part was left out."""
+    left_out = len(text) - max_characters
+    return text if left_out <= 0 else f"{text[:max_characters]} [{left_out} more characters left out]"

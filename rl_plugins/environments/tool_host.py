@@ -1,0 +1,236 @@
+"""The process of the tools, seen from the training process: calls go in, and results come out as they finish.
+
+The process ends calls at their deadline by itself. Otherwise the process is killed after a grace period, and a new
+process takes its place. All calls of a lost process run again. The suspects, which may have caused the loss, run one at
+a time, and the next loss shows the culprit. A call may therefore run twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Any, Literal
+
+from rl_plugins.environments.outbox import Outbox
+from rl_plugins.environments.tool_process import ToolTask
+from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
+from rl_plugins.rewards.child_process import ChildProcess
+
+logger = logging.getLogger(__name__)
+
+Outcome = Literal["", "malformed", "unknown", "late", "raised", "died"]
+_STUCK = 16
+"""Threads of late calls after which a new process takes over."""
+_START_S = 60.0
+"""Seconds for the start of Python and of its imports, beside the time of the tools."""
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a call.
+
+    Attributes:
+        kind: kind of the failure; empty for a success.
+        text: result, or description of the failure.
+    """
+
+    kind: Outcome
+    text: str
+
+
+@dataclass
+class _Call:
+    number: int
+    name: str
+    arguments: Mapping[str, Any]
+    sent: float = 0.0
+
+
+class ToolHost:
+    """Process with the tools, and the calls in flight.
+
+    Args:
+        task: tools and limits.
+        grace_s: seconds between the deadline of a call and the end of its process.
+
+    Attributes:
+        schemas: JSON schema of each tool.
+        starts: number of processes so far.
+
+    Raises:
+        ConfigError: a tool cannot be loaded, two tools have one name, or an MCP server does not start.
+    """
+
+    def __init__(self, task: ToolTask, *, grace_s: float = _GRACE_S) -> None:
+        self._task, self._grace_s = task, grace_s
+        # Calls of the present process by number, waiting calls, and calls to run one at a time.
+        self._running: dict[int, _Call] = {}
+        self._waiting: deque[_Call] = deque()
+        self._suspects: deque[_Call] = deque()
+        self._results: dict[int, Result] = {}
+        self._numbers, self.starts = 0, 0
+        self._start()
+        while not self._ready:
+            self._listen(1.0)
+
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        return self._process.pid
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> int:
+        """Start a call, without waiting; return its number."""
+        self._numbers += 1
+        self._waiting.append(_Call(self._numbers, name, arguments))
+        self._send()
+        return self._numbers
+
+    def results(self, wait_s: float) -> dict[int, Result]:
+        """Return the finished calls by number; wait at most `wait_s` seconds for the first.
+
+        Raises:
+            RewardError: a new process cannot load the tools.
+        """
+        now = time.monotonic()
+        if now - self._listened > 1.0:
+            # Answers may have waited in the connection while nobody listened.
+            self._listening_since = now
+        self._listen(0.0 if self._results else wait_s)
+        self._send()
+        results, self._results = self._results, {}
+        return results
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Drop the results of calls. A running call goes on."""
+        gone = set(numbers)
+        self._waiting = deque(call for call in self._waiting if call.number not in gone)
+        self._suspects = deque(call for call in self._suspects if call.number not in gone)
+        for number in gone:
+            self._results.pop(number, None)
+
+    def close(self) -> None:
+        """End the process and its child processes."""
+        import psutil
+
+        try:
+            # A program of MCP is the leader of a group of its own.
+            programs = psutil.Process(self.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            programs = []
+        self._process.kill()
+        for program in programs:
+            try:
+                program.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self._outbox.close()
+
+    def _start(self) -> None:
+        import cloudpickle
+
+        environment = dict(os.environ)
+        self._task.limits.clean(environment)
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        try:
+            # Functions of a script or a notebook travel by value.
+            content = cloudpickle.dumps(self._task)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"a tool cannot be sent to the process of the tools ({error}): name the tool by `_target_` or `path`"
+            ) from None
+        self._process = ChildProcess("rl_plugins.environments.tool_process", environment)
+        self._outbox = Outbox(self._process.connection)
+        self.starts += 1
+        self._ready, self.schemas = False, list[Mapping[str, Any]]()
+        self._listened = self._listening_since = self._started = time.monotonic()
+        self._outbox.put(content)
+
+    def _send(self) -> None:
+        """Send waiting calls; after the loss of a process, suspects come first, one at a time."""
+        if not self._ready:
+            return
+        queue = self._suspects or self._waiting
+        while queue and not (queue is self._suspects and self._running):
+            call = queue.popleft()
+            call.sent = time.monotonic()
+            self._running[call.number] = call
+            message = {"number": call.number, "name": call.name, "arguments": dict(call.arguments)}
+            self._outbox.put(json.dumps(message).encode())
+
+    def _listen(self, wait_s: float) -> None:
+        """Read messages, and replace a process after its end or after a missed deadline."""
+        wait([self._process.connection, self._process.ended], min(wait_s, 1.0))
+        # A process may have answered before its end.
+        has_ended = self._process.has_ended()
+        stuck = 0
+        try:
+            while self._process.connection.poll():
+                stuck = self._read(json.loads(self._process.connection.recv_bytes()))
+        except (EOFError, OSError):
+            has_ended = True
+        self._listened = now = time.monotonic()
+        if has_ended:
+            self._replace(set(self._running), "died", f"the process {self._process.describe_end()}")
+        elif not self._ready:
+            if now - self._started > _START_S + self._task.load_timeout_s * len(self._task.tools):
+                self.close()
+                raise DeadlineExceeded(
+                    f"the process of the tools did not start within {now - self._started:.0f} s: load less at the "
+                    "start of a tool"
+                )
+        elif overdue := {number for number, call in self._running.items() if self._is_overdue(call, now)}:
+            self._replace(overdue, "late", f"no result within {self._task.deadline_s:g} s")
+        elif stuck >= _STUCK:
+            self._replace(set(), "late", f"{stuck} calls hang")
+
+    def _read(self, message: Mapping[str, Any]) -> int:
+        """Take a message; return the number of threads of late calls."""
+        if "schemas" in message:
+            self._ready, self.schemas = True, message["schemas"]
+            return 0
+        if "error" in message:
+            self.close()
+            if self.starts == 1:
+                raise ConfigError(message["error"])
+            raise RewardError(
+                f"the process of the tools was replaced, and the new process cannot load the tools: {message['error']}"
+            )
+        if self._running.pop(message["number"], None) is not None:
+            self._results[message["number"]] = Result(message["kind"], message["text"])
+        return int(message["stuck"])
+
+    def _is_overdue(self, call: _Call, now: float) -> bool:
+        # The process has answered late calls before, if it lives.
+        due = max(call.sent + self._task.deadline_s, self._listening_since)
+        return now > due + self._grace_s
+
+    def _replace(self, suspects: set[int], kind: Outcome, reason: str) -> None:
+        """Start a new process.
+
+        Args:
+            suspects: numbers of running calls under suspicion.
+            kind: kind of failure of the culprit, if there is only one suspect.
+            reason: description of the loss.
+        """
+        if not self._ready:
+            self.close()
+            raise (ConfigError if self.starts == 1 else RewardError)(
+                f"{reason} while the tools were loaded: a tool must not end its process"
+            )
+        logger.warning("Process of the tools with %d calls replaced: %s", len(self._running), reason)
+        self.close()
+        calls, self._running = self._running, {}
+        if len(calls) == 1 and suspects:
+            (number,) = calls
+            self._results[number] = Result(kind, f"{calls[number].name}: {reason}")
+        else:
+            self._suspects.extend(call for number, call in calls.items() if number in suspects)
+            self._waiting.extendleft(call for number, call in reversed(calls.items()) if number not in suspects)
+        self._start()

@@ -1,0 +1,132 @@
+"""Inside the process of the tools: load the tools, run all calls at once, and answer each call as soon as it ends.
+
+The process reads a `ToolTask` as a pickle, answers with the schemas, and then reads calls in JSON until the end of the
+connection. A call of a coroutine function runs in the event loop, and any other call in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rl_plugins.environments.mcp_tools import ToolError, connect
+from rl_plugins.environments.outbox import Outbox
+from rl_plugins.environments.tool_functions import Threads, Tool, shortened, text_of, tool_of
+from rl_plugins.errors import ConfigError
+from rl_plugins.rewards.limits import WorkerLimits
+from rl_plugins.rewards.loading import load_callable
+
+
+@dataclass(frozen=True)
+class ToolTask:
+    """Tools and limits of the process. The record travels to the process.
+
+    Attributes:
+        tools: functions, dotted names, or mappings: `_target_`, or `path` and `name`, or `mcp`.
+        limits: environment and memory of the process.
+        deadline_s: seconds for one call.
+        max_characters: largest number of characters of a result.
+        load_timeout_s: seconds for the start of an MCP server.
+    """
+
+    tools: Sequence[Any]
+    limits: WorkerLimits
+    deadline_s: float
+    max_characters: int
+    load_timeout_s: float
+
+
+def serve(connection: Connection) -> None:
+    """Serve the parent process until the end of the connection.
+
+    Args:
+        connection: connection to the parent process.
+    """
+    outbox = Outbox(connection)
+    try:
+        asyncio.run(_Server(connection, outbox).serve())
+    except ConfigError as error:
+        outbox.put(json.dumps({"error": str(error)}).encode())
+    except (AttributeError, ImportError, pickle.UnpicklingError) as error:
+        reason = f"a tool cannot be read in its process ({error}): name the tool by `_target_`"
+        outbox.put(json.dumps({"error": reason}).encode())
+    outbox.close()
+    # Threads of late calls would keep the process alive.
+    os._exit(0)
+
+
+class _Server:
+    def __init__(self, connection: Connection, outbox: Outbox) -> None:
+        self._connection, self._outbox, self._threads = connection, outbox, Threads()
+        self._tools: dict[str, Tool] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        self._task: ToolTask = pickle.loads(self._connection.recv_bytes())
+        self._task.limits.clean(os.environ)
+        async with AsyncExitStack() as stack:
+            for item in self._task.tools:
+                for tool in await self._load(item, stack):
+                    if tool.name in self._tools:
+                        raise ConfigError(f"there are two tools of the name {tool.name!r}: rename one, or leave it out")
+                    self._tools[tool.name] = tool
+            self._task.limits.limit_memory()
+            self._answer(schemas=[tool.schema for tool in self._tools.values()])
+            loop, ended = asyncio.get_running_loop(), asyncio.Event()
+            loop.add_reader(self._connection.fileno(), self._read, ended)
+            await ended.wait()
+            loop.remove_reader(self._connection.fileno())
+
+    async def _load(self, item: Any, stack: AsyncExitStack) -> list[Tool]:
+        if isinstance(item, Mapping) and "mcp" in item:
+            return await connect(item, self._task.limits.values, stack, self._task.load_timeout_s)
+        config = item if isinstance(item, Mapping) else {"_target_": item}
+        name, function, fixed = load_callable(config, "tool")
+        return [tool_of(name, function, fixed, self._threads)]
+
+    def _read(self, ended: asyncio.Event) -> None:
+        try:
+            while self._connection.poll():
+                call = json.loads(self._connection.recv_bytes())
+                running = asyncio.ensure_future(self._call(**call))
+                self._running.add(running)
+                running.add_done_callback(self._running.discard)
+        except (EOFError, OSError):
+            ended.set()
+
+    async def _call(self, number: int, name: str, arguments: Mapping[str, Any]) -> None:
+        kind, text = await self._outcome(self._tools[name], arguments)
+        text = shortened(text, self._task.max_characters)
+        self._answer(number=number, kind=kind, text=text, stuck=self._threads.stuck)
+
+    async def _outcome(self, tool: Tool, arguments: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the kind of the failure, or an empty text; and the text for the policy."""
+        try:
+            if fault := tool.fault(arguments):
+                return "malformed", f"{tool.name}: {fault}"
+            async with asyncio.timeout(self._task.deadline_s) as deadline:
+                return "", text_of(await tool.call(arguments))
+        except TimeoutError as error:
+            if deadline.expired():
+                return "late", f"{tool.name}: no result within {self._task.deadline_s:g} s"
+            return "raised", _described(error)
+        # The border to the code of the user; the policy reads the error.
+        except (Exception, SystemExit) as error:
+            return "raised", _described(error)
+
+    def _answer(self, **message: Any) -> None:
+        self._outbox.put(json.dumps(message).encode())
+
+
+def _described(error: BaseException) -> str:
+    """Return an error for the policy, without places in files."""
+    if isinstance(error, ToolError):
+        return str(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")

@@ -1,0 +1,277 @@
+"""Tools of the policy: `ToolEnvironment([search])`, and the conversation with the results.
+
+A response is read as token ids by a parser. All calls of a response run at once. Their results come back as token ids
+in the tool role of the chat template, and the policy responds again. A response without a call is the answer, which the
+reward function scores. A call that fails in any way gives the policy a short text, and is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, check_ranges
+from rl_plugins.data.tool_messages import ToolMessages
+from rl_plugins.environments.tool_host import Result, ToolHost
+from rl_plugins.environments.tool_process import ToolTask
+from rl_plugins.errors import ConfigError
+from rl_plugins.rewards.conversations import Reply, Turn
+from rl_plugins.rewards.limits import WorkerLimits
+from rl_plugins.rewards.loading import load_callable
+from rl_plugins.rewards.records import Score
+from rl_plugins.rewards.replies import ReplyingScorer, replying
+from rl_plugins.rollout.tool_calls import FunctionParser, ResponseParser, ToolCall
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KINDS = tuple(f"tools/{kind}" for kind in ("calls", "malformed", "unknown", "late", "raised", "died"))
+"""Counted events: calls, and failures of calls by kind."""
+_NAMES_SHOWN = 20
+
+Parser = str | Callable[[str], Sequence[Mapping[str, Any]]] | Mapping[str, Any]
+
+
+class ToolEnvironment:
+    """Tools of a policy, in a process of their own.
+
+    Example:
+        def search(query: str) -> str:
+            '''Search the encyclopedia.
+
+            Args:
+                query: words to search for.
+            '''
+            ...
+
+        tools = rl.ToolEnvironment([search, {"mcp": "http://localhost:8000/mcp"}])
+        data = rl.PromptDataModule(..., chat_template_kwargs=tools.template_options)
+        stage = rl.PolicyOptimization(..., environment=tools)
+
+    Args:
+        tools: functions with type hints and docstrings, plain or async; dotted names of functions; or mappings:
+            `_target_`, or `path` and `name`, with arguments of every call (of the constructor of a class), or `mcp`
+            with the command or the address of an MCP server.
+        parser: name of a tool parser of vLLM; or a function, or its dotted name, from the text of a response to a list
+            of calls, which are mappings with `name` and `arguments`.
+        max_turns: largest number of responses of the policy in a conversation, 2 or more.
+        deadline_s: seconds for one call.
+        max_characters: largest number of characters of a result.
+        load_timeout_s: seconds for the start of an MCP server.
+        memory_mb: memory of the process of the tools, in MiB, beyond the process itself; None is half of the free
+            memory.
+        pass_env: names of environment variables with secrets for the tools.
+        template_options: further variables of the chat template.
+
+    Attributes:
+        schemas: JSON schema of each tool.
+
+    Raises:
+        ConfigError: an option is out of range, a tool cannot be loaded or has no docstring or type hints, two tools
+            have one name, or an MCP server does not start.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Any],
+        *,
+        parser: Parser = "hermes",
+        max_turns: int = 8,
+        deadline_s: float = 10.0,
+        max_characters: int = 2000,
+        load_timeout_s: float = 30.0,
+        memory_mb: int | None = None,
+        pass_env: Sequence[str] = (),
+        template_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_ranges(int, AT_LEAST_1, max_turns=max_turns, max_characters=max_characters)
+        check_ranges(float, ABOVE_0, deadline_s=deadline_s, load_timeout_s=load_timeout_s)
+        if max_turns < 2:
+            raise ConfigError(
+                f"environment.max_turns={max_turns}: the policy responds again after a call: set 2 or more "
+                "(environment=tools sets 8)"
+            )
+        if not tools:
+            raise ConfigError("environment.tools=[]: name at least one tool")
+        self.max_turns, self._parser = max_turns, _loaded(parser)
+        self._template_options = dict(template_options or {})
+        limits = WorkerLimits.of(pass_env, memory_mb, "environment.pass_env")
+        self._host = ToolHost(ToolTask(list(tools), limits, deadline_s, max_characters, load_timeout_s))
+        self.schemas = self._host.schemas
+        if not self.schemas:
+            raise ConfigError("environment.tools: the MCP servers offer no tool: name at least one tool")
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Variables of the chat template with the tools, for data modules (`chat_template_kwargs`)."""
+        return {**self._template_options, "tools": list(self.schemas)}
+
+    def connect(self, scorer: Any, tokenizer: PreTrainedTokenizerBase) -> ToolConversations:
+        """Return the environment of the conversations of a policy.
+
+        Args:
+            scorer: scorer of whole conversations.
+            tokenizer: tokenizer of the policy.
+
+        Raises:
+            ConfigError: the scorer cannot answer, or the tokenizer has no place for tools; see `check`.
+        """
+        parser, messages = self.check(tokenizer)
+        return ToolConversations(self._host, parser, messages, replying(scorer, self.max_turns), tokenizer)
+
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> tuple[ResponseParser, ToolMessages]:
+        """Return the parser and the tokens of results for a tokenizer.
+
+        Raises:
+            ConfigError: the chat template shows no tools or has no tool role, or the parser does not exist or does not
+                fit the tokenizer.
+        """
+        messages = ToolMessages(tokenizer, self.template_options)
+        if not isinstance(self._parser, str):
+            return FunctionParser(self._parser, tokenizer), messages
+        from rl_plugins.rollout.vllm.tool_parser import VLLMToolParser
+
+        return VLLMToolParser(self._parser, tokenizer, self.schemas, self.template_options), messages
+
+    def close(self) -> None:
+        """End the process of the tools."""
+        self._host.close()
+
+
+def _loaded(parser: Parser) -> str | Callable[[str], Sequence[Mapping[str, Any]]]:
+    """Return the function of a parser, or the name of a parser of vLLM."""
+    if callable(parser) or (isinstance(parser, str) and "." not in parser):
+        return parser
+    config = {"_target_": parser} if isinstance(parser, str) else parser
+    _, function, fixed = load_callable(config, "parser")
+    return partial(function, **fixed) if fixed else function
+
+
+@dataclass
+class _Calls:
+    """Calls of one response.
+
+    Attributes:
+        turn: the response.
+        calls: the calls.
+        results: result of each finished call by its place.
+    """
+
+    turn: Turn
+    calls: Sequence[ToolCall]
+    results: dict[int, Result] = field(default_factory=dict)
+
+
+class ToolConversations:
+    """The `Environment` of a policy with tools.
+
+    Args:
+        host: process of the tools.
+        parser: reader of calls.
+        messages: tokens of results.
+        scorer: scorer of finished conversations.
+        tokenizer: tokenizer of the policy.
+    """
+
+    counted: Sequence[str] = KINDS
+
+    def __init__(
+        self,
+        host: ToolHost,
+        parser: ResponseParser,
+        messages: ToolMessages,
+        scorer: ReplyingScorer,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self._host, self._parser, self._messages, self._scorer = host, parser, messages, scorer
+        self._tokenizer = tokenizer
+        self.max_failure_rate = scorer.max_failure_rate
+        self._names = [str(schema["function"]["name"]) for schema in host.schemas]
+        self._ended: dict[int, Turn] = {}
+        self._open: dict[int, _Calls] = {}
+        # Key of the response, and place of the call in the response, by the number of the call.
+        self._places: dict[int, tuple[int, int]] = {}
+        self._prompt_checked = False
+
+    def begin(self, key: int, turn: Turn) -> None:
+        """Start the calls of a response."""
+        if not self._prompt_checked:
+            self._check_prompt(turn)
+        calls = self._parser.calls(turn.response) if turn.request.turns_left else []
+        if not calls:
+            self._ended[key] = turn
+            return
+        self._open[key] = opened = _Calls(turn, calls)
+        for place, call in enumerate(calls):
+            if fault := self._fault(call):
+                opened.results[place] = fault
+            else:
+                self._places[self._host.call(call.name, call.arguments)] = (key, place)
+
+    def answers(self, wait_s: float) -> Mapping[int, Reply | Score]:
+        """Return scores of answers without a call, and replies with the results of calls."""
+        answers: dict[int, Reply | Score] = dict(self._scores())
+        faulty = any(len(opened.results) == len(opened.calls) for opened in self._open.values())
+        if self._places:
+            for number, result in self._host.results(0.0 if answers or faulty else wait_s).items():
+                key, place = self._places.pop(number, (0, 0))
+                if key in self._open:
+                    self._open[key].results[place] = result
+        done = [key for key, opened in self._open.items() if len(opened.results) == len(opened.calls)]
+        return {**answers, **{key: self._reply(self._open.pop(key)) for key in done}}
+
+    def forget(self, keys: Sequence[int]) -> None:
+        """Drop the calls of responses."""
+        gone = set(keys)
+        numbers = [number for number, (key, _) in self._places.items() if key in gone]
+        self._host.forget(numbers)
+        for number in numbers:
+            del self._places[number]
+        for key in gone:
+            self._open.pop(key, None)
+            self._ended.pop(key, None)
+
+    def _scores(self) -> Mapping[int, Score]:
+        turns, self._ended = self._ended, {}
+        # The reward function has the last word, so it may not reply.
+        requests = [replace(turn.request, turns_left=0) for turn in turns.values()]
+        return dict(zip(turns, self._scorer.answer(requests) if requests else [], strict=True))
+
+    def _fault(self, call: ToolCall) -> Result | None:
+        if call.fault:
+            return Result("malformed", call.fault)
+        if call.name in self._names:
+            return None
+        known = get_close_matches(call.name, self._names, n=1) or self._names[:_NAMES_SHOWN]
+        return Result("unknown", f"there is no tool {call.name!r}, but {', '.join(known)}")
+
+    def _reply(self, opened: _Calls) -> Reply:
+        results = [opened.results[place] for place in range(len(opened.calls))]
+        texts = [f"error: {result.text}" if result.kind else result.text for result in results]
+        # A template may look for the name of the tool, so a call without a name gets one.
+        names = [call.name if call.name in self._names else self._names[0] for call in opened.calls]
+        counts = Counter({"tools/calls": len(results)})
+        counts.update(f"tools/{result.kind}" for result in results if result.kind)
+        return Reply(
+            messages=self._messages.messages(names, texts),
+            tokens=self._messages.tokens(names, texts, opened.turn.tokens[-1]),
+            counts=counts,
+        )
+
+    def _check_prompt(self, turn: Turn) -> None:
+        """Look for the names of all tools in a prompt.
+
+        Raises:
+            ConfigError: the prompt does not show the tools.
+        """
+        text = str(self._tokenizer.decode(list(turn.tokens[: len(turn.tokens) - turn.length])))
+        if missing := [name for name in self._names if name not in text]:
+            raise ConfigError(
+                f"the prompts do not show the tool {missing[0]!r} to the policy: give the data module "
+                "chat_template_kwargs=environment.template_options"
+            )
+        self._prompt_checked = True

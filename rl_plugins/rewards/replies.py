@@ -1,0 +1,82 @@
+"""Environment of a reward function, which may reply to a response before it returns a score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from rl_plugins.config.sampling import EnvironmentConfig
+from rl_plugins.data.tokenization import TurnTokenizer
+from rl_plugins.errors import ConfigError
+from rl_plugins.rewards.conversations import Reply, Turn
+from rl_plugins.rewards.records import Score, ScoringRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@runtime_checkable
+class ReplyingScorer(Protocol):
+    """Replies to responses, or scores them: `RewardPool` or `InlineScorer`."""
+
+    max_failure_rate: float
+
+    def answer(self, requests: Sequence[ScoringRequest]) -> list[Score]:
+        """Return a reply or a score for each response, in order. A failure is recorded in its score."""
+
+
+def replying(scorer: Any, max_turns: int) -> ReplyingScorer:
+    """Return the scorer.
+
+    Raises:
+        ConfigError: the scorer cannot reply.
+    """
+    if not isinstance(scorer, ReplyingScorer):
+        raise ConfigError(
+            f"environment.max_turns={max_turns}: the scorer {type(scorer).__name__} cannot answer: "
+            "use RewardPool or InlineScorer"
+        )
+    return scorer
+
+
+class ReplyingReward:
+    """The `Environment` of a reward function. All responses that wait are answered in one call of the scorer.
+
+    Args:
+        scorer: scorer that can reply to responses.
+        tokenizer: tokenizer of the policy.
+        config: limits of conversations.
+
+    Raises:
+        ConfigError: the scorer cannot reply, or the chat template has no place for a reply.
+    """
+
+    counted: Sequence[str] = ()
+
+    def __init__(self, scorer: Any, tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig) -> None:
+        self._scorer, self._max_tokens = replying(scorer, config.max_turns), config.max_observation_tokens
+        self.max_failure_rate = self._scorer.max_failure_rate
+        self._tokenizer = TurnTokenizer(tokenizer, config.template_options)
+        self._turns: dict[int, Turn] = {}
+
+    def begin(self, key: int, turn: Turn) -> None:
+        """Let the next call of `answers` answer a response."""
+        self._turns[key] = turn
+
+    def answers(self, wait_s: float) -> Mapping[int, Reply | Score]:
+        """Return the answers to all responses."""
+        turns, self._turns = self._turns, {}
+        scores = self._scorer.answer([turn.request for turn in turns.values()])
+        return {
+            key: score if score.reply is None else self._reply(turn, score.reply)
+            for (key, turn), score in zip(turns.items(), scores, strict=True)
+        }
+
+    def _reply(self, turn: Turn, message: Mapping[str, Any]) -> Reply:
+        tokens, was_cut = self._tokenizer.tokens(message, turn.tokens[-1], self._max_tokens)
+        return Reply([message], tokens, was_cut)
+
+    def forget(self, keys: Sequence[int]) -> None:
+        """Drop responses without an answer."""
+        for key in keys:
+            self._turns.pop(key, None)

@@ -1,0 +1,78 @@
+"""Tool calls in responses of a policy, read by a parser of vLLM or by a function of the user."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call in a response.
+
+    Attributes:
+        name: name of the tool.
+        arguments: arguments by name.
+        fault: text for the policy if the call cannot be read; else empty.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    fault: str = ""
+
+
+class ResponseParser(Protocol):
+    """Finds the calls of a response."""
+
+    def calls(self, response: Sequence[int]) -> list[ToolCall]:
+        """Return the calls in the token ids of a response; an empty list for an answer without a call."""
+
+
+def read_call(name: object, arguments: object) -> ToolCall:
+    """Return a call with checked types. The arguments are a mapping, or the text of a JSON object."""
+    if not isinstance(name, str) or not name:
+        return ToolCall("", fault="the call names no tool")
+    try:
+        # The way to the tool is JSON, so arguments must be JSON values.
+        read = json.loads(arguments if isinstance(arguments, str) else json.dumps(arguments))
+    except (TypeError, ValueError):
+        read = None
+    if not isinstance(read, dict):
+        return ToolCall(name, fault=f"the arguments of {name} must be a JSON object")
+    return ToolCall(name, read)
+
+
+class FunctionParser:
+    """Parser of the user.
+
+    Args:
+        function: function from the text of a response to a list of calls: mappings with `name` and `arguments`. The
+            text has the special tokens, without the end of the response. A ValueError is a call that cannot be read.
+        tokenizer: tokenizer of the policy.
+    """
+
+    def __init__(self, function: Callable[[str], Sequence[Mapping[str, Any]]], tokenizer: Any) -> None:
+        self._function, self._tokenizer = function, tokenizer
+
+    def calls(self, response: Sequence[int]) -> list[ToolCall]:
+        """Return the calls of a response."""
+        text = decoded(self._tokenizer, response, skip_special_tokens=False)
+        try:
+            found = self._function(text)
+            return [read_call(call.get("name"), call.get("arguments", {})) for call in found]
+        # The border to the code of the user: text of a policy may surprise a parser in any way.
+        except Exception as error:
+            return [ToolCall("", fault=str(error) or type(error).__name__)]
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, response: Sequence[int], *, skip_special_tokens: bool) -> str:
+    """Return the text of a response without the end-of-sequence token."""
+    ids = list(response)
+    if ids and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
+    return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))

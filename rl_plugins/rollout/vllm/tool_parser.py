@@ -1,0 +1,163 @@
+"""Tool parsers of vLLM by name, and a check that a parser reads the calls of a chat template."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.rollout.tool_calls import ToolCall, decoded, read_call
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_UNREADABLE = "the call cannot be read: check its format"
+_TOOL = "get_weather"
+_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": _TOOL,
+        "description": "Weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "City."}},
+            "required": ["city"],
+        },
+    },
+}
+_ARGUMENTS = {"city": "Paris"}
+_THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
+_SHORTEST_MARK = 3
+
+
+class VLLMToolParser:
+    """Parser of vLLM.
+
+    Args:
+        name: name of the parser, such as `hermes`, `llama3_json` or `qwen3_xml`.
+        tokenizer: tokenizer of the policy.
+        schemas: JSON schemas of the tools.
+        template_options: further variables of the chat template.
+
+    Raises:
+        ConfigError: vLLM is not installed or has no such parser, or the parser does not fit the tokenizer or its chat
+            template.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase,
+        schemas: Sequence[Mapping[str, Any]],
+        template_options: Mapping[str, Any],
+    ) -> None:
+        try:
+            from vllm.tool_parsers import ToolParserManager
+        except ImportError:
+            raise ConfigError(
+                f"environment.parser={name}: parsers by name come from vLLM, which is not installed: "
+                "pip install 'rl-plugins[cpu]' or 'rl-plugins[gpu]', or name a function"
+            ) from None
+        # vLLM logs a traceback for each call that cannot be read.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+        logging.getLogger("vllm.parser").setLevel(logging.CRITICAL)
+        self._manager, self._name, self._tokenizer = ToolParserManager, name, tokenizer
+        known = ToolParserManager.list_registered()
+        if name not in known:
+            close = get_close_matches(name, known, n=3, cutoff=0.5)
+            raise ConfigError(
+                f"environment.parser={name}: vLLM has no such tool parser: "
+                + (f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(known)}")
+            )
+        try:
+            self._parser, self._request = self._build(name, schemas)
+        # Each parser has its own exception for a token that the tokenizer lacks.
+        except Exception as error:
+            raise ConfigError(
+                f"environment.parser={name} does not fit the tokenizer {tokenizer.name_or_path!r}: "
+                f"{' '.join(str(error).split())}"
+            ) from None
+        example = _rendered_call(tokenizer, template_options)
+        if example is not None:
+            self._check(example)
+        self._mark = _mark(example) or getattr(self._parser, "tool_call_start_token", "")
+
+    def calls(self, response: Sequence[int]) -> list[ToolCall]:
+        """Return the calls of a response."""
+        text = decoded(self._tokenizer, response, skip_special_tokens=self._request.skip_special_tokens)
+        found = _extracted(self._parser, self._request, text)
+        if found is None or (not found and self._mark and self._mark in text):
+            return [ToolCall("", fault=_UNREADABLE)]
+        return found
+
+    def _build(self, name: str, schemas: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        request = ChatCompletionRequest.model_validate(
+            {"model": "", "messages": [{"role": "user", "content": ""}], "tools": list(schemas), "tool_choice": "auto"}
+        )
+        make_parser: Any = self._manager.get_tool_parser(name)
+        parser = make_parser(self._tokenizer, request.tools)
+        return parser, parser.adjust_request(request)
+
+    def _check(self, example: str) -> None:
+        """Compare the parser with the chat template.
+
+        Raises:
+            ConfigError: the parser does not read the template's own call.
+        """
+        if self._reads(self._name, example):
+            return
+        others = [name for name in self._manager.list_registered() if self._reads(name, example)]
+        hint = f"use {' or '.join(others)}" if others else "name a function of yours"
+        raise ConfigError(
+            f"environment.parser={self._name} does not read the calls of the chat template of "
+            f"{self._tokenizer.name_or_path!r}, which look like {example!r}: {hint}"
+        )
+
+    def _reads(self, name: str, example: str) -> bool:
+        try:
+            parser, request = self._build(name, [_SCHEMA])
+        # A parser for other tokenizers.
+        except Exception:
+            return False
+        return _extracted(parser, request, example) == [ToolCall(_TOOL, _ARGUMENTS)]
+
+
+def _extracted(parser: Any, request: Any, text: str) -> list[ToolCall] | None:
+    """Return the calls in a text; None if the parser raises an exception."""
+    try:
+        found = parser.extract_tool_calls(text, request=request).tool_calls
+    # Parsers of vLLM expect the text of a trained model. A policy may write any text.
+    except Exception:
+        return None
+    return [read_call(call.function.name, call.function.arguments) for call in found]
+
+
+def _rendered_call(tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> str | None:
+    """Return a call as the chat template writes it; None if the template writes no calls of the policy."""
+    from jinja2 import TemplateError
+
+    options: dict[str, Any] = {**template_options, "tools": [_SCHEMA], "tokenize": False}
+    call = {"type": "function", "id": "call00001", "function": {"name": _TOOL, "arguments": _ARGUMENTS}}
+    question: list[Any] = [{"role": "user", "content": "?"}]
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        before = str(tokenizer.apply_chat_template(question, add_generation_prompt=True, **options))
+        whole = str(tokenizer.apply_chat_template([*question, answer], **options))
+    except TemplateError:
+        return None
+    if not whole.startswith(before) or _TOOL not in whole[len(before) :]:
+        return None
+    return whole[len(before) :].rstrip().removesuffix(str(tokenizer.eos_token))
+
+
+def _mark(example: str | None) -> str:
+    """Return the first word of a call, which shows that a response without a readable call was meant as a call."""
+    before, _, _ = _THOUGHTS.sub("", example or "").partition(_TOOL)
+    first = before.split()[0] if before.strip() else ""
+    tag = first.partition("{")[0] or first
+    return tag if len(tag) >= _SHORTEST_MARK else ""

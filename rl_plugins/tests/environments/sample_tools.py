@@ -1,0 +1,105 @@
+"""Tools for tests, with and without failures, and a parser of calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+MEETING = threading.Barrier(3)
+
+
+def read_calls(text: str) -> list[Any]:
+    """Calls in the form of Hermes."""
+    return [json.loads(call) for call in _CALL.findall(text)]
+
+
+def add(a: int, b: int) -> int:
+    """Add numbers.
+
+    Args:
+        a: First number.
+        b: Second number.
+    """
+    return a + b
+
+
+async def wait_long(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: Time.
+    """
+    await asyncio.sleep(seconds)
+    return "waited"
+
+
+def meet() -> str:
+    """Wait until three calls run at once."""
+    MEETING.wait()
+    return "met"
+
+
+def obey(act: str) -> Any:
+    """Do something that a tool must not do.
+
+    Args:
+        act: Name of the act.
+    """
+    if act == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if act == "exit":
+        raise SystemExit(3)
+    if act == "hang":
+        time.sleep(1e6)
+    if act == "raise":
+        raise ValueError("no such\nact")
+    return {"nothing": None, "mapping": {"a": [1]}, "object": {1}, "long": "x" * 10_000_000}[act]
+
+
+async def block() -> str:
+    """Block the event loop."""
+    time.sleep(1e6)
+    return ""
+
+
+def refuse() -> None:
+    """Raise an error."""
+    raise ValueError("no")
+
+
+class Shop:
+    """A class with a state."""
+
+    name = "price"
+
+    def __init__(self, prices: Mapping[str, int]) -> None:
+        self.prices = prices
+
+    def __call__(self, item: str) -> int:
+        """Return a price.
+
+        Args:
+            item: Name.
+        """
+        return self.prices[item]
+
+
+def untyped(a, b):
+    """Do nothing.
+
+    Args:
+        a: First.
+        b: Second.
+    """
+
+
+def silent(a: int) -> int:
+    return a

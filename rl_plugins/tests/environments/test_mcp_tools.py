@@ -1,0 +1,84 @@
+"""Tools of real MCP servers over stdin and stdout, and over HTTP."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rl_plugins.environments.tool_host import Result, ToolHost
+from rl_plugins.environments.tool_process import ToolTask
+from rl_plugins.errors import ConfigError
+from rl_plugins.rewards.limits import WorkerLimits
+from rl_plugins.tests.environments.test_tool_host import results_of
+from rl_plugins.tests.patience import patient, wait_until
+
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+
+
+def host_of(item: dict[str, Any], load_timeout_s: float = 30.0) -> ToolHost:
+    return ToolHost(ToolTask([item], WorkerLimits.of((), None), patient(60), 100, patient(load_timeout_s)))
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Address of a server over HTTP."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
+
+    def answers() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(answers, "the server listens")
+    yield f"http://127.0.0.1:{port}/mcp"
+    process.kill()
+    process.wait()
+
+
+def test_program_of_mcp_runs_calls_and_ends_with_the_host() -> None:
+    host = host_of({"mcp": [sys.executable, SERVER], "env": {"PLACE": "here"}})
+    programs = psutil.Process(host.pid).children()
+    multiplied, refused, found = results_of(
+        host,
+        ("multiply", {"a": 6, "b": 7}),
+        ("multiply", {"a": 2000, "b": 1}),
+        ("variable", {"name": "PLACE"}),
+    )
+    assert multiplied == Result("", "42") and found == Result("", "here")
+    assert refused.kind == "raised" and "Error executing tool multiply" in refused.text
+    host.close()
+    (program,) = programs
+    # Nobody waits for the program.
+    wait_until(
+        lambda: not program.is_running() or program.status() == psutil.STATUS_ZOMBIE, "the program of MCP has ended"
+    )
+
+
+def test_server_over_http_runs_calls(address: str) -> None:
+    with closing(host_of({"mcp": address, "headers": {"Authorization": "Bearer key"}})) as host:
+        assert results_of(host, ("multiply", {"a": 6, "b": 7})) == [Result("", "42")]
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (["no-such-program"], "No such file or directory"),
+        ([sys.executable, "-c", "pass"], "onnection closed"),
+        ([sys.executable, "-c", "import time; time.sleep(1e6)"], "it did not answer within"),
+        ([], "give the command of an MCP server as a list"),
+    ],
+)
+def test_server_that_does_not_start_is_refused_in_one_line(command: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        host_of({"mcp": command}, load_timeout_s=0.5)
+    assert reason in str(refused.value) and "\n" not in str(refused.value)

@@ -1,0 +1,130 @@
+"""ToolHost: results, concurrency, deadlines, lost processes, and bad tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import psutil
+import pytest
+
+from rl_plugins.environments.tool_host import Result, ToolHost
+from rl_plugins.environments.tool_process import ToolTask
+from rl_plugins.errors import ConfigError
+from rl_plugins.rewards.limits import WorkerLimits
+from rl_plugins.tests.environments import sample_tools
+from rl_plugins.tests.patience import patient, wait_until
+
+HERE = "rl_plugins.tests.environments.sample_tools"
+
+
+def host_of(*tools: Any, deadline_s: float = 60.0, grace_s: float = 5.0, max_characters: int = 100) -> ToolHost:
+    task = ToolTask(tools, WorkerLimits.of((), None), patient(deadline_s), max_characters, patient(30))
+    return ToolHost(task, grace_s=patient(grace_s))
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[ToolHost]:
+    names = [f"{HERE}.{name}" for name in ("add", "wait_long", "meet", "obey")]
+    started = host_of(*names, {"_target_": f"{HERE}.Shop", "prices": {"tea": 3}})
+    yield started
+    started.close()
+
+
+def results_of(host: ToolHost, *calls: tuple[str, Mapping[str, Any]]) -> list[Result]:
+    """Start all calls, and return the results in the order of the calls."""
+    numbers = [host.call(name, arguments) for name, arguments in calls]
+    found: dict[int, Result] = {}
+
+    def finish() -> bool:
+        found.update(host.results(0.1))
+        return set(numbers) <= set(found)
+
+    wait_until(finish, "all calls have results")
+    return [found[number] for number in numbers]
+
+
+def test_call_returns_text_of_any_result(host: ToolHost) -> None:
+    acts = ("nothing", "mapping", "object", "long")
+    *short, long = results_of(host, *(("obey", {"act": act}) for act in acts))
+    assert short == [Result("", "null"), Result("", '{"a": [1]}'), Result("", "{1}")]
+    assert long == Result("", "x" * 100 + " [9999900 more characters left out]")
+    assert results_of(host, ("add", {"a": 1, "b": 2}), ("price", {"item": "tea"})) == [Result("", "3"), Result("", "3")]
+
+
+def test_call_reports_errors_without_places_in_files(host: ToolHost) -> None:
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("add", {"a": 1}),
+        ("add", {"a": 1, "b": "2"}),
+        ("add", {"a": 1, "b": 2, "c": 3}),
+    ]
+    raised, ended, *malformed = results_of(host, ("obey", {"act": "raise"}), ("obey", {"act": "exit"}), *wrong)
+    assert raised == Result("raised", "ValueError: no such act") and ended == Result("raised", "SystemExit: 3")
+    assert malformed == [
+        Result("malformed", "add: 'b' is a required property"),
+        Result("malformed", "add: b: '2' is not of type 'integer'"),
+        Result("malformed", "add: Additional properties are not allowed ('c' was unexpected)"),
+    ]
+
+
+def test_calls_of_plain_functions_run_at_once(host: ToolHost) -> None:
+    assert results_of(host, *[("meet", {})] * 3) == [Result("", "met")] * 3
+
+
+def test_died_process_is_replaced_and_only_the_culprit_fails(host: ToolHost) -> None:
+    starts = host.starts
+    first, culprit, last = results_of(
+        host, ("wait_long", {"seconds": 0.5}), ("obey", {"act": "die"}), ("wait_long", {"seconds": 0.5})
+    )
+    assert first == last == Result("", "waited")
+    assert culprit == Result("died", "obey: the process was ended by the signal SIGKILL")
+    assert host.starts == starts + 2
+
+
+def test_late_call_ends_and_hanging_threads_are_left_with_their_process() -> None:
+    host = host_of(f"{HERE}.obey", f"{HERE}.wait_long", deadline_s=0.1)
+    hanging = results_of(host, ("wait_long", {"seconds": 1e6}), *[("obey", {"act": "hang"})] * 20)
+    assert {result.kind for result in hanging} == {"late"} and "no result within" in hanging[0].text
+    # The process with 20 hanging threads has gone.
+    results_of(host, ("obey", {"act": "nothing"}))
+    assert host.starts == 2
+    assert psutil.Process(host.pid).num_threads() < 10
+    host.close()
+
+
+def test_process_that_keeps_no_deadline_is_killed() -> None:
+    host = host_of(sample_tools.block, sample_tools.add, deadline_s=0.1, grace_s=0.1)
+    blocked, added = results_of(host, ("block", {}), ("add", {"a": 1, "b": 1}))
+    assert blocked.kind == "late" and added == Result("", "2")
+    host.close()
+
+
+def test_host_leaves_no_process_behind() -> None:
+    def local() -> str:
+        """Return a text. A function of a function travels by value."""
+        return "here"
+
+    host = host_of(local)
+    assert results_of(host, ("local", {})) == [Result("", "here")]
+    process = psutil.Process(host.pid)
+    host.close()
+    assert not process.is_running()
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        (
+            [f"{HERE}.untyped"],
+            "tool 'rl_plugins.tests.environments.sample_tools.untyped': Argument a is missing a type",
+        ),
+        ([f"{HERE}.silent"], "has no docstring"),
+        ([f"{HERE}.adds"], "did you mean 'add'"),
+        ([f"{HERE}.add", {"_target_": f"{HERE}.add"}], "there are two tools of the name 'add': rename one"),
+        ([{"mcp": "python -c pass", "port": 3}], "the MCP server 'python -c pass' takes no option 'port'"),
+    ],
+)
+def test_host_refuses_a_bad_tool_in_one_line(tools: list[Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        host_of(*tools)
+    assert said in str(refused.value) and "\n" not in str(refused.value)

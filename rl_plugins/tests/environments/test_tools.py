@@ -1,0 +1,182 @@
+"""ToolEnvironment: tokens, masks, messages to the policy, counts, and bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_plugins.config.models import OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.environments.tools import ToolEnvironment
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.tiny import TOOL_CHAT_TEMPLATE, build_model, build_tokenizer, save_tiny_policy
+from rl_plugins.rewards import InlineScorer, ScoringRequest
+from rl_plugins.rewards.conversations import Conversations, Opening
+from rl_plugins.rollout.engine import Generations
+from rl_plugins.rollout.transformers_engine import TransformersRollout
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.environments import sample_tools
+from rl_plugins.tests.patience import patient
+from rl_plugins.tests.rewards.test_conversations import Scripted
+from rl_plugins.tests.stages import canned
+from rl_plugins.tests.stages.test_scheduled_sampler import Loader
+
+tokenizer: Any = build_tokenizer(tools=True)
+PROMPT = "<|system|>add(a,b)wait_long(seconds)refuse()<|user|>2+3<|assistant|>"
+HERE = "rl_plugins.tests.environments.sample_tools"
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+ADDING = call("add", '{"a": 2, "b": 3}') + "<|end|>"
+
+
+class Speaker(Scripted):
+    """A script in the vocabulary with tools. The response to a prompt without a line in the script is `5`."""
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
+        (prompt,) = map(tokenizer.decode, prompts)
+        self.prompts = [*getattr(self, "prompts", []), prompt]
+        texts = self.said.get(prompt, ["5<|end|>"])[: sampling.num_samples]
+        responses = [tokenizer.encode(text) for text in texts]
+        reasons = ["stop" if text.endswith("<|end|>") else "length" for text in texts]
+        return Generations.from_responses(responses, [[-1.0] * len(ids) for ids in responses], reasons, 3)
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[ToolEnvironment]:
+    tools = [f"{HERE}.{name}" for name in ("add", "wait_long", "refuse")]
+    made = ToolEnvironment(tools, parser=sample_tools.read_calls, max_turns=3, deadline_s=patient(0.3))
+    yield made
+    made.close()
+
+
+def converse(environment: ToolEnvironment, said: dict[str, list[str]], max_tokens: int = 400) -> Generations:
+    scorer = InlineScorer({"_target_": "rl_plugins.tests.rewards.sample_rewards.length"})
+    talk = Conversations(environment.connect(scorer, tokenizer), tokenizer, environment.max_turns).by(Speaker(said))
+    about = ScoringRequest("s", "", None, {}, [{"role": "user", "content": "2+3"}])
+    opening = Opening(7, tokenizer.encode(PROMPT), 5, about=about)
+    talk.submit([opening], SamplingConfig(max_tokens=max_tokens, num_samples=len(said[PROMPT])))
+    return talk.collect([7], 0)[7]
+
+
+def test_results_come_back_as_tokens_of_the_tool_role_under_mask_0(environment: ToolEnvironment) -> None:
+    first = call("add", '{"a": 2, "b": 3}') + call("add", '{"a": 1, "b": 1}') + "<|end|>"
+    generations = converse(environment, {PROMPT: [first, "6<|end|>"]})
+    (long, short), (mask, short_mask) = generations.responses(), generations.response_masks() or []
+    results = "<|tool|>5<|tool|>2<|assistant|>"
+    assert tokenizer.decode(long) == f"{first}{results}5<|end|>" and tokenizer.decode(short) == "6<|end|>"
+    # What is trained on is what was sampled, and the rest is the text of the template.
+    assert tokenizer.decode(np.array(long)[np.array(mask) == 0]) == results
+    sampled = [*tokenizer.encode(first), *tokenizer.encode("5<|end|>")]
+    assert np.array(long)[np.array(mask) == 1].tolist() == sampled and set(short_mask) == {1.0}
+    ending = generations.endings[0]
+    assert [(message["role"], message["content"]) for message in ending.said[1:]] == [
+        ("tool", "5"), ("tool", "2"), ("assistant", "5"),
+    ]  # fmt: skip
+    assert (ending.turns, ending.score.value, ending.counts["tools/calls"]) == (2, 1.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("response", "kind", "said"),
+    [
+        ("<tool_call>{</tool_call>", "malformed", "error: Expecting property name enclosed in double quotes"),
+        (call("add", "[1]"), "malformed", "error: the arguments of add must be a JSON object"),
+        (call("add", '{"a": 1}'), "malformed", "error: add: 'b' is a required property"),
+        (call("ad", "{}"), "unknown", "error: there is no tool 'ad', but add"),
+        (call("wait_long", '{"seconds": 1000000}'), "late", "error: wait_long: no result within"),
+        (call("refuse", "{}"), "raised", "error: ValueError: no"),
+    ],
+)
+def test_failed_call_tells_the_policy_and_is_counted(
+    environment: ToolEnvironment, response: str, kind: str, said: str
+) -> None:
+    (ending,) = converse(environment, {PROMPT: [f"{response}<|end|>"]}).endings
+    assert ending.said[1]["content"].startswith(said)
+    counted = {name.removeprefix("tools/"): count for name, count in ending.counts.items()}
+    assert counted == {**dict.fromkeys(("unknown", "malformed", "late", "raised", "died"), 0), "calls": 1, kind: 1}
+    assert ending.score.value == 1.0
+
+
+def test_conversation_ends_at_the_bound_on_turns_without_another_call(environment: ToolEnvironment) -> None:
+    turn = f"{ADDING}<|tool|>5<|assistant|>"
+    said = {PROMPT: [ADDING], f"{PROMPT}{turn}": [ADDING], f"{PROMPT}{turn}{turn}": [ADDING]}
+    generations = converse(environment, said)
+    assert tokenizer.decode(generations.responses()[0]) == f"{turn}{turn}{ADDING}"
+    assert generations.endings[0].turns == 3 and generations.endings[0].counts["tools/calls"] == 2
+
+
+def test_conversation_without_room_for_a_result_ends(environment: ToolEnvironment) -> None:
+    generations = converse(environment, {PROMPT: [ADDING]}, max_tokens=len(tokenizer.encode(ADDING)) + 2)
+    assert generations.finish_reasons == ["length"] and generations.endings[0].turns == 1
+    assert tokenizer.decode(generations.responses()[0]) == ADDING
+
+
+def test_prompt_without_the_tools_is_refused(environment: ToolEnvironment) -> None:
+    scorer = InlineScorer({"_target_": "rl_plugins.tests.rewards.sample_rewards.length"})
+    talk = Conversations(environment.connect(scorer, tokenizer), tokenizer, 2).by(Speaker({"hm": ["5<|end|>"]}))
+    talk.submit([Opening(1, tokenizer.encode("hm"), 5, about=ScoringRequest("s", "", None, {}))], SamplingConfig())
+    with pytest.raises(ConfigError, match=r"the prompts do not show the tool 'add'.*environment.template_options"):
+        talk.collect([1], 0)
+
+
+def test_stage_trains_on_conversations_with_tools_and_counts_calls(tmp_path: Any) -> None:
+    plain: Any = build_tokenizer()
+    plain.chat_template = TOOL_CHAT_TEMPLATE
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
+    save_tiny_policy(tmp_path, **sizes)
+    tools = ToolEnvironment([f"{HERE}.add"], parser=call_twice, max_turns=3)
+    stage = canned.Keeping(
+        build_model(**sizes),
+        tokenizer=plain,
+        scorer=InlineScorer({"_target_": "rl_plugins.tests.rewards.sample_rewards.length"}),
+        # An untrained policy ends few responses.
+        sampling=SamplingConfig(max_tokens=200, num_samples=3, stop_token_ids=tuple(range(60, 200))),
+        environment=tools,
+        optimizer=OptimizerConfig(lr=0.01),
+        max_steps=1,
+    )
+    strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(tmp_path)))
+    canned.quiet_trainer(strategy).fit(stage, ToolLoader(["1+1", "12+30"]))
+    tools.close()
+    (experience,), (metrics,) = stage.trained_on, stage.metrics
+    assert (experience.response_lengths > experience.response_mask.sum(dim=1)).any()
+    # The trainer gives each token the log-prob from its sampling.
+    assert metrics["train/rollout_gap_max"] < 1e-4 and metrics["train/turns"] > 1
+    assert metrics["train/tools/calls"] == 2 * metrics["train/tools/unknown"] > 0 == metrics["train/tools/raised"]
+
+
+class ToolLoader(Loader):
+    """Batches of two prompts that show a tool."""
+
+    def draw(self) -> PromptBatch:
+        batch = super().draw()
+        shown = canned.tokenizer.encode("add(a,b)")
+        return PromptBatch([[*shown, *ids] for ids in batch.prompt_ids], batch.rows, batch.columns, batch.epoch)
+
+
+def call_twice(text: str) -> list[dict[str, Any]]:
+    """Parser for a policy that knows no tools: a call of a tool, and a call of no tool."""
+    return [{"name": "add", "arguments": {"a": len(text), "b": 1}}, {"name": "add_all"}]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_turns": 1}, "environment.max_turns=1: the policy responds again after a call"),
+        ({"tools": []}, "environment.tools=[]: name at least one tool"),
+        ({"deadline_s": 0.0}, "deadline_s=0.0: must be above 0"),
+        ({"parser": f"{HERE}.read_call"}, "did you mean 'read_calls'"),
+        ({"pass_env": ["NO_SUCH_KEY"]}, "environment.pass_env=[NO_SUCH_KEY]"),
+    ],
+)
+def test_environment_refuses_bad_options_in_one_line(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ToolEnvironment(**{"tools": [f"{HERE}.add"], **options})
+    assert said in str(refused.value) and "\n" not in str(refused.value)
