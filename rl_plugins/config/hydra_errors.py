@@ -47,7 +47,9 @@ def explain(error: BaseException, known_keys: Callable[[], list[str]] = list) ->
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error
     key = getattr(cause, "full_key", None) or _overridden(error)
     if isinstance(cause, MissingMandatoryValue):
-        return f"option {key!r} has no value{_meaning(cause)}: add {key}=... to the command line"
+        # A list without a value has one missing item.
+        option = str(key).removesuffix("[0]")
+        return f"option {option!r} has no value{_meaning(cause)}: add {option}=... to the command line"
     if isinstance(cause, ValidationError):
         return f"option {key!r}{_meaning(cause)}: {_mismatch(cause)}"
     if key and re.search(r"not in (struct|')|does not exist", str(cause)):

@@ -409,7 +409,7 @@ CHECKS: dict[str, list[Case]] = {
     "tools": [
         (["environment.tools=[my.search]"], ["environment.max_turns=1", "set 2 or more", "environment=tools"]),
         ([*TOOLS, f"environment.tools=[{SAMPLE_TOOLS}.adds]"], [f"tool '{SAMPLE_TOOLS}.adds'", "did you mean 'add'"]),
-        ([*TOOLS, f"environment.tools=[{SAMPLE_TOOLS}.add]"], ["chat template of 'model' does not show tools"]),
+        ([*TOOLS, f"environment.tools=[{SAMPLE_TOOLS}.add]"], ["model' does not show tools to the policy"]),
     ],
     "optimizer": [
         (["optimizer.name=AdamWW"], ["optimizer.name=AdamWW", "did you mean AdamW"]),
