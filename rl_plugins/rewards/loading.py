@@ -35,7 +35,7 @@ def load_callable(config: Mapping[str, Any], kind: str) -> tuple[str, Callable[.
 
     Args:
         config: `_target_`, or `path` and `name`, and further keyword arguments.
-        kind: "reward" or "tool", for messages.
+        kind: First word of a message, such as `reward`.
 
     Returns:
         The name for messages, the callable, and the keyword arguments for every call. For a class, the
@@ -54,7 +54,7 @@ def load_callable(config: Mapping[str, Any], kind: str) -> tuple[str, Callable[.
         found = callable_of(_import_module(module_name, name, kind), attribute, f"{kind} {name!r}")
     elif "path" in options and "name" in options:
         name = name_of(options)
-        found = callable_of_file(options.pop("path"), options.pop("name"), kind)
+        found = callable_of_file(str(options.pop("path")), str(options.pop("name")), kind)
     else:
         raise ConfigError(f"{kind} {options!r} names no function: give `_target_`, or `path` and `name`")
     return _ready(name, found, options, kind)

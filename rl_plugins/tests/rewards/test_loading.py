@@ -85,6 +85,11 @@ def test_load_reward_suggests_a_similar_name_in_the_file(reward_file: Path) -> N
         load_reward({"path": str(reward_file), "name": "compute_scores"})
 
 
+def test_load_reward_reads_a_number_as_a_name(reward_file: Path) -> None:
+    with pytest.raises(ConfigError, match="has no '3'"):
+        load_reward({"path": str(reward_file), "name": 3})
+
+
 def test_load_reward_lists_the_names_of_the_file(reward_file: Path) -> None:
     with pytest.raises(ConfigError, match="there is: Judge, Mute, compute_score"):
         load_reward({"path": str(reward_file), "name": "zzz"})
