@@ -28,9 +28,11 @@ from rl_plugins.config.recipe import RecipeConfig, parse_config, store_schema, t
 from rl_plugins.config.settings import FOLDER_NAME
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped
 from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_user_error, run_recipe
-from rl_plugins.launch.preflight import check_stage_ahead
+from rl_plugins.launch.preflight import check_stage_ahead, fetch_data
+from rl_plugins.launch.stored_run import stored_run
 from rl_plugins.redaction import redacted, redacted_value, without_password
 from rl_plugins.run_folder import RunFolder, append_metrics, read_metrics
+from rl_plugins.storage import folder_in
 from rl_plugins.tracking.run import RunDescription, TrackedRun
 from rl_plugins.tracking.sender import FINISH_TIMEOUT_S, RunSender
 from rl_plugins.tracking.store import check_store, open_client
@@ -187,7 +189,9 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
             recipe = OmegaConf.create(OmegaConf.to_container(compose_config(stage.recipe, list(stage.choices))))
             return parse_config(OmegaConf.merge(recipe, pipeline.common, stage.options, own_options))
 
-        configs[name] = _name_stage(name, compose)
+        config = configs[name] = _name_stage(name, compose)
+        if config.run.storage:
+            config.run.storage = folder_in(config.run.storage, pipeline.name)
     if not configs:
         raise ConfigError("stages is empty: a pipeline needs at least one")
     return configs
@@ -202,6 +206,9 @@ def _check_stages(configs: Mapping[str, RecipeConfig], folder: Path, *, resume: 
         for check in (check_options, check_batch):
             _name_stage(name, partial(check, config))
     for name, config in configs.items():
+        _name_stage(name, partial(fetch_data, config))
+        if not resume:
+            _name_stage(name, partial(stored_run, config, RunFolder(folder / name)))
         if RunFolder(folder / name).exported() is None:
             _name_stage(name, partial(check_stage_ahead, config, folder))
 
