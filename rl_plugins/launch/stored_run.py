@@ -24,7 +24,7 @@ from rl_plugins.run_lock import owned
 from rl_plugins.storage import Storage
 from rl_plugins.whole_file import link_or_copy, only_printed, storing
 
-_EVERY_S = 10.0
+_EVERY_S = 5.0
 _LONGEST_PAUSE_S = 60.0
 _STALL_S = 600.0
 _CHECKPOINT = re.compile(r"(checkpoint|best)_\d{8}")
