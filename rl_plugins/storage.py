@@ -91,7 +91,9 @@ class Storage:
             found = self._files.get_file_info([self._path])
             if not found[0].is_file:
                 found = self._files.get_file_info(FileSelector(self._path, allow_not_found=True, recursive=True))
-        return {info.path[len(self._path) :].lstrip("/"): info for info in found if info.is_file}
+        names = {info.path[len(self._path) :].lstrip("/"): info for info in found if info.is_file}
+        # A key of object storage may have a name that leads out of a folder.
+        return {name: info for name, info in names.items() if ".." not in PurePosixPath(name).parts}
 
     def read(self, name: str) -> bytes:
         """Return the content of a file."""

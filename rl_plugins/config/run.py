@@ -39,8 +39,8 @@ def seconds_of(text: str) -> float:
 _A_DURATION = Range(
     "write a duration such as 45m, 3h50m or 1d12h", lambda value: value is None or seconds_of(value) > 0
 )
-_LOCAL = Range(
-    "is a folder that the machines of the run see: name such an address as run.storage",
+LOCAL_FOLDER = Range(
+    "must be a folder that all machines of the run see: name the address as run.storage",
     lambda value: not is_address(value),
 )
 _RESUME = Range("use true, false or auto", lambda value: value in (True, False, "auto"))
@@ -82,7 +82,7 @@ class RunConfig(Settings):
     """
 
     name: Annotated[str, FOLDER_NAME] = MISSING
-    output_dir: Annotated[str, _LOCAL] = "outputs"
+    output_dir: Annotated[str, LOCAL_FOLDER] = "outputs"
     storage: str | None = None
     steps: Annotated[int, AT_LEAST_1] = 100
     epochs: Annotated[float | None, ABOVE_0_OR_NULL] = None

@@ -25,6 +25,7 @@ from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.environment import resolved_without_environment
 from rl_plugins.config.hydra_errors import explain
 from rl_plugins.config.recipe import RecipeConfig, parse_config, store_schema, tracking_address, unresolved
+from rl_plugins.config.run import LOCAL_FOLDER
 from rl_plugins.config.settings import FOLDER_NAME
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped
 from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_user_error, run_recipe
@@ -150,7 +151,8 @@ def run_pipeline(composed: DictConfig) -> Path:
         for position, (name, config) in enumerate(configs.items(), start=1):
             run = RunFolder(folder / name)
             label = f"{resolved.name} [{position}/{len(configs)}] {name}"
-            if run.exported() is not None:
+            # A stage with storage that is complete here may have files to copy.
+            if run.exported() is not None and not config.run.storage:
                 print(f"{label}: complete, see {run.path}", flush=True)
             else:
                 print(label, flush=True)
@@ -176,6 +178,8 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
         raise ConfigError(f"option {missing[0]!r} has no value: add {missing[0]}=... to the command line")
     if not FOLDER_NAME.holds(pipeline.name):
         raise ConfigError(f"name={pipeline.name!r}: {FOLDER_NAME.demand}")
+    if fault := LOCAL_FOLDER.fault(pipeline.output_dir, str):
+        raise ConfigError(f"output_dir={pipeline.output_dir}: {fault}")
     folder = (Path(pipeline.output_dir) / pipeline.name).absolute()
     run = {"output_dir": str(folder)}
     uri = tracking_address(pipeline.tracking_uri) or f"sqlite:///{folder}/mlflow.db"

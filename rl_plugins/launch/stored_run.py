@@ -307,6 +307,7 @@ class StoredRun:
             text = (linked / MANIFEST).read_text(encoding="utf-8")
             self._copy(linked, MANIFEST, text, prefix)
         self._manifests[name] = text
+        self._tell(f"copied {name} to {self._storage.shown}")
 
     def _remove_old(self) -> None:
         """Remove the checkpoints that are neither here nor among the newest ones in storage."""
