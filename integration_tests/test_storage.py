@@ -149,7 +149,6 @@ def test_run_in_s3_with_checkpoints_in_the_background_is_killed_and_continues_el
     pace = Pace(tmp_path / "pace", samples=8)
     pace.allow(3)
     whole = start_recipe("grpo", "whole", *common, *Pace(tmp_path / "none", samples=8).overrides)
-    assert whole.wait() == 0, whole.tail()
     broken = start_recipe("grpo", "broken", *common, *pace.overrides, *in_s3, **s3.variables)
     pace.wait(broken)
     broken.wait_for_words(f"broken: copied checkpoint_00000002 to s3://{BUCKET}/runs/broken")
@@ -161,6 +160,7 @@ def test_run_in_s3_with_checkpoints_in_the_background_is_killed_and_continues_el
     assert resumed.wait() == 0, resumed.tail()
     assert f"broken: fetched checkpoint_00000002 from s3://{BUCKET}/runs/broken" in resumed.tail(1_000_000)
     assert "resumed from checkpoint_00000002" in resumed.tail(1_000_000)
+    assert whole.wait() == 0, whole.tail()
     assert differences(resumed.run, whole.run) == []
     stored = s3.names("runs/broken")
     assert {"finished.json", "report.html", "policy/model.safetensors", f"checkpoint_00000005/{MANIFEST}"} < set(stored)

@@ -52,6 +52,11 @@ ALLOWED: dict[str, tuple[float, str]] = {
         300.0,
         "a run that is left alone, and one whose processes start five times",
     ),
+    "integration_tests/test_storage.py::"
+    "test_run_in_s3_with_checkpoints_in_the_background_is_killed_and_continues_elsewhere_with_the_same_bits": (
+        120.0,
+        "a run that is left alone, and one that starts twice, each with Ray",
+    ),
 }
 """For the id of a test: limit in seconds, and the reason."""
 PROBE_S = 0.2

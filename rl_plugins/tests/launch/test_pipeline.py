@@ -262,7 +262,7 @@ def test_run_pipeline_copies_a_complete_stage_and_refuses_to_begin_where_the_sto
     run(*options, "resume=auto")
     assert [config.run.resume for config in stages] == ["auto"] * 3
     there = tmp_path / "there" / "stored" / "ppo" / "metrics.jsonl"
-    there.parent.mkdir(parents=True)
+    there.parent.mkdir(parents=True, exist_ok=True)
     there.write_text("")
     shutil.rmtree(tmp_path / "stored")
     with pytest.raises(ConfigError, match=r"stage ppo: the run \S+/there/stored/ppo exists"):
