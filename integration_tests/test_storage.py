@@ -107,7 +107,7 @@ def test_storage_without_the_bucket_refuses_the_first_file(s3: S3) -> None:
     assert "secret-word" not in str(raised.value)
 
 
-def test_local_launcher_reads_data_and_model_from_s3_and_continues_on_a_new_machine(
+def test_local_launcher_reads_data_and_model_from_s3_and_continues_elsewhere(
     s3: S3, start_recipe: Callable[..., Recipe], workplace: Path, tmp_path: Path
 ) -> None:
     storage = Storage.at("", f"s3://{BUCKET}/inputs")
@@ -137,7 +137,7 @@ def test_local_launcher_reads_data_and_model_from_s3_and_continues_on_a_new_mach
 
 
 @pytest.mark.extended
-def test_run_in_s3_with_checkpoints_in_the_background_is_killed_and_continues_elsewhere_with_the_same_bits(
+def test_killed_run_with_background_checkpoints_continues_from_s3_with_the_same_bits(
     s3: S3, start_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
     common = (

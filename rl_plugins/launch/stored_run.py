@@ -49,7 +49,7 @@ def stored_run(config: RecipeConfig, folder: RunFolder) -> StoredRun | None:
             )
         run.try_to_write()
     except StorageError as error:
-        raise ConfigError(f"run.storage: {error}") from None
+        raise ConfigError(f"run.storage: {error}: correct the address, or the credentials") from None
     return run
 
 

@@ -60,7 +60,7 @@ def test_storage_refuses_an_address_that_pyarrow_does_not_open(address: str) -> 
     assert "word" not in str(raised.value)
 
 
-def test_errors_of_the_storage_are_one_line_with_its_address_and_without_secrets(refused_address: str) -> None:
+def test_errors_of_the_storage_are_one_line_with_the_address_and_without_secrets(refused_address: str) -> None:
     storage = Storage.at("run.storage", f"s3://key:word@bucket/runs?scheme=http&endpoint_override={refused_address}")
     # pyarrow tries again for seconds before it raises.
     from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem

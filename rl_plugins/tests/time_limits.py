@@ -53,7 +53,7 @@ ALLOWED: dict[str, tuple[float, str]] = {
         "a run that is left alone, and one whose processes start five times",
     ),
     "integration_tests/test_storage.py::"
-    "test_run_in_s3_with_checkpoints_in_the_background_is_killed_and_continues_elsewhere_with_the_same_bits": (
+    "test_killed_run_with_background_checkpoints_continues_from_s3_with_the_same_bits": (
         120.0,
         "a run that is left alone, and one that starts twice, each with Ray",
     ),

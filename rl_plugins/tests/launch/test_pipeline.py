@@ -240,7 +240,7 @@ def test_register_schema_lets_hydra_share_one_store_but_no_nodes() -> None:
     assert OmegaConf.is_missing(second, "name")
 
 
-def test_stage_configs_store_each_stage_in_the_folder_of_the_pipeline_and_refuse_an_address_as_folder(
+def test_stage_configs_store_stages_below_the_name_of_the_pipeline(
     good: list[str],
 ) -> None:
     stored = compose_config("sft_rm_ppo", [*good, "name=one run", "++common.run.storage='s3://bucket/runs?region=a'"])
@@ -252,7 +252,7 @@ def test_stage_configs_store_each_stage_in_the_folder_of_the_pipeline_and_refuse
         stage_configs(compose_config("sft_rm_ppo", [*good, "output_dir=s3://bucket"]))
 
 
-def test_run_pipeline_copies_a_complete_stage_and_refuses_to_begin_where_the_storage_has_one(
+def test_run_pipeline_copies_a_complete_stage_and_refuses_to_begin_anew_in_storage(
     good: list[str], stages: list[RecipeConfig], tmp_path: Path
 ) -> None:
     options = [*good, "name=stored", f"++common.run.storage={tmp_path}/there"]

@@ -84,7 +84,7 @@ def restored(storage: Storage, path: Path) -> RunFolder:
     return folder
 
 
-def test_copied_makes_the_storage_equal_to_the_folder_without_files_for_this_machine(
+def test_copied_makes_the_storage_equal_to_the_folder_without_files_of_the_machine(
     storage: Storage, run: RunFolder, there: Path
 ) -> None:
     def train() -> None:
@@ -274,7 +274,7 @@ def test_restore_keeps_an_intact_checkpoint_here_and_replaces_an_older_or_damage
     assert "checkpoint_00000004 is damaged here, so it is now damaged_1_checkpoint_00000004" in capsys.readouterr().out
 
 
-def test_restore_of_a_run_without_a_checkpoint_fetches_its_files_and_of_no_run_makes_no_folder(
+def test_restore_fetches_a_run_without_a_checkpoint_and_makes_no_folder_without_a_run(
     storage: Storage, run: RunFolder, tmp_path: Path
 ) -> None:
     new = restored(storage, tmp_path / "new" / "run")
