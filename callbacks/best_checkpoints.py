@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from rl_plugins.errors import ConfigError, StorageError
 from rl_plugins.manifest import CheckpointWriter, read_manifest
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.clock import clock
-from rl_plugins.whole_file import cannot_write
+from rl_plugins.whole_file import cannot_write, link_or_copy
 
 _METRIC_FILE = "metric.json"
 _SIGNS = {"max": 1, "min": -1}
@@ -125,18 +124,10 @@ def _link_checkpoint(checkpoint: Path, best: Path, metric: str) -> str | None:
     partial = best.with_name(f".{best.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        shutil.copytree(checkpoint, partial, copy_function=_link)
+        shutil.copytree(checkpoint, partial, copy_function=link_or_copy)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         return cannot_write(best, error)
     writer = CheckpointWriter(partial)
     writer.save_text(metric, partial / _METRIC_FILE)
     return writer.failure or put_in_place(partial, read_manifest(partial) | writer.files, best)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        # Some file systems have no links.
-        shutil.copy2(source, target)

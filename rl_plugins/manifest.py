@@ -126,12 +126,26 @@ def read_manifest(folder: Path) -> dict[str, FileDigest]:
     """
     file = folder / MANIFEST
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        return {
-            str(name): FileDigest(int(kept["bytes"]), str(kept["digest"])) for name, kept in content["files"].items()
-        }
+        return parse_manifest(file.read_text(encoding="utf-8"), file)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{folder} is not a complete checkpoint of this package: it has no {MANIFEST}") from None
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{file} is damaged: use another checkpoint") from None
+
+
+def parse_manifest(text: str, file: Path) -> dict[str, FileDigest]:
+    """Return the record of each file in the text of a manifest.
+
+    Args:
+        text: content of the manifest.
+        file: path of the manifest, for the message.
+
+    Raises:
+        CheckpointError: the manifest is damaged.
+    """
+    try:
+        files = json.loads(text)["files"]
+        return {str(name): FileDigest(int(kept["bytes"]), str(kept["digest"])) for name, kept in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{file} is damaged: use another checkpoint") from None
 

@@ -141,6 +141,11 @@ class RunFolder:
         return self.path / ".lock"
 
     @property
+    def linked(self) -> Path:
+        """Folder with second names of the files that are being copied to storage."""
+        return self.path / ".linked"
+
+    @property
     def error(self) -> Path:
         """File with the error of a failed run."""
         return self.path / "error.txt"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -97,6 +97,17 @@ class DataConfig(Settings):
     steps_key: str = "extra_info.steps"
     labels_key: str = "extra_info.labels"
     dataset: Annotated[Any, NODE_OR_FILE_OR_NULL] = None
+
+    def replace_files(self, new: Callable[[str, str], str]) -> None:
+        """Replace the path of each file.
+
+        Args:
+            new: function of an option and a path; returns the new path.
+        """
+        self.train_files = [new("data.train_files", path) for path in self.train_files]
+        self.val_files = [new("data.val_files", path) for path in self.val_files]
+        for name, part in (self.mixture or {}).items():
+            part.files = [new(f"data.mixture.{name}.files", os.fspath(path)) for path in part.paths]
 
 
 @dataclass

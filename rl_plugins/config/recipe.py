@@ -33,6 +33,7 @@ from rl_plugins.config.sampling import EnvironmentOptions, SamplingOptions, Sche
 from rl_plugins.config.settings import AT_LEAST_1, Settings, one_of, shown
 from rl_plugins.errors import ConfigError
 from rl_plugins.redaction import redacted_value, without_password
+from rl_plugins.storage import is_address
 from rl_plugins.whole_file import write_whole_text
 
 COLLECTING_STAGES = ("policy_optimization", "prime")
@@ -222,10 +223,9 @@ class RecipeConfig(Settings):
     def make_paths_absolute(self) -> None:
         """Make the paths of files and folders absolute, because Ray's workers have other working directories."""
         self.run.output_dir = _absolute(self.run.output_dir)
-        self.data.train_files = [_absolute(path) for path in self.data.train_files]
-        self.data.val_files = [_absolute(path) for path in self.data.val_files]
-        for part in self.data.mixture.values():
-            part.files = [_absolute(path) for path in part.paths]
+        if self.run.storage:
+            self.run.storage = _absolute(self.run.storage)
+        self.data.replace_files(lambda option, path: _absolute(path))
         if self.debug.replay:
             self.debug.replay = _absolute(self.debug.replay)
         if self.strategy.offload.folder:
@@ -245,7 +245,7 @@ class RecipeConfig(Settings):
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).absolute())
+    return path if is_address(path) else str(Path(path).absolute())
 
 
 def parse_config(values: object) -> RecipeConfig:

@@ -19,6 +19,7 @@ from rl_plugins.config.settings import (
     Settings,
     one_of,
 )
+from rl_plugins.storage import is_address
 
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 _UNIT_SECONDS = (86_400, 3_600, 60, 1)
@@ -38,6 +39,10 @@ def seconds_of(text: str) -> float:
 _A_DURATION = Range(
     "write a duration such as 45m, 3h50m or 1d12h", lambda value: value is None or seconds_of(value) > 0
 )
+LOCAL_FOLDER = Range(
+    "must be a folder that all machines of the run see: name the address as run.storage",
+    lambda value: not is_address(value),
+)
 _RESUME = Range("use true, false or auto", lambda value: value in (True, False, "auto"))
 
 
@@ -48,6 +53,8 @@ class RunConfig(Settings):
     Attributes:
         name: name of the run; its folder is `output_dir/name`.
         output_dir: parent folder of all runs.
+        storage: folder with a copy of the run, at an address such as `s3://bucket/runs`: the run is in
+            `storage/name`. A resume on another machine begins with this copy. Null copies nothing.
         steps: number of training steps.
         epochs: passes over the rows of the training data, such as 3 or 0.5, which set `steps`; null keeps `steps`. Rows
             dropped as too long count as well. With a mixture or a curriculum, which draw in shares, a pass is as
@@ -75,7 +82,8 @@ class RunConfig(Settings):
     """
 
     name: Annotated[str, FOLDER_NAME] = MISSING
-    output_dir: str = "outputs"
+    output_dir: Annotated[str, LOCAL_FOLDER] = "outputs"
+    storage: str | None = None
     steps: Annotated[int, AT_LEAST_1] = 100
     epochs: Annotated[float | None, ABOVE_0_OR_NULL] = None
     dry_run: bool = False

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -311,21 +312,28 @@ def run_recipe(
     """
     from rl_plugins.launch.build_lock import clear_stale_build_locks, extensions_folder
     from rl_plugins.launch.dry_run import set_steps
-    from rl_plugins.launch.preflight import fetch_models, preflight, tracking_uri
+    from rl_plugins.launch.preflight import fetch_data, fetch_models, preflight, tracking_uri
     from rl_plugins.launch.resume import finished_step
+    from rl_plugins.launch.stored_run import stored_run
 
     if config.launcher == "local":
         # Set before the checks import torch: spinning threads make other threads up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    fetch_data(config)
     set_steps(config)
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
+    stored = stored_run(config, folder)
+    if stored is not None and config.run.resume:
+        stored.restore()
+    copied = nullcontext() if stored is None else stored.copied()
     if (step := finished_step(config, folder)) is not None:
         print(
             f"{config.run.name}: the run is finished: step {step} was its last, and {folder.path} has its results. "
             "Nothing is left to do; a larger run.steps continues it",
             flush=True,
         )
-        return folder
+        with copied:
+            return folder
     with collector_off():
         config.tracking.uri = tracking_uri(config)
         fetch_models(config)
@@ -344,7 +352,9 @@ def run_recipe(
     with storing(folder.path):
         folder.path.mkdir(parents=True, exist_ok=True)
     with owned(folder):
-        _train(config, folder, recipe)
+        shutil.rmtree(folder.linked, ignore_errors=True)
+        with copied:
+            _train(config, folder, recipe)
     if folder.stopped.is_file():
         raise RunStopped(f"{config.run.name}: stopped {folder.stopped.read_text(encoding='utf-8')}")
     return folder

@@ -25,12 +25,15 @@ from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.environment import resolved_without_environment
 from rl_plugins.config.hydra_errors import explain
 from rl_plugins.config.recipe import RecipeConfig, parse_config, store_schema, tracking_address, unresolved
+from rl_plugins.config.run import LOCAL_FOLDER
 from rl_plugins.config.settings import FOLDER_NAME
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped
 from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_user_error, run_recipe
-from rl_plugins.launch.preflight import check_stage_ahead
+from rl_plugins.launch.preflight import check_stage_ahead, fetch_data
+from rl_plugins.launch.stored_run import stored_run
 from rl_plugins.redaction import redacted, redacted_value, without_password
 from rl_plugins.run_folder import RunFolder, append_metrics, read_metrics
+from rl_plugins.storage import folder_in
 from rl_plugins.tracking.run import RunDescription, TrackedRun
 from rl_plugins.tracking.sender import FINISH_TIMEOUT_S, RunSender
 from rl_plugins.tracking.store import check_store, open_client
@@ -148,7 +151,8 @@ def run_pipeline(composed: DictConfig) -> Path:
         for position, (name, config) in enumerate(configs.items(), start=1):
             run = RunFolder(folder / name)
             label = f"{resolved.name} [{position}/{len(configs)}] {name}"
-            if run.exported() is not None:
+            # A stage with storage that is complete here may have files to copy.
+            if run.exported() is not None and not config.run.storage:
                 print(f"{label}: complete, see {run.path}", flush=True)
             else:
                 print(label, flush=True)
@@ -174,6 +178,8 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
         raise ConfigError(f"option {missing[0]!r} has no value: add {missing[0]}=... to the command line")
     if not FOLDER_NAME.holds(pipeline.name):
         raise ConfigError(f"name={pipeline.name!r}: {FOLDER_NAME.demand}")
+    if fault := LOCAL_FOLDER.fault(pipeline.output_dir, str):
+        raise ConfigError(f"output_dir={pipeline.output_dir}: {fault}")
     folder = (Path(pipeline.output_dir) / pipeline.name).absolute()
     run = {"output_dir": str(folder)}
     uri = tracking_address(pipeline.tracking_uri) or f"sqlite:///{folder}/mlflow.db"
@@ -187,7 +193,9 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
             recipe = OmegaConf.create(OmegaConf.to_container(compose_config(stage.recipe, list(stage.choices))))
             return parse_config(OmegaConf.merge(recipe, pipeline.common, stage.options, own_options))
 
-        configs[name] = _name_stage(name, compose)
+        config = configs[name] = _name_stage(name, compose)
+        if config.run.storage:
+            config.run.storage = folder_in(config.run.storage, pipeline.name)
     if not configs:
         raise ConfigError("stages is empty: a pipeline needs at least one")
     return configs
@@ -202,6 +210,9 @@ def _check_stages(configs: Mapping[str, RecipeConfig], folder: Path, *, resume: 
         for check in (check_options, check_batch):
             _name_stage(name, partial(check, config))
     for name, config in configs.items():
+        _name_stage(name, partial(fetch_data, config))
+        if not resume:
+            _name_stage(name, partial(stored_run, config, RunFolder(folder / name)))
         if RunFolder(folder / name).exported() is None:
             _name_stage(name, partial(check_stage_ahead, config, folder))
 

@@ -26,7 +26,9 @@ from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.launch.ray_train import JOB_FOLDERS
 from rl_plugins.launch.resume import check_resume
 from rl_plugins.model_json import read_model_config
+from rl_plugins.redaction import without_password
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.storage import fetch_copy, is_address
 from rl_plugins.tracking.registry import fetch_model, is_in_mlflow
 from rl_plugins.tracking.store import ARTIFACTS, STORE_FILE, check_store
 
@@ -129,7 +131,7 @@ def check_stage_ahead(config: RecipeConfig, folder: Path) -> None:
         return Path(path).absolute().is_relative_to(folder) and not Path(path).exists()
 
     check_this_machine(config)
-    check_models(config, lambda path: is_in_mlflow(path) or is_made_later(path))
+    check_models(config, lambda path: is_in_mlflow(path) or is_address(path) or is_made_later(path))
     _check_data_files(config, is_made_later)
     _check_reward_files(config)
 
@@ -364,18 +366,38 @@ def _store_beside(output: Path) -> str:
 
 
 def fetch_models(config: RecipeConfig) -> None:
-    """Download the models in MLflow, replace their paths by the folders, and print each folder with its version.
+    """Download the models in MLflow and in storage, replace their paths by the folders, and print each folder.
 
     Raises:
         ConfigError: There is no such model, the store does not answer, or the model is in another format.
     """
 
     def fetched(option: str, path: str) -> str:
-        if not is_in_mlflow(path):
-            return path
-        cache = Path(config.run.output_dir) / ".models"
-        folder = str(fetch_model(option, path, tracking_uri(config), cache))
-        print(f"{config.run.name}: {path} is {folder}", flush=True)
-        return folder
+        if is_in_mlflow(path):
+            folder = fetch_model(option, path, tracking_uri(config), _cache(config, "models"))
+            print(f"{config.run.name}: {path} is {folder}", flush=True)
+            return str(folder)
+        return _copy_of(config, option, path, "models")
 
     config.replace_model_paths(fetched)
+
+
+def fetch_data(config: RecipeConfig) -> None:
+    """Download the data files in storage, replace their addresses by paths, and print each path.
+
+    Raises:
+        ConfigError: There is no such file, or the storage does not answer.
+    """
+    config.data.replace_files(lambda option, path: _copy_of(config, option, path, "data"))
+
+
+def _copy_of(config: RecipeConfig, option: str, path: str, kind: str) -> str:
+    if not is_address(path):
+        return path
+    copy = fetch_copy(option, path, _cache(config, kind))
+    print(f"{config.run.name}: {without_password(path)} is {copy}", flush=True)
+    return str(copy)
+
+
+def _cache(config: RecipeConfig, kind: str) -> Path:
+    return Path(config.run.output_dir) / f".{kind}"

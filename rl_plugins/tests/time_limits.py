@@ -56,6 +56,11 @@ ALLOWED: dict[str, tuple[float, str]] = {
         300.0,
         "a run that is left alone, and one whose processes start five times",
     ),
+    "integration_tests/test_storage.py::"
+    "test_killed_run_with_background_checkpoints_continues_from_s3_with_the_same_bits": (
+        120.0,
+        "a run that is left alone, and one that starts twice, each with Ray",
+    ),
 }
 """For the id of a test: limit in seconds, and the reason."""
 PROBE_S = 0.2

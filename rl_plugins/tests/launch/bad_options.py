@@ -300,6 +300,11 @@ CHECKS: dict[str, list[Case]] = {
     ],
     "folders and servers": [
         (["run.output_dir=rewards.py/out"], ["run.output_dir=", "rewards.py/out", "choose another"]),
+        (["run.output_dir=s3://bucket/out"], ["run.output_dir=s3://bucket/out", "as run.storage"]),
+        (["run.storage=nowhere://bucket"], ["run.storage=nowhere://bucket", "pyarrow does not open"]),
+        (["run.storage=train.parquet"], ["run.storage: ", "train.parquet/grpo does not take", "Not a directory"]),
+        (["data.train_files=[file:///gone/a.parquet]"], ["data.train_files=file:///gone/a.parquet", "no such file"]),
+        (["model.path=file:///gone/model"], ["model.path=file:///gone/model", "no such file or folder"]),
         (["run.name=a/b"], ["run.name=a/b", "the name of a folder"]),
         (["run.name=old"], ["outputs/old exists", "run.resume=true", "run.name"]),
         (["run.resume=true"], ["run.resume=true", "no folder", "outputs/grpo", "without run.resume"]),

@@ -16,7 +16,7 @@ from rl_plugins.config.recipe import RecipeConfig, written
 from rl_plugins.errors import ConfigError, RunStopped
 from rl_plugins.launch import pipeline
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.pipeline import PipelineConfig, pipeline_main, register_schema, run_pipeline
+from rl_plugins.launch.pipeline import PipelineConfig, pipeline_main, register_schema, run_pipeline, stage_configs
 from rl_plugins.run_folder import RunFolder
 
 DATA = ["model=/no/model", "data.sft=[a]", "data.pairs=[b]", "data.prompts=[c]"]
@@ -51,7 +51,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> list[RecipeConfig]:
     def run_recipe(config: RecipeConfig, *_: object) -> None:
         ran.append(config)
         made = "reward_model" if config.stage == "reward_modeling" else "policy"
-        (Path(config.run.output_dir) / config.run.name / made).mkdir(parents=True)
+        (Path(config.run.output_dir) / config.run.name / made).mkdir(parents=True, exist_ok=True)
 
     monkeypatch.setattr(pipeline, "run_recipe", run_recipe)
     return ran
@@ -238,3 +238,32 @@ def test_register_schema_lets_hydra_share_one_store_but_no_nodes() -> None:
     first, second = (store.load("pipeline_schema.yaml").node for _ in range(2))
     first.name = "changed"
     assert OmegaConf.is_missing(second, "name")
+
+
+def test_stage_configs_store_stages_below_the_name_of_the_pipeline(
+    good: list[str],
+) -> None:
+    stored = compose_config("sft_rm_ppo", [*good, "name=one run", "++common.run.storage='s3://bucket/runs?region=a'"])
+    storages = {config.run.storage for config in stage_configs(stored).values()}
+    assert storages == {"s3://bucket/runs/one%20run?region=a"}
+    with pytest.raises(
+        ConfigError, match=r"output_dir=s3://bucket: must be a folder .*: name the address as run\.storage"
+    ):
+        stage_configs(compose_config("sft_rm_ppo", [*good, "output_dir=s3://bucket"]))
+
+
+def test_run_pipeline_copies_a_complete_stage_and_refuses_to_begin_anew_in_storage(
+    good: list[str], stages: list[RecipeConfig], tmp_path: Path
+) -> None:
+    options = [*good, "name=stored", f"++common.run.storage={tmp_path}/there"]
+    run(*options)
+    assert [config.run.name for config in stages] == ["sft", "reward_model", "ppo"]
+    stages.clear()
+    run(*options, "resume=auto")
+    assert [config.run.resume for config in stages] == ["auto"] * 3
+    there = tmp_path / "there" / "stored" / "ppo" / "metrics.jsonl"
+    there.parent.mkdir(parents=True, exist_ok=True)
+    there.write_text("")
+    shutil.rmtree(tmp_path / "stored")
+    with pytest.raises(ConfigError, match=r"stage ppo: the run \S+/there/stored/ppo exists"):
+        run(*options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.launch import preflight, training
 from rl_plugins.launch.command_line import run_recipe
 from rl_plugins.launch.resume import note_end
+from rl_plugins.manifest import MANIFEST
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.tests.files import rewrite_manifest
 from rl_plugins.tests.launch.configurations import configured, message_of
 from rl_plugins.tests.launch.test_bad_input import GOOD, IN_ONE_PROCESS
 
@@ -160,3 +164,20 @@ def test_finished_step_counts_a_run_that_ended_early_by_itself(starts: list[str 
 def test_check_resume_names_auto_where_true_finds_no_folder(starts: list[str | None], tmp_path: Path) -> None:
     message = message_of(lambda: run_recipe(options(tmp_path, "run.resume=true")))
     assert message.endswith("start it without run.resume, or with run.resume=auto") and starts == []
+
+
+def test_run_recipe_copies_the_rest_of_a_finished_run_to_storage_and_fetches_the_run(
+    starts: list[str | None], tmp_path: Path
+) -> None:
+    (tmp_path / "runs").mkdir()
+    config = partial(options, tmp_path / "runs", f"run.storage={tmp_path}/there", "run.resume=auto")
+    run = RunFolder(tmp_path / "runs" / config().run.name)
+    leave_finished(run)
+    rewrite_manifest(run.checkpoint(STEPS))
+    (run.export / "config.json").touch()
+    run_recipe(config())
+    there = tmp_path / "there" / run.path.name
+    assert (there / "finished.json").is_file() and (there / run.checkpoint(STEPS).name / MANIFEST).is_file()
+    shutil.rmtree(run.path)
+    run_recipe(config())
+    assert run.finished.is_file() and starts == []

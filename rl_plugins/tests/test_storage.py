@@ -1,0 +1,94 @@
+"""Folders at an address. The storage of these tests is a folder; integration_tests/test_storage.py has a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_plugins.errors import ConfigError, StorageError
+from rl_plugins.storage import Storage, fetch_copy, folder_in, is_address
+from rl_plugins.tests.loops import for_each
+
+
+@for_each(
+    ("path", "answer"),
+    [("s3://bucket/a", True), ("fsspec+memory://a", True), ("/data/a", False), ("runs:/1/a", False), ("a://", True)],
+)
+def test_is_address_knows_addresses_from_paths(path: str, answer: bool) -> None:
+    assert is_address(path) == answer
+
+
+@for_each(
+    ("address", "inside"),
+    [
+        ("s3://bucket/runs/", "s3://bucket/runs/one%20run"),
+        ("s3://bucket/runs?region=a&scheme=http", "s3://bucket/runs/one%20run?region=a&scheme=http"),
+        ("/shared/a?b", "/shared/a?b/one run"),
+    ],
+)
+def test_folder_in_keeps_the_options_of_an_address(address: str, inside: str) -> None:
+    assert folder_in(address, "one run") == inside
+
+
+def test_storage_sends_lists_fetches_and_removes_files(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("first")
+    storage = Storage.at("run.storage", f"file://{tmp_path}/there%20is/").inside("run")
+    assert storage.shown == f"file://{tmp_path}/there%20is/run"
+    assert storage.files() == {}
+    for name in ("a", "deep/b"):
+        with (tmp_path / "a").open("rb") as file:
+            storage.send(file, name)
+    assert {name: info.size for name, info in storage.files().items()} == {"a": 5, "deep/b": 5}
+    assert (tmp_path / "there is" / "run" / "deep" / "b").read_text() == "first"
+    (tmp_path / "a").write_text("second")
+    with (tmp_path / "a").open("rb") as file:
+        storage.send(file, "a")
+    assert storage.read("a") == b"second"
+    storage.fetch(["a", "deep/b"], tmp_path / "here")
+    assert (tmp_path / "here" / "deep" / "b").read_text() == "first"
+    assert (tmp_path / "here" / "a").stat().st_mtime_ns == storage.files()["a"].mtime_ns
+    storage.remove("a")
+    storage.remove_folder("deep")
+    assert storage.files() == {}
+
+
+@for_each("address", ["nowhere://bucket", "s3://me:word@/x", "relative/folder"])
+def test_storage_refuses_an_address_that_pyarrow_does_not_open(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"run.storage=\S+: pyarrow does not open this address \(") as raised:
+        Storage.at("run.storage", address)
+    assert "word" not in str(raised.value)
+
+
+def test_errors_of_the_storage_are_one_line_with_the_address_and_without_secrets(refused_address: str) -> None:
+    storage = Storage.at("run.storage", f"s3://key:word@bucket/runs?scheme=http&endpoint_override={refused_address}")
+    # pyarrow tries again for seconds before it raises.
+    from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
+
+    files = S3FileSystem(
+        access_key="key", secret_key="word", scheme="http", endpoint_override=refused_address,
+        retry_strategy=AwsStandardS3RetryStrategy(max_attempts=1),
+    )  # fmt: skip
+    storage = Storage(storage.shown, files, "bucket/runs")
+    with pytest.raises(StorageError, match=r"^s3://bucket/runs cannot be read \(.*NETWORK_CONNECTION") as raised:
+        storage.files()
+    assert "word" not in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_fetch_copy_copies_a_file_or_a_folder_once_for_each_state(tmp_path: Path) -> None:
+    there, cache = tmp_path / "there", tmp_path / "cache"
+    (there / "model").mkdir(parents=True)
+    (there / "model" / "config.json").write_text("{}")
+    (there / "rows.parquet").write_text("rows")
+    copy = fetch_copy("model.path", f"file://{there}/model", cache)
+    assert copy.name.startswith("model-") and (copy / "config.json").read_text() == "{}"
+    rows = fetch_copy("data.train_files", f"file://{there}/rows.parquet", cache)
+    assert rows.name == "rows.parquet" and rows.read_text() == "rows"
+    rows.write_text("the copy is used again")
+    assert fetch_copy("data.train_files", f"file://{there}/rows.parquet", cache) == rows
+    assert rows.read_text() == "the copy is used again"
+    (there / "rows.parquet").write_text("other rows")
+    assert fetch_copy("data.train_files", f"file://{there}/rows.parquet", cache).read_text() == "other rows"
+    assert len(list(cache.iterdir())) == 3
+    with pytest.raises(ConfigError, match=r"data.train_files=file://\S+/none: there is no such file or folder"):
+        fetch_copy("data.train_files", f"file://{there}/none", cache)
