@@ -26,7 +26,7 @@ export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint format typecheck unit integration extended campaign soak coverage gpu docs lock lock-cuda clean
+.PHONY: help install quickstart test test-all lint format typecheck unit integration extended integration-and-extended campaign soak coverage gpu docs lock lock-cuda clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,7 +55,7 @@ test: $(INSTALLED)  ## what every change must pass: lint, types, unit tests and 
 	@$(call TIMED,lint typecheck unit integration)
 
 test-all: $(INSTALLED)  ## everything that needs no GPU, before anything is called done: `make test` and the extended tests
-	@$(call TIMED,lint typecheck unit integration extended)
+	@$(call TIMED,lint typecheck unit integration-and-extended)
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(PY) -m ruff check .
@@ -76,6 +76,10 @@ integration: $(INSTALLED)  ## the core of the integration tests, over Ray, DeepS
 
 extended: $(INSTALLED)  ## kills and resumes of every kind, typed docs pages, pipelines, many machines: over the same stack, two files at a time
 	$(PYTEST) -m "extended and not gpu" --timeout 600 --numprocesses 2 --dist loadfile
+
+# In one run of pytest both share Ray, the engines and the servers of commands.
+integration-and-extended: $(INSTALLED)
+	$(PYTEST) -m "(integration or extended) and not gpu" --timeout 600 --numprocesses 2 --dist loadfile
 
 campaign: $(INSTALLED)  ## hours: kill -9 of each kind of process, TIMES=20 times each; goes on where it was stopped
 	$(PY) -m integration_tests.campaign --page docs/kills.md $(if $(TIMES),--times $(TIMES)) $(if $(KINDS),--kinds $(KINDS))

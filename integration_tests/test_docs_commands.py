@@ -45,6 +45,7 @@ LEFT_OUT = {
     "python -m benchmarks.": "takes minutes; results are in benchmarks/results",
     "rl-plugins plan grpo model.path=MODEL --device cpu --calibration": "what the line before it has written",
     "rl-plugins prepare hf": "needs what the library `datasets` writes; test_conversion has one",
+    "python -m rl_plugins.recipes.grpo model.path=s3://": "needs a bucket; test_storage has a server of S3",
     "python -m rl_plugins.recipes.grpo ... run.name=again": "after a step by hand; test_rollout_dump replays a run",
     "python -m rl_plugins.recipes.grpo algorithm=rloo": "test_own_algorithm has it installed",
     "rl-plugins grpo model.path=MODEL": "the same as the module; test_init runs a recipe as a command",
@@ -95,7 +96,8 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chosen = [{"prompt": q, "chosen": a, "rejected": "no"} for q, a in records["train"]]
     _write_lines(folder / "pairs.jsonl", chosen)
     for file, page in (("my_reward.py", "docs/rewards.md"), ("my_environment.py", "docs/environments.md")):
-        (folder / file).write_text(blocks(WRITTEN[page], "python")[0])
+        functions = [block for block in blocks(WRITTEN[page], "python") if block.startswith("def ")]
+        (folder / file).write_text("\n\n".join(functions))
     for name in ("docs", "examples"):
         (folder / name).symlink_to(ROOT / name)
     for line in TYPED_BEFORE:
