@@ -104,7 +104,7 @@ class SecondRank:
 
 
 def serve_second_rank(pipe: Connection, place: Place, port: int) -> None:
-    """Compare each variant that comes, and answer with a traceback or an empty text. The process of the second rank."""
+    """Compare each variant from the pipe, and answer with a traceback or an empty text. Process of the second rank."""
     _join("gloo", rank=1, ranks=2, port=port)
     while True:
         variant = pipe.recv()
@@ -166,7 +166,8 @@ def compare(place: Place, variant: Variant) -> Mapping[str, Any]:
 
 
 def _load(place: Place, variant: Variant) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(place.folder / "model", dtype=variant.dtype).to(place.device)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(place.folder / "model", dtype=variant.dtype)
+    model = loaded.to(place.device)
     use_packed_attention(model)
     if variant.gradient_checkpointing:
         model.gradient_checkpointing_enable()

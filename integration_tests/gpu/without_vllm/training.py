@@ -154,7 +154,7 @@ def train(
 def train_on_host(
     place: Place, strategy_of: Callable[[TransformersRollout, Variant], Any], variant: Variant
 ) -> Mapping[str, Any]:
-    """Train with states that are always on the host, and compare the first step with states that stay on the device.
+    """Train with states on the host at all times, and compare the first step with states on the device.
 
     Args:
         place: place of the section.
