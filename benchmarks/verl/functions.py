@@ -106,6 +106,11 @@ class Verl:
         return asyncio.run(run())
 
     @cached_property
+    def presets(self) -> Any:
+        """Class whose methods are verl's presets of corrections."""
+        return self._load("verl.trainer.config.algorithm").RolloutCorrectionConfig
+
+    @cached_property
     def _dapo(self) -> ModuleType:
         package = _stand_in(_DAPO.rpartition(".")[0])
         package.__dict__["register"] = lambda name: lambda manager: manager

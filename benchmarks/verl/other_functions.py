@@ -33,6 +33,7 @@ from rl_plugins.algorithms.masked import whiten
 from rl_plugins.algorithms.regularization import KL_ESTIMATORS, AdaptiveKL, kl_in_reward
 from rl_plugins.algorithms.reward_shaping import OverlongPenalty, overlong_penalty
 from rl_plugins.algorithms.value_loss import value_loss
+from rl_plugins.models.token_distributions import ColumnSpec, distribution_columns
 
 
 def other_functions(verl: Verl) -> Iterator[Case]:
@@ -53,6 +54,8 @@ def other_functions(verl: Verl) -> Iterator[Case]:
     for max_tokens, buffer_tokens in ((12, 3), (12, 12)):
         yield _overlong(verl, max_tokens, buffer_tokens)
     yield _whitening(verl)
+    for column, name in enumerate(("logprobs_from_logits_naive", "entropy_from_logits", "sum_pi_squared")):
+        yield _distribution(verl, column, name)
 
 
 def _value_losses(verl: Verl, mode: str) -> Iterator[Case]:
@@ -146,6 +149,33 @@ def _whitening(verl: Verl) -> Case:
         return [valid_values(whitened_BT, inputs)]
 
     return Case("statistics", "masked_whiten", "", ours, theirs)
+
+
+def _distribution(verl: Verl, column: int, name: str) -> Case:
+    """Return a case of a column of `distribution_columns`; only the first two have a gradient."""
+
+    def logits_of(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        logits_NV = inputs["logits_NV"].clone().requires_grad_()
+        return logits_NV, torch.arange(len(logits_NV)) % logits_NV.shape[1]
+
+    def ours(inputs: Inputs) -> Numbers:
+        logits_NV, tokens_N = logits_of(inputs)
+        columns = ColumnSpec(sum_pi_squared=True, entropy_gradient=True)
+        found_N = distribution_columns(logits_NV, tokens_N, columns)[:, column]
+        return [found_N.detach(), *([gradient_of(found_N.sum(), logits_NV)] if column < 2 else [])]
+
+    def theirs(inputs: Inputs) -> Numbers:
+        logits_NV, tokens_N = logits_of(inputs)
+        functional = verl.torch_functional
+        if column == 0:
+            found_N = functional.logprobs_from_logits_naive(logits_NV, tokens_N)
+        elif column == 1:
+            found_N = functional.entropy_from_logits(logits_NV)
+        else:
+            found_N = functional.calculate_sum_pi_squared_from_logits(logits_NV)
+        return [found_N.detach(), *([gradient_of(found_N.sum(), logits_NV)] if column < 2 else [])]
+
+    return Case("distribution", name, "", ours, theirs)
 
 
 def _our_controller(inputs: Inputs) -> Numbers:
