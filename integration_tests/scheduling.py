@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable
 from functools import cache
@@ -14,8 +15,6 @@ from xdist.workermanage import WorkerController
 from rl_plugins.tests.time_limits import ALLOWED, LIMITS_S
 
 ROOT = Path(__file__).parent.parent
-RESIDENT = re.compile(r"\b(running_ray|float32_engine|bfloat16_engine|adapter_engine)\b")
-"""Fixtures of `resident`."""
 
 
 class FileScheduling(LoadFileScheduling):
@@ -35,7 +34,21 @@ class FileScheduling(LoadFileScheduling):
 
 @cache
 def _uses_resident_ray(file: str) -> bool:
-    return file.startswith("integration_tests/") and RESIDENT.search((ROOT / file).read_text()) is not None
+    if not file.startswith("integration_tests/"):
+        return False
+    return re.search(rf"\b({'|'.join(resident_fixtures())})\b", (ROOT / file).read_text()) is not None
+
+
+@cache
+def resident_fixtures() -> list[str]:
+    """Return the names of the fixtures of `resident`, without its imports of Ray and torch."""
+    tree = ast.parse((ROOT / "integration_tests" / "resident.py").read_text())
+    return [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any("pytest.fixture" in ast.unparse(decorator) for decorator in node.decorator_list)
+    ]
 
 
 def _limit_s(tests: Iterable[str]) -> float:

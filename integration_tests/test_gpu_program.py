@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,10 @@ def test_program_without_a_gpu_exits_with_2(
     assert command.main() == 2
     assert "torch shows no CUDA device" in capsys.readouterr().out
     assert not file.exists()
+
+
+def test_section_of_sequence_parallelism_starts_a_second_rank(tmp_path: Path) -> None:
+    section = replace(SECTIONS["sequence_parallel"], deadline_s=patient(120))
+    results = run_section("sequence_parallel", section, "cpu", tmp_path / "results.jsonl")
+    assert not [result.message for result in results if result.status != PASSED]
+    assert [result.case.split()[0] for result in results] == ["1", "1", "1", "2", "2", "2"]

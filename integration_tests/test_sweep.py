@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,16 @@ def test_sweep_compares_learning_rates_and_ends_bad_trials_early(tmp_path: Path)
     assert best is not None and steps[best[1]] == 20
     runs = [RunFolder(path.parent) for path in (tmp_path / "outputs" / "sweep").glob("*/metrics.jsonl")]
     assert len(runs) == 4
+
+
+def test_search_of_optuna_suggests_rates_after_the_results_of_trials() -> None:
+    pytest.importorskip("optuna", reason="an optional part of the example")
+    spec = spec_from_file_location("sweep", SWEEP)
+    assert spec is not None and spec.loader is not None
+    sweep = module_from_spec(spec)
+    spec.loader.exec_module(sweep)
+    rates, searcher, trials = sweep.search_of("optuna")
+    assert searcher.set_search_properties(None, None, {"lr": rates, "options": ["run.seed=1"]})
+    for trial in map(str, range(trials)):
+        assert 1e-6 <= searcher.suggest(trial)["lr"] <= 1e-2
+        searcher.on_trial_complete(trial, {sweep.METRIC: 0.5})

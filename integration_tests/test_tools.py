@@ -125,9 +125,9 @@ def test_parser_of_vllm_reads_calls_from_tokens(name: str, template: str, call: 
 
 def test_parser_of_vllm_refuses_names_and_tokenizers_in_one_line() -> None:
     for name, said in {
-        "herms": "environment.parser=herms: vLLM has no such tool parser: did you mean hermes",
-        "llama3_json": "environment.parser=llama3_json does not fit the tokenizer",
-        "pythonic": r"environment.parser=pythonic does not read the calls of the chat template .* use .*hermes",
+        "herms": "parser=herms: vLLM has no such tool parser: did you mean hermes",
+        "llama3_json": "parser=llama3_json does not fit the tokenizer",
+        "pythonic": r"parser=pythonic does not read the calls of the chat template .* use .*hermes",
     }.items():
         with pytest.raises(ConfigError, match=said):
             parser_of(name)

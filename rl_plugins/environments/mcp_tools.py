@@ -55,7 +55,7 @@ async def connect(
         reason = _first(error)
     raise ConfigError(
         f"the MCP server {item['mcp']!r} did not start ({reason}): run its command, or open its address, by hand, and "
-        "correct it, or raise environment.load_timeout_s"
+        "correct it, or raise load_timeout_s"
     )
 
 

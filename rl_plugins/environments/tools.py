@@ -91,19 +91,16 @@ class ToolEnvironment:
         check_ranges(int, AT_LEAST_1, max_turns=max_turns, max_characters=max_characters)
         check_ranges(float, ABOVE_0, deadline_s=deadline_s, load_timeout_s=load_timeout_s)
         if max_turns < 2:
-            raise ConfigError(
-                f"environment.max_turns={max_turns}: the policy responds again after a call: set 2 or more "
-                "(environment=tools sets 8)"
-            )
+            raise ConfigError(f"max_turns={max_turns}: the policy responds again after a call: set 2 or more")
         if not tools:
-            raise ConfigError("environment.tools=[]: name at least one tool")
+            raise ConfigError("tools=[]: name at least one tool")
         self.max_turns, self._parser = max_turns, _loaded(parser)
         self._template_options = dict(template_options or {})
-        limits = WorkerLimits.of(pass_env, memory_mb, "environment.pass_env")
+        limits = WorkerLimits.of(pass_env, memory_mb, option="pass_env")
         self._host = ToolHost(ToolTask(list(tools), limits, deadline_s, max_characters, load_timeout_s))
         self.schemas = self._host.schemas
         if not self.schemas:
-            raise ConfigError("environment.tools: the MCP servers offer no tool: name at least one tool")
+            raise ConfigError("tools: the MCP servers offer no tool: name at least one tool")
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -272,6 +269,6 @@ class ToolConversations:
         if missing := [name for name in self._names if name not in text]:
             raise ConfigError(
                 f"the prompts do not show the tool {missing[0]!r} to the policy: give the data module "
-                "chat_template_kwargs=environment.template_options"
+                "chat_template_kwargs=tools.template_options, where `tools` is the ToolEnvironment"
             )
         self._prompt_checked = True

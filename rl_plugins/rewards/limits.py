@@ -48,7 +48,7 @@ class WorkerLimits:
         values: Values of these variables in the process of the pool.
         memory_mb: Memory of the worker beyond a worker without rewards, in MiB. None is half of the free memory at
             the worker's start.
-        option: name of the option with `pass_env`, for messages.
+        option: name of the option or argument with `pass_env`, for messages.
     """
 
     pass_env: Sequence[str] = ()
@@ -73,8 +73,9 @@ class WorkerLimits:
         environment.update(self.values)
         missing = [name for name in self.pass_env if name not in environment]
         if missing:
+            in_python = "" if self.option == "pass_env" else " (in Python: pass_env)"
             raise ConfigError(
-                f"{self.option}=[{', '.join(self.pass_env)}] (in Python: pass_env): the environment has no "
+                f"{self.option}=[{', '.join(self.pass_env)}]{in_python}: the environment has no "
                 f"{', '.join(missing)}: set the variable before the start, or leave it out"
             )
 

@@ -33,8 +33,7 @@ def replying(scorer: Any, max_turns: int) -> ReplyingScorer:
     """
     if not isinstance(scorer, ReplyingScorer):
         raise ConfigError(
-            f"environment.max_turns={max_turns}: the scorer {type(scorer).__name__} cannot answer: "
-            "use RewardPool or InlineScorer"
+            f"max_turns={max_turns}: the scorer {type(scorer).__name__} cannot answer: use RewardPool or InlineScorer"
         )
     return scorer
 

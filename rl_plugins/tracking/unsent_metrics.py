@@ -33,8 +33,12 @@ FIRST_CHARTS = {
     "train/kl": "kl",
     "train/entropy": "entropy",
     "train/rollout_gap": "rollout_gap",
+    "idle/engine": "usage_idle_engine",
+    "idle/trainer": "usage_idle_trainer",
+    "memory/rollout": "usage_memory_rollout",
+    "memory/update_policy": "usage_memory_update_policy",
 }
-"""Second names in MLflow: its page shows the charts of names without a slash before all others."""
+"""Second names in MLflow: its page shows the charts of names without a slash before all others, by name."""
 
 
 @dataclass(frozen=True)

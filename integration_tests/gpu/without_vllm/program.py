@@ -38,6 +38,7 @@ SECTIONS = {
     "zero2": Section(f"{_PACKAGE}.strategies.zero2", 300),
     "zero3": Section(f"{_PACKAGE}.strategies.zero3", 300),
     "fsdp": Section(f"{_PACKAGE}.strategies.fsdp", 300),
+    "sequence_parallel": Section(f"{_PACKAGE}.sequence_parallel.cases", 300),
     "host_memory": Section(f"{_PACKAGE}.host_memory.cases", 120),
     "packed_attention": Section(f"{_PACKAGE}.packed_attention.cases", 120),
     "output_head": Section(f"{_PACKAGE}.output_head.cases", 120),

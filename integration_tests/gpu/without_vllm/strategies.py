@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from integration_tests.gpu.without_vllm.cases import Case, Place, need
 from integration_tests.gpu.without_vllm.kernel import use_kernel_of_this_torch
-from integration_tests.gpu.without_vllm.training import Variant, train
+from integration_tests.gpu.without_vllm.training import Variant, train, train_on_host
 from rl_plugins.rollout.transformers_engine import TransformersRollout
+from rl_plugins.strategies.offload import HOST
 
 VARIANTS = {
     "32-true": Variant("32-true"),
@@ -24,6 +25,8 @@ VARIANTS = {
     "lora bf16-mixed": Variant(lora_rank=4),
     "padded": Variant(packing=False),
 }
+ON_HOST = {"offload cpu 32-true": Variant("32-true", place="cpu"), "offload cpu bf16-mixed": Variant(place="cpu")}
+"""Variants of ZeRO 3 and FSDP2 without optimizer states on the device."""
 _TIMEOUT_S = 60.0
 
 MakeStrategy = Callable[[TransformersRollout, Variant], Any]
@@ -36,7 +39,7 @@ def single_device(place: Place) -> Iterable[Case]:
     def make(engine: TransformersRollout, variant: Variant) -> SingleDeviceRolloutStrategy:
         return SingleDeviceRolloutStrategy(place.device, rollout=engine)
 
-    return _cases(place, make, ["32-true", "bf16-mixed", "lora bf16-mixed"])
+    return _cases(place, make, {name: VARIANTS[name] for name in ("32-true", "bf16-mixed", "lora bf16-mixed")})
 
 
 def zero1(place: Place) -> Iterable[Case]:
@@ -61,7 +64,7 @@ def _zero(place: Place, stage: int) -> Iterable[Case]:
 
         return ZeroStrategy(stage=stage, rollout=engine, offload={"policy": variant.place}, timeout_s=_TIMEOUT_S)
 
-    return _cases(place, make, VARIANTS)
+    return _cases(place, make, {**VARIANTS, **(ON_HOST if stage == 3 else {})})
 
 
 def fsdp(place: Place) -> Iterable[Case]:
@@ -72,16 +75,17 @@ def fsdp(place: Place) -> Iterable[Case]:
 
         return FSDPStrategy(rollout=engine, offload={"policy": variant.place}, timeout_s=_TIMEOUT_S)
 
-    return _cases(place, make, VARIANTS)
+    return _cases(place, make, {**VARIANTS, **ON_HOST})
 
 
-def _cases(place: Place, make: MakeStrategy, names: Iterable[str]) -> Iterable[Case]:
+def _cases(place: Place, make: MakeStrategy, variants: Mapping[str, Variant]) -> Iterable[Case]:
     _be_only_rank()
     use_kernel_of_this_torch()
-    for name in names:
+    for name, variant in variants.items():
         folder = place.folder / name.replace(" ", "-")
         folder.mkdir()
-        yield Case(name, partial(train, replace(place, folder=folder), make, VARIANTS[name]))
+        run = train_on_host if variant.place == HOST else train
+        yield Case(name, partial(run, replace(place, folder=folder), make, variant))
 
 
 def _be_only_rank() -> None:

@@ -7,7 +7,7 @@ by log-probs. After the second step the weights are lost, and come back from a c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.common import optimizer_states
 from rl_plugins.strategies.contract import POLICY
 
 STEPS, SAVED = 3, 2
@@ -36,6 +37,8 @@ _SIZES: dict[str, dict[str, Any]] = {
     "cuda": {"hidden_size": 1024, "num_layers": 8, "num_heads": 16, "num_kv_heads": 8, "intermediate_size": 2816},
     "cpu": {"hidden_size": 32, "intermediate_size": 48},
 }
+# Another order of sums changes the sign of the smallest gradients, and AdamW's first step has the size of the rate.
+_LARGEST_DIFFERENCE = {torch.float32: 0.05, torch.bfloat16: 0.3}
 _LARGEST_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 
 
@@ -45,14 +48,15 @@ class Variant:
 
     Attributes:
         precision: precision of the trainer.
-        place: place of the optimizer states and the policy while the rollout engine samples.
+        place: place of the optimizer states and the policy; with `while_sampling`, the place while the rollout engine
+            samples.
         gradient_checkpointing: recompute activations.
         lora_rank: rank of the adapter; 0 trains the model itself.
         packing: run samples as one row without padding.
     """
 
     precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed"
-    place: Literal["while_sampling", "stay"] = "while_sampling"
+    place: Literal["while_sampling", "stay", "cpu"] = "while_sampling"
     gradient_checkpointing: bool = False
     lora_rank: int = 0
     packing: bool = True
@@ -68,6 +72,8 @@ class _Interrupted(PolicyOptimization):
 
     Attributes:
         rows: metrics of each step.
+        first_step: change of each weight by the first step.
+        places_of_states: types of the devices of the optimizer's states after the first step.
         final: weights after the last step.
     """
 
@@ -77,7 +83,14 @@ class _Interrupted(PolicyOptimization):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.rows: list[dict[str, float]] = []
+        self.first_step: dict[str, Tensor] = {}
+        self.places_of_states: set[str] = set()
         self.final: dict[str, Tensor] = {}
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.first_step = self._weights()
 
     @override
     def track(self, metrics: Mapping[str, float]) -> None:
@@ -86,8 +99,18 @@ class _Interrupted(PolicyOptimization):
     @override
     def end_step(self, metrics: Mapping[str, float]) -> None:
         super().end_step(metrics)
+        if self.step == 1:
+            self._keep_first_step()
         if self.step == SAVED:
             self._lose_and_restore()
+
+    def _keep_first_step(self) -> None:
+        before = self.first_step
+        self.first_step = {name: tensor - before[name] for name, tensor in self._weights().items()}
+        for optimizer in self.trainer.optimizers:
+            # DeepSpeed's optimizer has the optimizer of the stage inside.
+            states = optimizer_states(getattr(optimizer, "optimizer", optimizer))
+            self.places_of_states |= {tensor.device.type for tensor in states if tensor.dim()}
 
     def _lose_and_restore(self) -> None:
         before = self._weights()
@@ -125,10 +148,47 @@ def train(
     Raises:
         AssertionError: a checkpoint, an export or a gap is wrong. The strategy has errors of its own.
     """
+    return _checked(_fit(place, strategy_of, variant), variant, place.folder)
+
+
+def train_on_host(
+    place: Place, strategy_of: Callable[[TransformersRollout, Variant], Any], variant: Variant
+) -> Mapping[str, Any]:
+    """Train with states on the host at all times, and compare the first step with states on the device.
+
+    Args:
+        place: place of the section.
+        strategy_of: function that makes the strategy.
+        variant: options of the training, with the place `cpu`.
+
+    Returns:
+        The figures of `train`, and the relative difference of the first steps.
+
+    Raises:
+        AssertionError: the steps differ, optimizer states are in the wrong place, or `train` would raise the error.
+    """
+    plain_folder = place.folder / "plain"
+    plain_folder.mkdir()
+    plain = _fit(replace(place, folder=plain_folder), strategy_of, replace(variant, place="stay"))
+    stage = _fit(place, strategy_of, variant)
+    difference = _relative_difference(stage.first_step, plain.first_step)
+    assert difference < _LARGEST_DIFFERENCE[variant.dtype], f"the first steps differ by {difference:.2g} of their norm"
+    assert stage.places_of_states == {"cpu"}, f"optimizer states are on {sorted(stage.places_of_states)}"
+    assert plain.places_of_states == {place.device}, f"optimizer states are on {sorted(plain.places_of_states)}"
+    return {"difference": difference, **_checked(stage, variant, place.folder)}
+
+
+def save_policy(place: Place, folder: Path) -> None:
+    """Save the policy of a place in a folder."""
+    save_tiny_policy(folder, initializer_range=0.03 if place.on_gpu else 0.2, **_SIZES[place.device])
+
+
+def _fit(place: Place, strategy_of: Callable[[TransformersRollout, Variant], Any], variant: Variant) -> _Interrupted:
+    """Train, and return the stage."""
     torch.manual_seed(0)
     folder, model = place.folder, place.folder / "model"
     if not model.is_dir():
-        save_tiny_policy(model, initializer_range=0.03 if place.on_gpu else 0.2, **_SIZES[place.device])
+        save_policy(place, model)
     engine = TransformersRollout(str(model), dtype=variant.dtype, device=place.device, check_updates=1)
     stage = _Interrupted(
         str(model),
@@ -161,6 +221,11 @@ def train(
     data = PromptDataModule(rows, tokenizer=stage.tokenizer, prompts_per_step=_PROMPTS, max_prompt_tokens=26)
     trainer.fit(stage, datamodule=data)
     assert len(stage.rows) == STEPS
+    return stage
+
+
+def _checked(stage: _Interrupted, variant: Variant, folder: Path) -> Mapping[str, Any]:
+    """Check gaps and exports, and return the figures of `train`."""
     gap = max(row["train/rollout_gap_max"] for row in stage.rows)
     assert gap < _LARGEST_GAP[variant.dtype], f"the log-probs of policy and rollout engine differ by {gap:.2g}"
     _check_exports(stage, variant, folder)
@@ -177,6 +242,15 @@ def _check_exports(stage: _Interrupted, variant: Variant, folder: Path) -> None:
         adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
         changes = [factor for name, factor in adapter.items() if "lora_B" in name]
         assert changes and all(factor.any() for factor in changes), "the exported adapter has untrained factors"
+
+
+def _relative_difference(changes: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the norm of the difference of all tensors, as a part of the norm of the expected tensors."""
+    squares = torch.zeros(2, dtype=torch.float64)
+    for name, tensor in expected.items():
+        for place, values in enumerate((changes[name] - tensor, tensor)):
+            squares[place] += float(values.double().square().sum())
+    return float((squares[0] / squares[1]).sqrt())
 
 
 def _different(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> list[str]:

@@ -58,7 +58,7 @@ class VLLMToolParser:
             from vllm.tool_parsers import ToolParserManager
         except ImportError:
             raise ConfigError(
-                f"environment.parser={name}: parsers by name come from vLLM, which is not installed: "
+                f"parser={name}: parsers by name come from vLLM, which is not installed: "
                 "pip install 'rl-plugins[cpu]' or 'rl-plugins[gpu]', or name a function"
             ) from None
         # vLLM logs a traceback for each call that cannot be read.
@@ -69,7 +69,7 @@ class VLLMToolParser:
         if name not in known:
             close = get_close_matches(name, known, n=3, cutoff=0.5)
             raise ConfigError(
-                f"environment.parser={name}: vLLM has no such tool parser: "
+                f"parser={name}: vLLM has no such tool parser: "
                 + (f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(known)}")
             )
         try:
@@ -77,8 +77,7 @@ class VLLMToolParser:
         # Each parser has its own exception for a token that the tokenizer lacks.
         except Exception as error:
             raise ConfigError(
-                f"environment.parser={name} does not fit the tokenizer {tokenizer.name_or_path!r}: "
-                f"{' '.join(str(error).split())}"
+                f"parser={name} does not fit the tokenizer {tokenizer.name_or_path!r}: {' '.join(str(error).split())}"
             ) from None
         example = _rendered_call(tokenizer, template_options)
         if example is not None:
@@ -114,7 +113,7 @@ class VLLMToolParser:
         others = [name for name in self._manager.list_registered() if self._reads(name, example)]
         hint = f"use {' or '.join(others)}" if others else "name a function of yours"
         raise ConfigError(
-            f"environment.parser={self._name} does not read the calls of the chat template of "
+            f"parser={self._name} does not read the calls of the chat template of "
             f"{self._tokenizer.name_or_path!r}, which look like {example!r}: {hint}"
         )
 

@@ -122,7 +122,7 @@ def test_prompt_without_the_tools_is_refused(environment: ToolEnvironment) -> No
     scorer = InlineScorer({"_target_": "rl_plugins.tests.rewards.sample_rewards.length"})
     talk = Conversations(environment.connect(scorer, tokenizer), tokenizer, 2).by(Speaker({"hm": ["5<|end|>"]}))
     talk.submit([Opening(1, tokenizer.encode("hm"), 5, about=ScoringRequest("s", "", None, {}))], SamplingConfig())
-    with pytest.raises(ConfigError, match=r"the prompts do not show the tool 'add'.*environment.template_options"):
+    with pytest.raises(ConfigError, match=r"the prompts do not show the tool 'add'.*tools.template_options"):
         talk.collect([1], 0)
 
 
@@ -169,14 +169,16 @@ def call_twice(text: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_turns": 1}, "environment.max_turns=1: the policy responds again after a call"),
-        ({"tools": []}, "environment.tools=[]: name at least one tool"),
+        ({"max_turns": 1}, "max_turns=1: the policy responds again after a call"),
+        ({"tools": []}, "tools=[]: name at least one tool"),
         ({"deadline_s": 0.0}, "deadline_s=0.0: must be above 0"),
         ({"parser": f"{HERE}.read_call"}, "did you mean 'read_calls'"),
-        ({"pass_env": ["NO_SUCH_KEY"]}, "environment.pass_env=[NO_SUCH_KEY]"),
+        ({"pass_env": ["NO_SUCH_KEY"]}, "pass_env=[NO_SUCH_KEY]: the environment has no NO_SUCH_KEY"),
     ],
 )
 def test_environment_refuses_bad_options_in_one_line(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         ToolEnvironment(**{"tools": [f"{HERE}.add"], **options})
     assert said in str(refused.value) and "\n" not in str(refused.value)
+    # A recipe has options, and Python has arguments.
+    assert "environment." not in str(refused.value) and "in Python" not in str(refused.value)

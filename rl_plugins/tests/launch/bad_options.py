@@ -414,6 +414,14 @@ CHECKS: dict[str, list[Case]] = {
     "tools": [
         (["environment.tools=[my.search]"], ["environment.max_turns=1", "set 2 or more", "environment=tools"]),
         ([*TOOLS, f"environment.tools=[{SAMPLE_TOOLS}.adds]"], [f"tool '{SAMPLE_TOOLS}.adds'", "did you mean 'add'"]),
+        (
+            [*TOOLS, f"environment.tools=[{SAMPLE_TOOLS}.add]", "environment.pass_env=[NO_SUCH_KEY]"],
+            ["environment.pass_env=[NO_SUCH_KEY]: the environment has no NO_SUCH_KEY"],
+        ),
+        (
+            [*TOOLS, "environment.tools=[{mcp: [no-such-program]}]"],
+            ["no-such-program", "did not start", "or raise environment.load_timeout_s"],
+        ),
         ([*TOOLS, f"environment.tools=[{SAMPLE_TOOLS}.add]"], ["model' does not show tools to the policy"]),
     ],
     "optimizer": [

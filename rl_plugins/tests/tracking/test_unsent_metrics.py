@@ -123,6 +123,16 @@ def test_batches_after_a_failed_call_with_a_roll_back_among_the_points(log, unse
     assert len(received) == 4 and take(unsent) == points[4:]
 
 
+def test_first_charts_of_mlflow_begin_with_learning_and_end_with_memory_and_idle_time(log, unsent):
+    learning = ["entropy", "kl", "response_length", "reward", "reward_validation", "rollout_gap"]
+    log.log_metrics(dict.fromkeys([*FIRST_CHARTS, "time/rollout", "train/loss"], 1.0), 1)
+    # MLflow sorts groups by the text before the last slash, and charts in a group by name.
+    charts = sorted((name for name, _, _ in take(unsent)), key=lambda name: (name.rpartition("/")[0], name))
+    assert charts[:6] == learning
+    usage = [name for name in charts if name.startswith("usage_")]
+    assert charts[6:10] == usage and [name.split("_")[1] for name in usage] == ["idle", "idle", "memory", "memory"]
+
+
 def test_store_has_both_values_of_a_repeated_step_once(log, unsent, run):
     log_rolled_back(log)
     for _ in range(2):

@@ -1,0 +1,1 @@
+"""Parts of the comparison with verl (`benchmarks.against_verl`)."""
