@@ -214,10 +214,10 @@ class JudgeServer:
             (choice, *_) = content["choices"]
             text = choice["message"].get("content") or ""
             usage = content.get("usage") or {}
-            sizes = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+            tokens_in, tokens_out = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return _Failure("fault", f"answers in another form than OpenAI's protocol ({self._shown(response.text)})")
-        return Answer(str(text), *sizes, was_cut=choice.get("finish_reason") == "length")
+        return Answer(str(text), tokens_in, tokens_out, was_cut=choice.get("finish_reason") == "length")
 
     def _retry_after_s(self, response: httpx2.Response) -> float:
         """Return the seconds in the header Retry-After, a number or a date, at most `wait_s`; 0 without the header.
