@@ -46,6 +46,9 @@ _ADDRESS_OR_NULL = or_null(
     Range("must be an address such as http://localhost:8000/v1 or https://api.openai.com/v1", _is_address)
 )
 
+_TEXT_OR_NULL = Range("must be a text, or null", lambda value: True)
+_MAPPING = Range("must be a mapping of fields to values", lambda value: isinstance(value, Mapping))
+
 
 @dataclass
 class JudgeConfig(Settings):
@@ -80,10 +83,10 @@ class JudgeConfig(Settings):
     """
 
     url: Annotated[str | None, _ADDRESS_OR_NULL] = None
-    model: str | None = None
+    model: Annotated[str | None, _TEXT_OR_NULL] = None
     key_variable: str | None = None
-    template: str | None = None
-    template_file: str | None = None
+    template: Annotated[str | None, _TEXT_OR_NULL] = None
+    template_file: Annotated[str | None, _TEXT_OR_NULL] = None
     low: float = 0.0
     high: float = 10.0
     scale: Annotated[str, one_of("unit", "raw")] = "unit"
@@ -92,13 +95,13 @@ class JudgeConfig(Settings):
     response_format: Annotated[str, one_of("json_schema", "json_object", "none")] = "json_schema"
     temperature: Annotated[float | None, or_null(NOT_NEGATIVE)] = 0.0
     max_tokens: Annotated[int, AT_LEAST_1] = 1024
-    request: dict[str, Any] = field(default_factory=dict)
+    request: Annotated[dict[str, Any], _MAPPING] = field(default_factory=dict)
     timeout_s: Annotated[float, ABOVE_0] = 60.0
     retries: Annotated[int, NOT_NEGATIVE] = 4
     wait_s: Annotated[float, NOT_NEGATIVE] = 600.0
     requests_per_minute: Annotated[float | None, ABOVE_0_OR_NULL] = None
     concurrent_requests: Annotated[int, AT_LEAST_1] = 32
-    cache: str | None = None
+    cache: Annotated[str | None, _TEXT_OR_NULL] = None
     price_in: Annotated[float, NOT_NEGATIVE] = 0.0
     price_out: Annotated[float, NOT_NEGATIVE] = 0.0
 
@@ -112,7 +115,7 @@ class JudgeConfig(Settings):
         if self.url is not None and "@" in urlsplit(self.url).netloc:
             raise ConfigError("url: the address has a user or a password: name the key's variable with key_variable")
         # The wrong value may be the key itself, so the message does not show it.
-        if self.key_variable is not None and not _VARIABLE.fullmatch(self.key_variable):
+        if self.key_variable is not None and not _VARIABLE.fullmatch(str(self.key_variable)):
             raise ConfigError(
                 "key_variable: must be the name of an environment variable in capital letters, such as JUDGE_API_KEY, "
                 "and never the key itself"

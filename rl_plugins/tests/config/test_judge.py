@@ -26,6 +26,8 @@ JUDGE = ["model.path=m", "reward=judge", "reward.judge.url=http://localhost:8000
         ({"url": "http://:80"}, "must be an address"),
         ({"url": "http://host:port"}, "must be an address"),
         ({"url": "http://me:word@host/v1"}, "the address has a user or a password"),
+        ({"template": 3}, "template=3: must be a text, or null"),
+        ({"request": "top_p=1"}, "request=top_p=1: must be a mapping"),
         ({"low": 10.0}, "low=10: must be below high=10"),
         ({"low": float("nan")}, "low=nan"),
         ({"votes": 0}, "votes=0: must be at least 1"),
