@@ -69,7 +69,7 @@ def test_answer_folder_ignores_damaged_files(tmp_path: Path) -> None:
 
 def test_answer_folder_has_whole_answers_while_processes_write(tmp_path: Path) -> None:
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)]) for _ in range(2)]
-    seen = set()
+    seen = set[int]()
     while len(seen) < 5 or any(writer.poll() is None for writer in writers):
         for number in range(5):
             answer = AnswerFolder(str(tmp_path)).read({"number": number})
