@@ -25,7 +25,7 @@ from rl_plugins.config.judge import PLACEHOLDER, JudgeConfig, check_template, ju
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.calling import CompositeReward
 from rl_plugins.rewards.judge_answers import Answer, AnswerFolder, read_score
-from rl_plugins.rewards.judge_server import JudgeServer, Limits, NoAnswer
+from rl_plugins.rewards.judge_server import JudgeServer, NoAnswer, RequestLimits
 from rl_plugins.rewards.records import Failure, Message, Score, ScoringRequest, failed, read_scores
 from rl_plugins.user_code import UNDECIDED, SoftDeadline, run_concurrently
 
@@ -103,7 +103,7 @@ class Judge(CompositeReward):
                     f"reward.judge.{name} is missing: a judge needs reward.judge.url, the address of its server, and "
                     "reward.judge.model, the name of its model there (in Python: JudgeConfig)"
                 )
-        limits = Limits(
+        limits = RequestLimits(
             self.config.timeout_s,
             self.config.retries,
             self.config.wait_s,

@@ -64,7 +64,7 @@ class NoAnswer(Exception):
 
 
 @dataclass(frozen=True)
-class Reply:
+class JudgeReply:
     """Answer to a question.
 
     Attributes:
@@ -86,8 +86,8 @@ class _Failure:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of requests of this process.
+class RequestLimits:
+    """RequestLimits of requests of this process.
 
     Attributes:
         timeout_s: seconds for one answer.
@@ -121,7 +121,7 @@ class JudgeServer:
         limits: limits of requests.
     """
 
-    def __init__(self, url: str, key: str | None, limits: Limits) -> None:
+    def __init__(self, url: str, key: str | None, limits: RequestLimits) -> None:
         parts = urlsplit(url)
         path = parts.path.rstrip("/").removesuffix(_ENDPOINT)
         self.url = urlunsplit(parts._replace(path=path + _ENDPOINT, fragment=""))
@@ -131,7 +131,7 @@ class JudgeServer:
         self._next_start = self._next_log = 0.0
         self._away_since: float | None = None
 
-    async def ask(self, body: Mapping[str, Any], stop: float) -> Reply:
+    async def ask(self, body: Mapping[str, Any], stop: float) -> JudgeReply:
         """Send a question until there is an answer.
 
         Args:
@@ -150,7 +150,7 @@ class JudgeServer:
                 outcome = await self._post(connection.client, body, min(self._limits.timeout_s, stop - started))
             if isinstance(outcome, Answer):
                 self._note_presence()
-                return Reply(outcome, requests, time.monotonic() - started)
+                return JudgeReply(outcome, requests, time.monotonic() - started)
             delay_s = self._delay_s(requests, outcome)
             if outcome.kind == "away":
                 left_s = self._note_absence(outcome.reason)

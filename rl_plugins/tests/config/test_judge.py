@@ -50,7 +50,7 @@ def test_judge_config_refuses_wrong_values(options: dict[str, Any], message: str
     assert message in str(caught.value) and "word@" not in str(caught.value)
 
 
-def test_judge_config_does_not_show_a_key_in_place_of_its_variable() -> None:
+def test_judge_config_does_not_show_a_key_in_place_of_a_variable() -> None:
     with pytest.raises(ConfigError) as caught:
         JudgeConfig(key_variable="sk-very-secret")
     assert "JUDGE_API_KEY" in str(caught.value) and "secret" not in str(caught.value)
@@ -85,7 +85,7 @@ def test_check_deadline_needs_time_for_the_wait() -> None:
         check_deadline({"default": {**NODE, "config": {"urll": ""}}}, 30, "--deadline")
 
 
-def test_recipe_gives_its_judge_to_rewards_and_writes_options_once() -> None:
+def test_recipe_gives_the_judge_to_rewards_and_writes_options_once() -> None:
     config = configured("grpo", *JUDGE, "reward.judge.template_file=rubric.txt", "placement.num_workers=2")
     check_options(config)
     (judge,) = judges_of(config.rewards)

@@ -185,7 +185,7 @@ def test_judge_that_is_away_fails_samples_and_scores_none_0(stub: JudgeStub) -> 
         scorer.score([request("a"), request("b")])
 
 
-def test_judge_ends_before_the_deadline_of_its_call(stub: JudgeStub) -> None:
+def test_judge_ends_before_the_deadline_of_the_call(stub: JudgeStub) -> None:
     stub.say(Said(hangs=True))
     scorer = InlineScorer({"_target_": TARGET, "config": settings(stub.url)}, deadline_s=1.0)
     (result,) = scorer.answer([request()])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rl_plugins.rewards import judge_server
-from rl_plugins.rewards.judge_server import JudgeServer, Limits, NoAnswer, Reply
+from rl_plugins.rewards.judge_server import JudgeReply, JudgeServer, NoAnswer, RequestLimits
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.rewards.judge_stub import OVERLOADED, JudgeStub, Said, judge_stub
 
@@ -38,7 +38,7 @@ def ask(url: str, *, questions: int = 1, time_s: float = 60.0, key: str | None =
     """Return the reply or the exception of each question."""
 
     async def run() -> list[Any]:
-        server, stop = JudgeServer(url, key, Limits(**limits)), time.monotonic() + patient(time_s)
+        server, stop = JudgeServer(url, key, RequestLimits(**limits)), time.monotonic() + patient(time_s)
         return await asyncio.gather(*(server.ask(BODY, stop) for _ in range(questions)), return_exceptions=True)
 
     return asyncio.run(run())
@@ -61,7 +61,7 @@ def free_port() -> int:
 def test_ask_sends_the_body_and_the_key_to_the_endpoint(stub: JudgeStub) -> None:
     for url in (stub.url, f"{stub.url}/", f"{stub.url}/chat/completions"):
         (reply,) = ask(url, key=KEY)
-        assert isinstance(reply, Reply) and reply.requests == 1 and reply.seconds > 0
+        assert isinstance(reply, JudgeReply) and reply.requests == 1 and reply.seconds > 0
         assert (reply.answer.tokens_in, reply.answer.tokens_out, reply.answer.was_cut) == (100, 10, False)
     assert stub.requests == [{"path": "/v1/chat/completions", "key": f"Bearer {KEY}", **BODY}] * 3
     ask(stub.url)
@@ -86,7 +86,7 @@ def test_ask_waits_as_long_as_retry_after_with_all_questions(stub: JudgeStub) ->
     (reply,) = ask(stub.url)
     assert reply.requests == 2 and time.monotonic() - started >= 1
     for text, least in {"soon": 0.0, "Thu, 01 Jan 1970 00:00:00 GMT": 0.0, "nan": 0.0, "1e9": 60.0}.items():
-        server = JudgeServer(stub.url, None, Limits(wait_s=60.0))
+        server = JudgeServer(stub.url, None, RequestLimits(wait_s=60.0))
         assert server._retry_after_s(type("R", (), {"headers": {"Retry-After": text}})()) == least
 
 
@@ -131,7 +131,7 @@ def test_ask_waits_for_a_server_that_starts_later(caplog: pytest.LogCaptureFixtu
                 thread.join(patient(30))
     finally:
         judge_server.logger.removeHandler(watch)
-    assert all(isinstance(outcome, Reply) and outcome.requests > 1 for outcome in outcomes) and len(outcomes) == 3
+    assert all(isinstance(outcome, JudgeReply) and outcome.requests > 1 for outcome in outcomes) and len(outcomes) == 3
     waits = [record.getMessage() for record in caplog.records]
     assert len(waits) == 2, waits
     assert "cannot be reached" in waits[0] and "reward.judge.wait_s=600" in waits[0] and "answers again" in waits[1]
@@ -141,7 +141,7 @@ def test_ask_gives_up_when_the_common_wait_is_over(stub: JudgeStub) -> None:
     stub.say(OVERLOADED)
 
     async def run() -> list[tuple[float, int]]:
-        server, found = JudgeServer(stub.url, None, Limits(wait_s=0.5)), []
+        server, found = JudgeServer(stub.url, None, RequestLimits(wait_s=0.5)), []
         for _ in range(3):
             started = time.monotonic()
             with pytest.raises(NoAnswer, match=r"status 503 \(busy\)") as caught:
@@ -160,7 +160,7 @@ def test_ask_gives_up_when_the_common_wait_is_over(stub: JudgeStub) -> None:
     assert [requests for _, requests in later] == [1, 1], "the wait is common to all questions"
 
 
-def test_ask_gives_up_before_its_deadline(stub: JudgeStub) -> None:
+def test_ask_gives_up_before_the_deadline(stub: JudgeStub) -> None:
     stub.say(OVERLOADED)
     (outcome,) = ask(stub.url, time_s=0.1)
     assert isinstance(outcome, NoAnswer) and outcome.is_late
@@ -171,7 +171,7 @@ def test_ask_keeps_the_number_of_requests_per_minute(stub: JudgeStub) -> None:
     ask(stub.url, questions=5, per_minute=1200)
     assert time.monotonic() - started >= 4 * 60 / 1200
     slow = ask(stub.url, questions=3, per_minute=1, time_s=1)
-    assert [isinstance(outcome, Reply) for outcome in slow].count(True) == 1
+    assert [isinstance(outcome, JudgeReply) for outcome in slow].count(True) == 1
     assert all("reward.judge.requests_per_minute" in str(outcome) for outcome in slow if isinstance(outcome, NoAnswer))
 
 
@@ -182,6 +182,6 @@ def test_ask_keeps_the_number_of_concurrent_requests(stub: JudgeStub) -> None:
 
 
 def test_ask_connects_again_in_a_new_event_loop(stub: JudgeStub) -> None:
-    server = JudgeServer(stub.url, None, Limits())
+    server = JudgeServer(stub.url, None, RequestLimits())
     for _ in range(2):
         assert asyncio.run(server.ask(BODY, math.inf)).requests == 1
