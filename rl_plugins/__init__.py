@@ -59,6 +59,8 @@ PUBLIC: dict[str, dict[str, str]] = {
         "InlineScorer": "rewards.inline",
         "WeightedSum": "rewards.mixing",
         "ModelReward": "rewards.model",
+        "Judge": "rewards.judge",
+        "JudgeConfig": "config.judge",
         "ScoringRequest": "rewards.records",
         "Score": "rewards.records",
     },

@@ -19,6 +19,7 @@ from rl_plugins.callbacks.samples import SampleTable as SampleTable
 from rl_plugins.callbacks.throughput import Throughput as Throughput
 from rl_plugins.config.data import CurriculumConfig as CurriculumConfig
 from rl_plugins.config.data import MixturePart as MixturePart
+from rl_plugins.config.judge import JudgeConfig as JudgeConfig
 from rl_plugins.config.models import CriticConfig as CriticConfig
 from rl_plugins.config.models import LoraConfig as LoraConfig
 from rl_plugins.config.models import OptimizerConfig as OptimizerConfig
@@ -40,6 +41,7 @@ from rl_plugins.errors import RewardError as RewardError
 from rl_plugins.errors import TrainingDiverged as TrainingDiverged
 from rl_plugins.errors import UserError as UserError
 from rl_plugins.rewards.inline import InlineScorer as InlineScorer
+from rl_plugins.rewards.judge import Judge as Judge
 from rl_plugins.rewards.mixing import WeightedSum as WeightedSum
 from rl_plugins.rewards.model import ModelReward as ModelReward
 from rl_plugins.rewards.pool import RewardPool as RewardPool

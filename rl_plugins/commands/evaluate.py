@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.commands.generate import add_sampling_arguments
 from rl_plugins.commands.main import number
+from rl_plugins.config.judge import JudgeConfig, check_deadline, judge_config, with_judges
 from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FINITE, FROM_0_TO_1, NOT_NEGATIVE
 from rl_plugins.control_characters import json_without_controls
 from rl_plugins.errors import ConfigError, RewardError
@@ -105,6 +106,8 @@ def run(arguments: Namespace) -> int:
     files = [_samples_file(name, arguments) for name in arguments.inputs]
     console, results = Terminal(), []
     all_samples = [load_samples(path) for path in files]
+    reward = with_judges(reward, JudgeConfig(), max(1, arguments.workers))
+    check_deadline(reward, arguments.deadline, "--deadline")
     check_routes(reward, frozenset().union(*(samples.sources for samples in all_samples)))
     _try_reward(reward, all_samples, arguments)
     with closing(_build_scorer(reward, arguments)) as scorer:
@@ -157,6 +160,8 @@ def reward_config(name: str) -> Mapping[str, Any]:
             raise ConfigError(f"--reward {name}: the file has no `reward.functions`")
         try:
             functions: Any = OmegaConf.to_container(node, resolve=True)
+            judge_node = (content.get("reward") or content).get("judge")
+            judge: Any = OmegaConf.to_container(judge_node, resolve=True) if judge_node else {}
         except OmegaConfBaseException as error:
             raise ConfigError(f"--reward {name}: {explain(error)}") from None
         if repr(REMOVED) in str(functions):
@@ -170,10 +175,17 @@ def reward_config(name: str) -> Mapping[str, Any]:
                 f"--reward {name}: its run has conversations (environment.max_turns={turns}), but samples are single "
                 "responses: validate the policy in a recipe with model.path and run.eval_before=true"
             )
-        return dict(functions)
+        return dict(with_judges(functions, _judge(name, judge), 1))
     if ":" not in name and "." not in name:
         raise ConfigError(f"--reward {name}: use one of {', '.join(sorted(built_in))}, file.py:name, or module.name")
     return _function(name)
+
+
+def _judge(name: str, options: Mapping[str, Any]) -> JudgeConfig:
+    try:
+        return judge_config(options)
+    except ConfigError as error:
+        raise ConfigError(f"--reward {name}: judge.{error}") from None
 
 
 def _function(name: str) -> dict[str, str]:
@@ -221,12 +233,12 @@ def _samples_file(name: str, arguments: Namespace) -> Path:
 def _try_reward(reward: Mapping[str, Any], all_samples: Sequence[Samples], arguments: Namespace) -> None:
     """Call the reward for the right answer of one row of each data source, as a recipe does before its start."""
     from rl_plugins.rewards.records import ScoringRequest
-    from rl_plugins.rewards.trial import DEADLINE_S, RewardTrial
+    from rl_plugins.rewards.trial import RewardTrial, trial_deadline_s
 
     rows = {row["data_source"]: row for samples in all_samples for row in samples.rows}
     with RewardTrial(
         reward,
-        deadline_s=min(arguments.deadline, DEADLINE_S),
+        deadline_s=trial_deadline_s(reward, arguments.deadline),
         load_timeout_s=arguments.load_timeout,
         memory_mb=arguments.memory_mb,
         pass_env=arguments.pass_env,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from rl_plugins.config.judge import check_deadline, judges_of
 from rl_plugins.config.placement import CRITIC_POOLS, POOLS
 from rl_plugins.config.recipe import COLLECTING_STAGES, GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.config.rollout import ADAPTER_RANKS
@@ -33,6 +34,7 @@ def check_options(config: RecipeConfig) -> None:
         _check_debug,
         _check_pools,
         _check_offload,
+        _check_judges,
     ):
         check(config)
 
@@ -340,6 +342,20 @@ def _check_offload(config: RecipeConfig) -> None:
         raise ConfigError("strategy.offload.reference=nvme: a reference that follows the policy cannot be in files")
     if offload.teacher == "nvme" and config.teacher.update_every:
         raise ConfigError("strategy.offload.teacher=nvme: a teacher that follows the policy cannot be in files")
+
+
+def _check_judges(config: RecipeConfig) -> None:
+    if not config.generates:
+        return
+    check_deadline(config.rewards, config.reward.deadline_s, "reward.deadline_s")
+    collective_s = config.strategy.collective_timeout_s
+    # The other workers wait in a collective for the worker with the slow judge.
+    if config.num_workers > 1 and any(judges_of(config.rewards)) and config.reward.deadline_s >= collective_s:
+        raise ConfigError(
+            f"reward.deadline_s={config.reward.deadline_s:g}: while a worker waits for its judge, the others wait for "
+            f"the worker, at most strategy.collective_timeout_s={collective_s:g}: raise this option, or lower "
+            "reward.judge.wait_s and reward.deadline_s"
+        )
 
 
 def _next_multiple(value: int, of: int) -> int:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from omegaconf import MISSING
 
+from rl_plugins.config.judge import JudgeConfig
 from rl_plugins.config.settings import (
     ABOVE_0,
     ABOVE_0_OR_NULL,
@@ -328,6 +329,7 @@ class RewardConfig(Settings):
     """
 
     functions: dict[str, Any] = field(default_factory=dict)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     num_workers: Annotated[int, NOT_NEGATIVE] = 1
     gpus: Annotated[float, GPUS] = 0.0
     deadline_s: Annotated[float, ABOVE_0] = 30.0

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rl_plugins.config.data import BatchConfig, DataConfig, MixturePart
 from rl_plugins.config.environment import OptionPath, environment_expressions, value_at
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, keys_of
+from rl_plugins.config.judge import JUDGE_FILES, judges_of, with_judges
 from rl_plugins.config.models import (
     CostModelOptions,
     CriticOptions,
@@ -188,6 +189,13 @@ class RecipeConfig(Settings):
         return "float32" if self.precision == "32-true" else "bfloat16"
 
     @property
+    def rewards(self) -> dict[str, Any]:
+        """Rewards by data source: the option `reward.functions`, with the settings of each judge."""
+        processes = self.num_workers * max(1, self.reward.num_workers)
+        rewards: dict[str, Any] = with_judges(self.reward.functions, self.reward.judge, processes)
+        return rewards
+
+    @property
     def model_paths(self) -> dict[str, str]:
         """Folder or Hugging Face name of each model that the recipe names, by its option."""
         return {option: values[key] for option, values, key in self._places_of_paths()}
@@ -230,6 +238,9 @@ class RecipeConfig(Settings):
             self.debug.replay = _absolute(self.debug.replay)
         if self.strategy.offload.folder:
             self.strategy.offload.folder = _absolute(self.strategy.offload.folder)
+        own = (node.get("config") for node in judges_of(self.reward.functions))
+        for options in (vars(self.reward.judge), *(node for node in own if isinstance(node, dict))):
+            options |= {name: _absolute(str(options[name])) for name in JUDGE_FILES if options.get(name)}
         for node in (
             *self.reward.functions.values(),
             self.data.dataset,

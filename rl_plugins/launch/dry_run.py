@@ -128,20 +128,20 @@ def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
         Replies of environments to the policy.
     """
     from rl_plugins.rewards.calling import check_routes
-    from rl_plugins.rewards.trial import DEADLINE_S, RewardTrial
+    from rl_plugins.rewards.trial import RewardTrial, trial_deadline_s
 
     first_of_source: dict[str, Row] = {}
     for row in rows:
         first_of_source.setdefault(row["data_source"], row)
     if not first_of_source:
         return []
-    check_routes(config.reward.functions, first_of_source)
-    reward = config.reward
+    rewards, reward = config.rewards, config.reward
+    check_routes(rewards, first_of_source)
     if reward.gpus and config.launcher == "ray":
         return []
     with RewardTrial(
-        reward.functions,
-        deadline_s=min(reward.deadline_s, DEADLINE_S),
+        rewards,
+        deadline_s=trial_deadline_s(rewards, reward.deadline_s),
         load_timeout_s=reward.load_timeout_s,
         gpus=reward.gpus,
         memory_mb=reward.memory_mb,

@@ -408,9 +408,9 @@ def scorer_of(config: RecipeConfig) -> RewardPool | InlineScorer | None:
     reward = config.reward
     options: dict[str, Any] = {"deadline_s": reward.deadline_s, "max_failure_rate": reward.max_failure_rate}
     if not reward.num_workers:
-        return InlineScorer(reward.functions, **options)
+        return InlineScorer(config.rewards, **options)
     return RewardPool(
-        reward.functions,
+        config.rewards,
         num_workers=reward.num_workers,
         start_timeout_s=max(_START_S, reward.load_timeout_s),
         gpus_per_worker=reward.gpus,

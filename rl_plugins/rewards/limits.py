@@ -49,18 +49,31 @@ class WorkerLimits:
         memory_mb: Memory of the worker beyond a worker without rewards, in MiB. None is half of the free memory at
             the worker's start.
         option: name of the option or argument with `pass_env`, for messages.
+        keys: names of variables with the keys of judges, which a worker gets if they exist.
     """
 
     pass_env: Sequence[str] = ()
     values: Mapping[str, str] = field(default_factory=dict, repr=False)
     memory_mb: int | None = None
     option: str = "reward.pass_env"
+    keys: Sequence[str] = ()
 
     @classmethod
-    def of(cls, pass_env: Sequence[str], memory_mb: int | None, option: str = "reward.pass_env") -> WorkerLimits:
+    def of(
+        cls,
+        pass_env: Sequence[str],
+        memory_mb: int | None,
+        option: str = "reward.pass_env",
+        keys: Sequence[str] = (),
+    ) -> WorkerLimits:
         """Return the limits with the values in the environment of this process."""
-        values = {name: os.environ[name] for name in pass_env if name in os.environ}
-        return cls(tuple(pass_env), values, memory_mb, option)
+        values = {name: os.environ[name] for name in (*pass_env, *keys) if name in os.environ}
+        return cls(tuple(pass_env), values, memory_mb, option, tuple(keys))
+
+    @property
+    def passed(self) -> list[str]:
+        """Names of all variables with secrets for the worker."""
+        return [*self.pass_env, *self.keys]
 
     def clean(self, environment: MutableMapping[str, str]) -> None:
         """Remove secrets from an environment, and add the passed variables.
@@ -68,7 +81,7 @@ class WorkerLimits:
         Raises:
             ConfigError: A passed variable exists nowhere.
         """
-        for name in withheld_names(environment, self.pass_env):
+        for name in withheld_names(environment, self.passed):
             del environment[name]
         environment.update(self.values)
         missing = [name for name in self.pass_env if name not in environment]

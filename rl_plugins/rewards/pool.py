@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl_plugins.config.judge import key_variables
 from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FROM_0_TO_1, NOT_NEGATIVE, check_ranges
 from rl_plugins.control_characters import without_controls
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
@@ -66,7 +67,8 @@ class RewardPool:
             gpus_per_worker: Number of GPUs reserved in Ray for each worker. A fraction shares one GPU. With 0, a
                 worker sees no GPU. Without Ray, any number shows the worker the GPUs of this process.
             memory_mb: Memory of a worker beyond a worker without rewards, in MiB (see `WorkerLimits`).
-            pass_env: Names of environment variables with secrets that the rewards need. A worker gets no other secret.
+            pass_env: Names of environment variables with secrets that the rewards need. A worker gets no other secret
+                but the keys of judges.
 
         Raises:
             ConfigError: An option is out of range, or a variable of `pass_env` does not exist.
@@ -79,7 +81,8 @@ class RewardPool:
         check_routes(self.reward_config, ())
         self.deadline_s, self.max_failure_rate, self.chunk_size = deadline_s, max_failure_rate, chunk_size
         self.hard_deadline_s = CHUNK_BUDGET_S + deadline_s + REPEAT_S + grace_s
-        task = WorkerTask(self.reward_config, WorkerLimits.of(pass_env, memory_mb), gpus_per_worker)
+        limits = WorkerLimits.of(pass_env, memory_mb, keys=key_variables(self.reward_config))
+        task = WorkerTask(self.reward_config, limits, gpus_per_worker)
         self._kind = _kind_of_workers()
         self._workers: list[RewardWorker] = [self._kind(task, start_timeout_s) for _ in range(num_workers)]
 

@@ -19,6 +19,10 @@ from rl_plugins.user_code import describe
 Message = Mapping[str, Any]
 Failure = Literal["raised", "timeout", "not_finite", "died", "memory"]
 
+JUDGE_DETAILS = "judge/"
+"""Start of the names of details about a judge."""
+SUMMED_DETAILS = frozenset(f"{JUDGE_DETAILS}{name}" for name in ("calls", "retries", "tokens_in", "tokens_out", "cost"))
+"""Details whose metric is the sum over samples. The metric of all other details is the mean."""
 _MESSAGE_LIMIT = 500
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rl_plugins.config.judge import key_variables, longest_timeout
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.calling import check_routes, normalize_routes
 from rl_plugins.rewards.child_worker import ChildWorker
@@ -21,7 +22,7 @@ from rl_plugins.rewards.worker import WorkerLost, WorkerTask
 from rl_plugins.user_code import REPEAT_S
 
 DEADLINE_S = 10.0
-"""Longest soft deadline of one call in a trial, in seconds."""
+"""Longest soft deadline of one call of a function in a trial, in seconds."""
 
 LOAD_S = 12.0
 """Default for the seconds in which a worker must start and load the rewards."""
@@ -59,7 +60,7 @@ class RewardTrial:
         """
         self.reward_config, self.deadline_s = plain(reward_config), deadline_s
         check_routes(self.reward_config, ())
-        self._limits = WorkerLimits.of(pass_env, memory_mb)
+        self._limits = WorkerLimits.of(pass_env, memory_mb, keys=key_variables(self.reward_config))
         self._worker: ChildWorker | None = None
         self._scorer: InlineScorer | None = None
         if in_process:
@@ -137,8 +138,18 @@ class RewardTrial:
 
     def _missing_secret(self, message: str) -> str:
         """Return the way out if a message names a withheld variable."""
-        names = [name for name in withheld_names(os.environ, self._limits.pass_env) if name in message]
+        names = [name for name in withheld_names(os.environ, self._limits.passed) if name in message]
         return f"; rewards get this secret with reward.pass_env=[{','.join(names)}]" if names else ""
+
+
+def trial_deadline_s(reward_config: Mapping[str, Any], deadline_s: float) -> float:
+    """Return the seconds for one call in a trial: enough for one answer of a judge.
+
+    Args:
+        reward_config: One reward, or a mapping from data source to reward.
+        deadline_s: Seconds for one call in the run.
+    """
+    return min(deadline_s, max(DEADLINE_S, 1.5 * longest_timeout(reward_config)))
 
 
 def check_reward(

@@ -261,7 +261,7 @@ def _check_config(values: Any) -> None:
     ]
     free = (
         "algorithm", "callbacks", "dataset", "functions", "loggers", "options", "process_reward_model", "profiler",
-        "schedule_options", "vllm",
+        "request", "schedule_options", "vllm",
     )  # fmt: skip
     wrong = [path for path in wrong if not set(free) & set(map(str, path))]
     assert wrong == [], f"{'.'.join(map(str, wrong[0]))} is not finite"

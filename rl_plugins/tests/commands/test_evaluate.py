@@ -9,6 +9,7 @@ import pytest
 from rl_plugins.commands.evaluate import reward_config
 from rl_plugins.commands.main import main
 from rl_plugins.errors import ConfigError
+from rl_plugins.tests.rewards.judge_stub import Said, judge_stub
 
 FIRST = {
     ("sums", "1+1=", "2"): ["2", "3", "2", "2"],
@@ -126,6 +127,29 @@ def test_reward_config_reads_secrets_from_the_environment(tmp_path, monkeypatch)
         reward_config(str(config))
     config.write_text("reward: {functions: {default: {_target_: judge.score, api_key: '***'}}}")
     with pytest.raises(ConfigError, match=r"\*\*\* in place of a secret.*name the variable"):
+        reward_config(str(config))
+
+
+def test_evaluate_asks_the_judge_of_a_run(write_samples, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    config, target = tmp_path / "config.yaml", "rl_plugins.rewards.judge.Judge"
+    words = ["evaluate", str(write_samples("samples.parquet", FIRST)), "--reward", str(config)]
+    with judge_stub() as stub:
+        stub.answer = lambda number, body: Said(f"Score: {10 if 'Paris' in body['messages'][0]['content'] else 0}")
+        judge = f"{{url: '{stub.url}', model: judge, template: '{{response}}'}}"
+        config.write_text(f"reward: {{functions: {{default: {{_target_: {target}}}}}, judge: {judge}}}")
+        assert main(words) == 2
+        assert "--deadline=30 is below the 660 s" in capsys.readouterr().err
+        assert main([*words, "--deadline", "900"]) == 0
+    assert "failed rewards: none" in capsys.readouterr().out
+    measures = json.loads((tmp_path / "samples.evaluation.json").read_text())["measures"]
+    assert measures["words"]["mean@4"]["value"] == 0.25 and measures["sums"]["mean@4"]["value"] == 0.0
+
+
+def test_reward_config_names_a_wrong_option_of_a_judge(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("reward: {functions: {default: {_target_: rl_plugins.Judge}}, judge: {voes: 1}}")
+    with pytest.raises(ConfigError, match=r"judge\.voes: a judge has no such option: did you mean votes\?"):
         reward_config(str(config))
 
 

@@ -8,6 +8,7 @@ Case = tuple[list[str], list[str]]
 
 TOOLS, SAMPLE_TOOLS = ["environment=tools"], "rl_plugins.tests.environments.sample_tools"
 FILE = ["reward=file", "reward.functions.default.path=rewards.py"]
+JUDGE = ["reward=judge", "reward.judge.url=http://127.0.0.1:9/v1", "reward.judge.model=judge"]
 
 COMPOSING: dict[str, list[Case]] = {
     "unknown options": [
@@ -385,6 +386,15 @@ CHECKS: dict[str, list[Case]] = {
             ["exact_mach", "did you mean 'exact_match'"],
         ),
         (["reward=file", "reward.functions.default.path=gone.py"], ["gone.py", "does not exist"]),
+        (["reward=judge"], ["reward.judge.url is missing", "reward.judge.model"]),
+        ([*JUDGE, "reward.judge.votes=0"], ["reward.judge.votes=0: must be at least 1"]),
+        ([*JUDGE, "reward.judge.key_variable=NO_KEY"], ["reward.judge.key_variable=NO_KEY", "no such variable"]),
+        ([*JUDGE, "reward.judge.template_file=gone.txt"], ["gone.txt", "the file cannot be read"]),
+        ([*JUDGE, "reward.judge.wait_s=1000"], ["reward.deadline_s=900 is below the 1060 s"]),
+        (
+            [*JUDGE, "reward.judge.wait_s=0.2", "reward.judge.timeout_s=1", "reward.deadline_s=2"],
+            ["reward fails on a sample of data_source 'addition'", "127.0.0.1:9/v1/chat/completions cannot be reached"],
+        ),
         (FILE, ["rewards.py", "no 'compute_score'", "half"]),
         (
             [*FILE, "reward.functions.default.name=raises"],

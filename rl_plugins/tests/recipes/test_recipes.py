@@ -90,7 +90,8 @@ def test_check_algorithm_accepts_the_algorithm(name):
 
 @pytest.mark.parametrize("name", [name for name in choices("reward") if name != "file"])
 def test_router_loads_the_reward(name):
-    assert Router(configured("grpo", "model.path=m", f"reward={name}").reward.functions).functions
+    options = ["reward.judge.url=http://localhost:8000/v1", "reward.judge.model=judge"] if name == "judge" else []
+    assert Router(configured("grpo", "model.path=m", f"reward={name}", *options).rewards).functions
 
 
 def test_files_of_options_explain_themselves_and_their_defaults():
