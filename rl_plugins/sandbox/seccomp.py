@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from rl_plugins.sandbox.kernel import NO_NEW_PRIVILEGES, SET_SECCOMP, process_control
 
 _FILTER_MODE = 2
+_INSTRUCTION = "HBBI"
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _KILL, _ALLOW, _FAIL = 0x80000000, 0x7FFF0000, 0x00050000
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
@@ -76,11 +77,16 @@ def has_filter() -> bool:
     return platform.machine() in _MACHINES
 
 
+def filter_text() -> bytes:
+    """Return the filter for this machine as the kernel reads it."""
+    return b"".join(struct.pack(_INSTRUCTION, *row) for row in _instructions(_MACHINES[platform.machine()]))
+
+
 def filter_calls() -> None:
     """Refuse dangerous system calls in this process and its children for ever."""
-    code = _instructions(_MACHINES[platform.machine()])
-    text = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in code))
-    program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code), ctypes.addressof(text)))
+    text = filter_text()
+    content, count = ctypes.create_string_buffer(text), len(text) // struct.calcsize(_INSTRUCTION)
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", count, ctypes.addressof(content)))
     process_control(NO_NEW_PRIVILEGES, 1)
     process_control(SET_SECCOMP, _FILTER_MODE, program)
 

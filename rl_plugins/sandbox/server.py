@@ -294,7 +294,6 @@ def _become_job(job: Mapping[str, Any], pipes: Pipes) -> Program:
 def _python_program(file_name: str, text: str) -> Program:
     """Return a function that runs a program of Python as `python FILE` does."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.unfreeze()
     path = f"/tmp/{file_name}"
     sys.argv[:] = [path]
     sys.path.insert(0, "/tmp")
