@@ -28,6 +28,8 @@ from rl_plugins.sandbox.records import Backend, Job, SandboxError, SandboxLimits
 
 logger = logging.getLogger(__name__)
 
+_PATIENT = SandboxLimits(cpu_s=30, wall_s=60)
+"""Limits of the first program, also on a busy machine."""
 _WAY_OUT = (
     "allow user namespaces, install bubblewrap, or set sandbox to the address of a server, or to the command of a "
     "container (docs/code.md)"
@@ -181,7 +183,7 @@ def _try_program(backend: Backend) -> None:
         SandboxError: The sandbox does not work.
     """
     try:
-        result = backend.run(Job("print(input())", "ready", SandboxLimits(), None, "main.py"))
+        result = backend.run(Job("print(input())", "ready", _PATIENT, None, "main.py"))
     except SandboxError:
         backend.close()
         raise
