@@ -36,6 +36,7 @@ class CommandSandbox:
         python: Python of the supervisor, and of programs.
         environment: environment of the command; None is the environment of this process.
         with_filter: give the command the filter of system calls, as `--seccomp` and a descriptor.
+        own_processes: True if the supervisor sees all processes of its user; see `supervisor`.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class CommandSandbox:
         python: str,
         environment: Mapping[str, str] | None = None,
         with_filter: bool = False,
+        own_processes: bool = False,
     ) -> None:
         self._prefix, self._python, self._environment = prefix, python, environment
         self._with_filter = with_filter
-        self._supervisor = Path(supervisor.__file__).read_text(encoding="utf-8")
+        text = Path(supervisor.__file__).read_text(encoding="utf-8")
+        self._supervisor = ["-I", "-c", text, *([supervisor.OWN_PROCESSES] if own_processes else [])]
 
     def run(self, job: Job) -> SandboxResult:
         """Run a program.
@@ -66,7 +69,7 @@ class CommandSandbox:
                 prefix[1:1] = ["--seccomp", str(calls.fileno())]
             try:
                 process = subprocess.Popen(
-                    [*prefix, self._python, "-I", "-c", self._supervisor],
+                    [*prefix, self._python, *self._supervisor],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
@@ -118,7 +121,7 @@ def container(command: Sequence[str]) -> CommandSandbox:
 
 def unprotected() -> CommandSandbox:
     """Return no sandbox: programs run as the user of this process, with limits only."""
-    return CommandSandbox(lambda limits: [], sys.executable, environment_of_programs())
+    return CommandSandbox(lambda limits: [], sys.executable, environment_of_programs(), own_processes=True)
 
 
 def bubblewrap(folders: Sequence[str]) -> CommandSandbox:
@@ -150,7 +153,7 @@ def bubblewrap(folders: Sequence[str]) -> CommandSandbox:
         words += ["--remount-ro", "/dev", "--size", str(limits.disk_mb * _MIB), "--tmpfs", "/tmp"]
         return [*words, "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
-    return CommandSandbox(prefix, sys.executable, with_filter=True)
+    return CommandSandbox(prefix, sys.executable, with_filter=True, own_processes=True)
 
 
 class RemoteSandbox:

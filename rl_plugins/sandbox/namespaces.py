@@ -187,7 +187,7 @@ class Namespaces:
 def job_bytes(job: Job) -> bytes:
     """Return a job in the form that a supervisor reads."""
     text = json.dumps(job.plain()).encode()
-    stdin = job.stdin.encode("utf-8", "surrogateescape")
+    stdin = job.stdin.encode("utf-8", "surrogatepass")
     return b"%11d %11d\n" % (len(text), len(stdin)) + text + stdin
 
 

@@ -7,7 +7,8 @@ inherits processes without a parent, and reports the end of the program. In a sa
 number 1, and its end is the end of all processes. Elsewhere the supervisor ends them one by one.
 
 Also the program of a sandbox by command: `python3 -c TEXT`, where TEXT is this file, gets a job on its standard input,
-and answers on its standard output. So this file needs only the standard library of Python 3.9.
+and answers on its standard output. So this file needs only the standard library of Python 3.9. The argument
+`own-processes` says that all processes of this user are visible: the kernel then limits their number.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+OWN_PROCESSES = "own-processes"
 _TICK_S = 0.02
 _CHUNK = 65536
 _MIB = 2**20
@@ -412,11 +414,24 @@ def _execute(job: Mapping[str, Any], folder: str, pipes: Pipes, libc: ctypes.CDL
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         pipes.become_standard()
-        limit_resources(job["limits"], None)
+        visible = _own_tasks() if OWN_PROCESSES in sys.argv else None
+        limit_resources(job["limits"], None if visible is None else visible + int(job["limits"]["processes"]))
         command = [*(job["interpreter"] or [sys.executable]), job["file_name"]]
         os.execvpe(command[0], command, environment)
     except OSError as error:
         report_fault(pipes, error)
+
+
+def _own_tasks() -> int:
+    """Return the number of processes and threads of this user."""
+    total = 0
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid in (os.getuid(), 0):
+                total += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:
+            pass  # The process has ended, or is the supervisor, which hides itself.
+    return total
 
 
 def _end_all(reaper: int) -> None:
