@@ -245,7 +245,8 @@ def tests_of(ground_truth: object, extra_info: Mapping[str, Any]) -> list[_Test]
             value = json.loads(value)
         except ValueError:
             value = [value] if "assert" in value else value
-    name = next((source[key] for source in (value, extra_info) for key in _FUNCTION_NAMES if _has(source, key)), None)
+    sources = (value, value[0] if isinstance(value, list) and value else None, extra_info)
+    name = next((source[key] for source in sources for key in _FUNCTION_NAMES if _has(source, key)), None)
     tests: list[_Test] = []
     if _has(value, "inputs") and _has(value, "outputs"):
         inputs, outputs = _listed(value["inputs"]), _listed(value["outputs"])

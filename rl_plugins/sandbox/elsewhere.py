@@ -196,7 +196,9 @@ class RemoteSandbox:
             answer = json.loads(content)
             result = result_of(answer, str(answer["stdout"]), str(answer["stderr"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise SandboxError(f"{self._address}: the answer has no outcome ({type(error).__name__}: {error})") from None
+            raise SandboxError(
+                f"{self._address}: the answer has no outcome ({type(error).__name__}: {error})"
+            ) from None
         if result.limit not in get_args(Limit):
             raise SandboxError(f"{self._address}: the answer has the unknown limit {result.limit!r}")
         return result

@@ -115,9 +115,7 @@ class CodeSandbox:
         self.close()
 
 
-def _limits_of(
-    given: SandboxLimits | Mapping[str, float], basis: SandboxLimits = SandboxLimits()
-) -> SandboxLimits:
+def _limits_of(given: SandboxLimits | Mapping[str, float], basis: SandboxLimits = SandboxLimits()) -> SandboxLimits:
     if isinstance(given, SandboxLimits):
         return given
     if not isinstance(given, Mapping):

@@ -246,7 +246,11 @@ def _enter_own_namespaces(disk_mb: int) -> None:
         os.setresuid(OUTER_USER, OUTER_USER, OUTER_USER)
     kernel.unshare(kernel.NEW_USER | kernel.NEW_MOUNTS | kernel.NEW_PIDS)
     kernel.process_control(kernel.SET_DUMPABLE, 1)  # Otherwise /proc/self belongs to root.
-    for name, text in (("setgroups", "deny"), ("gid_map", f"{_USER} {OUTER_USER} 1"), ("uid_map", f"{_USER} {OUTER_USER} 1")):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("gid_map", f"{_USER} {OUTER_USER} 1"),
+        ("uid_map", f"{_USER} {OUTER_USER} 1"),
+    ):
         _write(f"/proc/self/{name}", text)
     kernel.process_control(kernel.SET_DUMPABLE, 0)
     flags = kernel.NO_SUID | kernel.NO_DEVICES

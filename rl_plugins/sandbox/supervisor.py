@@ -135,7 +135,6 @@ class Pipes:
         for _, theirs in (self.stdin, self.stdout, self.stderr, self.status):
             os.close(theirs)
 
-
     def keep_theirs(self) -> None:
         """Close the supervisor's ends."""
         for ours, _ in (self.stdin, self.stdout, self.stderr, self.status):

@@ -15,8 +15,6 @@ from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.sandbox.records import SandboxError
 from rl_plugins.tests.loops import for_each
 
-tests_of.__test__ = False  # type: ignore[attr-defined]
-
 ADD = "def add(a, b):\n    return a + b\n"
 METHOD = "class Solution:\n    def add(self, a: int, b: int) -> List[int]:\n        return a + b\n"
 SUM = "print(sum(map(int, input().split())))\n"
@@ -26,7 +24,7 @@ STATEMENTS = ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]
 
 
 def answer(program: str) -> str:
-    return f"I think so:\n```python\n{program}```\nDone."
+    return f"I think so:\n```python\n{program}\n```\nDone."
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +54,7 @@ def test_program_of_takes_the_last_whole_block() -> None:
         (METHOD, CALLS, 1.0),
         ("def add(a, b): return (a, b)", {"inputs": [[1, 2]], "outputs": [[1, 2]], "fn_name": "add"}, 1.0),
         (ADD, {"inputs": ["1\n2", '"a"\n"b"'], "outputs": ["3", '"ab"'], "fn_name": "add"}, 1.0),
-        (ADD, [{"input": "1\n2", "output": "3", "testtype": "functional", "func_name": "add"}], 0.0),
+        (ADD, [{"input": "1\n2", "output": "3", "testtype": "functional", "func_name": "add"}], 1.0),
         ("def other(): pass", CALLS, 0.0),
         (ADD, STATEMENTS, 1.0),
         ("def add(a, b): return 3", STATEMENTS, 0.5),
@@ -66,10 +64,12 @@ def test_program_of_takes_the_last_whole_block() -> None:
     ],
 )
 def test_code_tests_scores_each_form_of_tests(reward: CodeTests, program: str, truth: Any, score: float) -> None:
-    if isinstance(truth, list) and isinstance(truth[0], dict) and "func_name" in truth[0]:
-        assert reward(answer(program), truth, {"func_name": "add"})["score"] == 1.0
-    else:
-        assert reward(answer(program), truth)["score"] == score
+    assert reward(answer(program), truth)["score"] == score
+
+
+def test_code_tests_finds_the_name_of_the_function_in_extra_info(reward: CodeTests) -> None:
+    truth = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
+    assert reward(answer(ADD), truth, {"func_name": "add"})["score"] == 1.0
 
 
 def test_code_tests_counts_timeouts_errors_and_missing_programs(reward: CodeTests) -> None:

@@ -127,7 +127,8 @@ ATTACKS = {
         "    print('ESCAPED' if count > 64 else count)"
     ),
     "inotify": Attack(
-        _CALLS + "for count in range(60):\n    if libc.inotify_init() < 0: break\nprint('ESCAPED' if count > 8 else count)"
+        _CALLS
+        + "for count in range(60):\n    if libc.inotify_init() < 0: break\nprint('ESCAPED' if count > 8 else count)"
     ),
     "deep recursion": Attack("def f(): f()\nf()", exit_statuses=(1,)),
     "deep recursion without a limit": Attack(
@@ -185,7 +186,8 @@ ATTACKS = {
         "attempt('/proc/kcore')\nattempt('/proc/{victim}/cmdline')"
     ),
     "symbolic links": Attack(
-        _READ + "for number, target in enumerate(('/etc/shadow', '{secret}', '/proc/1/root{secret}', '../..{secret}')):\n"
+        _READ
+        + "for number, target in enumerate(('/etc/shadow', '{secret}', '/proc/1/root{secret}', '../..{secret}')):\n"
         "    os.symlink(target, f'/tmp/link{{number}}')\n    attempt(f'/tmp/link{{number}}')\n"
         "os.remove('/tmp/main.py')\nos.symlink('{secret}', '/tmp/main.py')\nattempt('/tmp/main.py')"
     ),
@@ -259,8 +261,8 @@ ATTACKS = {
         "except OSError:\n    print(os.listdir('/tmp'))"
     ),
     "another interpreter": Attack(
-        "import subprocess, sys\ncode = 'import socket\\ntry:\\n    socket.socket()\\n    print(\"ESC\" + \"APED\")\\n"
-        "except OSError: pass\\nprint(open(\"/proc/self/status\").read())'\n"
+        'import subprocess, sys\ncode = \'import socket\\ntry:\\n    socket.socket()\\n    print("ESC" + "APED")\\n'
+        'except OSError: pass\\nprint(open("/proc/self/status").read())\'\n'
         "text = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout\nprint(text)\n"
         "if 'NoNewPrivs:\\t1' not in text or 'CapEff:\\t0000000000000000' not in text: print('ESCAPED')"
     ),
