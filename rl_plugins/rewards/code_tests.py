@@ -196,7 +196,7 @@ class CodeTests:
             ValueError: The ground truth has no tests.
             SandboxError: The sandbox failed.
         """
-        tests = tests_of(ground_truth, extra_info or {})[: self._max_tests]
+        tests = read_tests(ground_truth, extra_info or {})[: self._max_tests]
         if not self._python and not all(isinstance(test, _OutputTest) for test in tests):
             raise ValueError("tests with a function or with statements are for Python: leave out interpreter")
         program = program_of(solution_str)
@@ -229,7 +229,7 @@ class CodeTests:
 # Reading of tests ---------------------------------------------------------------------------------------------------
 
 
-def tests_of(ground_truth: object, extra_info: Mapping[str, Any]) -> list[_Test]:
+def read_tests(ground_truth: object, extra_info: Mapping[str, Any]) -> list[_Test]:
     """Return the tests in a ground truth.
 
     Args:
@@ -245,7 +245,7 @@ def tests_of(ground_truth: object, extra_info: Mapping[str, Any]) -> list[_Test]
             value = json.loads(value)
         except ValueError:
             value = [value] if "assert" in value else value
-    sources = (value, value[0] if isinstance(value, list) and value else None, extra_info)
+    sources: tuple[Any, ...] = (value, value[0] if isinstance(value, list) and value else None, extra_info)
     name = next((source[key] for source in sources for key in _FUNCTION_NAMES if _has(source, key)), None)
     tests: list[_Test] = []
     if _has(value, "inputs") and _has(value, "outputs"):

@@ -143,6 +143,7 @@ def bubblewrap(folders: Sequence[str]) -> CommandSandbox:
     def prefix(limits: SandboxLimits) -> list[str]:
         words = [command, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
         words += ["--uid", "1000", "--gid", "1000", "--proc", "/proc", "--dev", "/dev"]
+        words += ["--remount-ro", "/dev", "--size", str(limits.disk_mb * _MIB), "--tmpfs", "/tmp"]
         for path in visible:
             if os.path.islink(path):
                 words += ["--symlink", os.readlink(path), path]
@@ -150,7 +151,6 @@ def bubblewrap(folders: Sequence[str]) -> CommandSandbox:
                 words += ["--ro-bind", path, path]
         for name, value in environment_of_programs().items():
             words += ["--setenv", name, value]
-        words += ["--remount-ro", "/dev", "--size", str(limits.disk_mb * _MIB), "--tmpfs", "/tmp"]
         return [*words, "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
     return CommandSandbox(prefix, sys.executable, with_filter=True, own_processes=True)

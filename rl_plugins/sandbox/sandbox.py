@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from rl_plugins.sandbox.records import Backend, Job, SandboxError, SandboxLimits
 
 logger = logging.getLogger(__name__)
 
+_DEFAULT = SandboxLimits()
 _PATIENT = SandboxLimits(cpu_s=30, wall_s=60)
 """Limits of the first program, also on a busy machine."""
 _WAY_OUT = (
@@ -76,7 +77,7 @@ class CodeSandbox:
         self.limits = _limits_of(limits or {})
         if parallel is not None:
             check_ranges(int, AT_LEAST_1, parallel=parallel)
-        if isinstance(interpreter, str) or interpreter is not None and not interpreter:
+        if isinstance(interpreter, str) or (interpreter is not None and not interpreter):
             raise ConfigError(f"interpreter={interpreter!r}: give the words of a command as a list, such as [node]")
         if not file_name or "/" in file_name or file_name in (".", ".."):
             raise ConfigError(f"file_name={file_name!r}: must be the name of a file without a folder")
@@ -115,7 +116,7 @@ class CodeSandbox:
         self.close()
 
 
-def _limits_of(given: SandboxLimits | Mapping[str, float], basis: SandboxLimits = SandboxLimits()) -> SandboxLimits:
+def _limits_of(given: SandboxLimits | Mapping[str, float], basis: SandboxLimits = _DEFAULT) -> SandboxLimits:
     if isinstance(given, SandboxLimits):
         return given
     if not isinstance(given, Mapping):
@@ -143,13 +144,13 @@ def _backend_of(sandbox: str | Sequence[str], folders: Sequence[str], headers: M
     if sandbox == "none":
         logger.warning("sandbox=none: programs of the policy run without protection, as your user")
         return _tried(unprotected(), "sandbox=none", _WAY_OUT)
-    makers = {"namespaces": lambda: Namespaces(folders), "bwrap": lambda: bubblewrap(folders)}
+    makers: dict[str, Callable[[], Backend]] = {"namespaces": lambda: Namespaces(folders), "bwrap": lambda: bubblewrap(folders)}
     if sandbox != "auto" and sandbox not in makers:
         raise ConfigError(f"sandbox={sandbox!r}: {_choices()}")
     reasons = []
     for name in [sandbox] if sandbox in makers else list(makers):
         try:
-            backend: Backend = makers[name]()
+            backend = makers[name]()
             _try_program(backend)
             return backend
         except SandboxError as error:

@@ -14,6 +14,7 @@ secrets in its memory: the server starts with an empty environment, and no progr
 from __future__ import annotations
 
 import gc
+import io
 import os
 import resource
 import select
@@ -24,7 +25,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from rl_plugins.sandbox import kernel
 from rl_plugins.sandbox.seccomp import filter_calls
@@ -52,10 +53,12 @@ _WATCHES = {"max_user_namespaces": 0, "max_inotify_instances": 8, "max_inotify_w
 """Limits of the program's user namespace, by the names of files in /proc/sys/user."""
 _READ_ONLY = kernel.READ_ONLY_ATTRIBUTE | kernel.NO_SUID_ATTRIBUTE | kernel.NO_DEVICES_ATTRIBUTE
 _ROOT_MB = 4
+_BEHIND = "/.folders"
+"""Folder with the visible folders of /tmp, which a program's own /tmp would hide."""
 _WARM = (
     "bisect", "collections", "copy", "ctypes", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools",
-    "heapq", "io", "itertools", "json", "math", "operator", "queue", "random", "re", "statistics", "string", "threading",
-    "time", "traceback", "typing",
+    "heapq", "io", "itertools", "json", "math", "operator", "queue", "random", "re", "statistics", "string",
+    "threading", "time", "traceback", "typing",
 )  # fmt: skip
 """Modules that programs often import."""
 
@@ -92,7 +95,7 @@ def serve(control: int, caller: int, visible: Sequence[str], root_path: str) -> 
     sys.path.remove(root_path)
     gc.collect()
     gc.freeze()
-    return _accept_jobs(connection, watched)
+    return _accept_jobs(connection, watched, [path for path in visible if path.startswith("/tmp/")])
 
 
 def _enter_namespaces(connection: socket.socket) -> None:
@@ -153,7 +156,7 @@ def _prepare_root(visible: Sequence[str]) -> None:
 
 def _show(path: str) -> None:
     """Show a folder, a file or a link of the machine in the new root folder, read-only."""
-    old, new = f"/old{path}", f"/new{path}"
+    old, new = f"/old{path}", f"/new{_BEHIND if path.startswith('/tmp/') else ''}{path}"
     if os.path.lexists(new) or not os.path.lexists(old):
         return
     if os.path.islink(old):
@@ -174,8 +177,14 @@ def _bind(old: str, new: str) -> None:
     kernel.mount(old, new, "", kernel.BIND | kernel.RECURSIVE)
 
 
-def _accept_jobs(connection: socket.socket, caller: int) -> Program:
-    """Fork a supervisor for each connection that the caller sends, until the caller closes or ends."""
+def _accept_jobs(connection: socket.socket, caller: int, temporary: Sequence[str]) -> Program:
+    """Fork a supervisor for each connection that the caller sends, until the caller closes or ends.
+
+    Args:
+        connection: connection to the caller.
+        caller: descriptor of the caller's process.
+        temporary: visible folders in /tmp.
+    """
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     poll.register(caller, select.POLLIN)
@@ -189,7 +198,7 @@ def _accept_jobs(connection: socket.socket, caller: int) -> Program:
         if os.fork() == 0:
             os.close(connection.detach())
             os.close(caller)
-            return _supervise(channels[0])
+            return _supervise(channels[0], temporary)
         os.close(channels[0])
         _forget_ended_children()
 
@@ -203,7 +212,7 @@ def _forget_ended_children() -> None:
 # For each program ---------------------------------------------------------------------------------------------------
 
 
-def _supervise(channel: int) -> Program:
+def _supervise(channel: int, temporary: Sequence[str]) -> Program:
     """Run one job: this process supervises, and only the process of the program returns."""
     try:
         job, stdin = read_job(channel)
@@ -211,7 +220,7 @@ def _supervise(channel: int) -> Program:
         os._exit(0)
     limits = job["limits"]
     try:
-        _enter_own_namespaces(int(limits["disk_mb"]))
+        _enter_own_namespaces(int(limits["disk_mb"]), temporary)
         pipes = Pipes.new()
         reaper = os.fork()
     except OSError as error:
@@ -238,7 +247,7 @@ def _answer(channel: int, outcome: Outcome) -> NoReturn:
     os._exit(0)
 
 
-def _enter_own_namespaces(disk_mb: int) -> None:
+def _enter_own_namespaces(disk_mb: int, temporary: Sequence[str]) -> None:
     """Enter a user namespace, a mount namespace with an empty /tmp, and for children a namespace of processes."""
     if os.geteuid() != OUTER_USER:
         os.setgroups([])
@@ -255,6 +264,8 @@ def _enter_own_namespaces(disk_mb: int) -> None:
     kernel.process_control(kernel.SET_DUMPABLE, 0)
     flags = kernel.NO_SUID | kernel.NO_DEVICES
     kernel.mount("tmpfs", "/tmp", "tmpfs", flags, f"mode=700,size={disk_mb}m,nr_inodes=8192")
+    for path in temporary:
+        _bind(f"{_BEHIND}{path}", path)
 
 
 def _reap(job: Mapping[str, Any], pipes: Pipes) -> Program:
@@ -292,7 +303,10 @@ def _become_job(job: Mapping[str, Any], pipes: Pipes) -> Program:
         return _python_program(file_name, job["program"])
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    os.execvp(interpreter[0], [*interpreter, file_name])
+    try:
+        os.execvp(interpreter[0], [*interpreter, file_name])
+    except OSError as error:
+        raise OSError(error.errno, f"{interpreter[0]}: {error.strerror}") from None
 
 
 def _python_program(file_name: str, text: str) -> Program:
@@ -303,10 +317,9 @@ def _python_program(file_name: str, text: str) -> Program:
     sys.path.insert(0, "/tmp")
     for name in [name for name in sys.modules if name.partition(".")[0] == "rl_plugins"]:
         del sys.modules[name]
-    encoding: dict[str, Any] = {"encoding": "utf-8", "closefd": False}
-    sys.stdin = sys.__stdin__ = open(0, errors="surrogateescape", **encoding)  # type: ignore[misc]
-    sys.stdout = sys.__stdout__ = open(1, "w", errors="surrogateescape", **encoding)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", **encoding)  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = _stream(0, "r", "surrogateescape")  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _stream(1, "w", "surrogateescape")  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _stream(2, "w", "backslashreplace")  # type: ignore[misc]
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=path, __builtins__=__builtins__)
     sys.modules["__main__"] = module
@@ -323,6 +336,11 @@ def _python_program(file_name: str, text: str) -> Program:
         exec(compile(text, path, "exec"), module.__dict__)
 
     return run
+
+
+def _stream(number: int, mode: str, errors: str) -> io.TextIOWrapper:
+    buffering = 1 if number == 2 else -1
+    return cast(io.TextIOWrapper, open(number, mode, buffering, encoding="utf-8", errors=errors, closefd=False))
 
 
 def _write(path: str, text: str) -> None:

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -415,8 +416,11 @@ def _execute(job: Mapping[str, Any], folder: str, pipes: Pipes, libc: ctypes.CDL
         pipes.become_standard()
         visible = _own_tasks() if OWN_PROCESSES in sys.argv else None
         limit_resources(job["limits"], None if visible is None else visible + int(job["limits"]["processes"]))
-        command = [*(job["interpreter"] or [sys.executable]), job["file_name"]]
-        os.execvpe(command[0], command, environment)
+        command = [*(job["interpreter"] or [sys.executable or "python3"]), job["file_name"]]
+        try:
+            os.execvpe(command[0], command, environment)
+        except OSError as error:
+            raise OSError(error.errno, f"{command[0]}: {error.strerror}") from None
     except OSError as error:
         report_fault(pipes, error)
 
@@ -439,10 +443,8 @@ def _end_all(reaper: int) -> None:
         os.kill(reaper, signal.SIGKILL)
         while True:
             for number in usage_of(os.getpid()).processes:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(number, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
             os.waitpid(-1, 0)
     except ChildProcessError:
         pass  # No child is left.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.code_tests import CodeTests, program_of, same_output, tests_of
+from rl_plugins.rewards.code_tests import CodeTests, program_of, same_output, read_tests
 from rl_plugins.rewards.inline import InlineScorer
 from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.sandbox.records import SandboxError
@@ -128,9 +128,9 @@ def test_same_output(given: str, wanted: str, same: bool) -> None:
 
 
 @for_each("truth", [{}, [], None, 4, "[]", "text", {"inputs": []}, [1], {"inputs": ["1"], "outputs": []}])
-def test_tests_of_refuses_a_ground_truth_without_tests(truth: object) -> None:
+def test_read_tests_refuses_a_ground_truth_without_tests(truth: object) -> None:
     with pytest.raises(ValueError, match="the ground truth"):
-        tests_of(truth, {})
+        read_tests(truth, {})
 
 
 def test_failed_sandbox_is_a_failure_and_no_score(reward: CodeTests, monkeypatch: pytest.MonkeyPatch) -> None:

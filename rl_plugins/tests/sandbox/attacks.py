@@ -87,7 +87,7 @@ ATTACKS = {
         "data = []\nwhile True: data.append(bytearray(b'x') * 2**22)", ("memory",), given={"memory_mb": 128}
     ),
     "memory of many processes": Attack(
-        "import os, time\nfor _ in range(8): os.fork()  if _ < 3 else None\ndata = b'x' * (60 * 2**20)\ntime.sleep(100)",
+        "import os, time\nfor _ in range(3): os.fork()\ndata = b'x' * (60 * 2**20)\ntime.sleep(100)",
         ("memory",),
         given={"memory_mb": 200},
     ),
@@ -123,8 +123,8 @@ ATTACKS = {
     "endless output": Attack("while True: print('x' * 1000)", ("output",)),
     "endless errors": Attack("import sys\nwhile True: sys.stderr.write('x' * 1000)", ("output",)),
     "open files": Attack(
-        "import os\ntry:\n    for count in range(1000): os.open('/dev/null', 0)\n    print('ESCAPED')\nexcept OSError:\n"
-        "    print('ESCAPED' if count > 64 else count)"
+        "import os\ntry:\n    for count in range(1000): os.open('/dev/null', 0)\n    print('ESCAPED')\n"
+        "except OSError:\n    print('ESCAPED' if count > 64 else count)"
     ),
     "inotify": Attack(
         _CALLS
@@ -132,8 +132,8 @@ ATTACKS = {
     ),
     "deep recursion": Attack("def f(): f()\nf()", exit_statuses=(1,)),
     "deep recursion without a limit": Attack(
-        "import sys\nsys.setrecursionlimit(10**9)\nclass A:\n    def __getattr__(self, name): return getattr(self, name)\n"
-        "A().x",
+        "import sys\nsys.setrecursionlimit(10**9)\nclass A:\n"
+        "    def __getattr__(self, name): return getattr(self, name)\nA().x",
         ("", "memory", "cpu", "wall"),
         (1, -signal.SIGSEGV),
     ),
@@ -196,8 +196,8 @@ ATTACKS = {
         "    os.mknod('/tmp/device', 0o20666, os.makedev(1, 1))\n    print('ESCAPED')\nexcept OSError:\n    pass"
     ),
     "inherited descriptors": Attack(
-        "import os\nfor number in range(3, 1000):\n    try:\n        os.fstat(number)\n        print('ESCAPED', number)\n"
-        "    except OSError:\n        pass"
+        "import os\nfor number in range(3, 1000):\n    try:\n        os.fstat(number)\n        print('ESCAPED', number)"
+        "\n    except OSError:\n        pass"
     ),
     "memory of the server": Attack(
         "import gc, sys\ntexts = [value for value in gc.get_objects() if isinstance(value, dict)]\n"
@@ -224,7 +224,8 @@ ATTACKS = {
     ),
     "other users": Attack(
         _CALLS + "refused('setuid', 0)\nrefused('setgid', 0)\nrefused('setresuid', 65534, 65534, 65534)\n"
-        "refused('setgroups', 0, 0)\nimport subprocess\nfor command in (['su', '-c', 'id'], ['mount', '-t', 'tmpfs', 'x', '/tmp']):\n"
+        "refused('setgroups', 0, 0)\nimport subprocess\n"
+        "for command in (['su', '-c', 'id'], ['mount', '-t', 'tmpfs', 'x', '/tmp']):\n"
         "    try:\n        if subprocess.run(command, capture_output=True, timeout=5).returncode == 0:\n"
         "            print('ESCAPED', command)\n    except OSError:\n        pass"
     ),
@@ -257,8 +258,8 @@ ATTACKS = {
         "except OSError:\n    pass\nrefused('sethostname', b'x', 1)\nrefused('klogctl', 3, 0, 0)"
     ),
     "empty /tmp": Attack(
-        "import os, shutil\nshutil.rmtree('/tmp', ignore_errors=True)\ntry:\n    os.rmdir('/tmp')\n    print('ESCAPED')\n"
-        "except OSError:\n    print(os.listdir('/tmp'))"
+        "import os, shutil\nshutil.rmtree('/tmp', ignore_errors=True)\ntry:\n    os.rmdir('/tmp')\n"
+        "    print('ESCAPED')\nexcept OSError:\n    print(os.listdir('/tmp'))"
     ),
     "another interpreter": Attack(
         'import subprocess, sys\ncode = \'import socket\\ntry:\\n    socket.socket()\\n    print("ESC" + "APED")\\n'
