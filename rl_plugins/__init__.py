@@ -64,6 +64,12 @@ PUBLIC: dict[str, dict[str, str]] = {
         "ScoringRequest": "rewards.records",
         "Score": "rewards.records",
     },
+    "Sandbox": {
+        "CodeSandbox": "sandbox.sandbox",
+        "SandboxLimits": "sandbox.records",
+        "SandboxResult": "sandbox.records",
+        "SandboxError": "sandbox.records",
+    },
     "Environments": {
         "EnvironmentConfig": "config.sampling",
         "ToolEnvironment": "environments.tools",

@@ -10,8 +10,8 @@ second is compared with the first, prompt by prompt.
   rl-plugins evaluate outputs/run/policy --data test.parquet --output evaluation --samples 16 --reward math_verify
   rl-plugins evaluate MODEL outputs/run/policy --data test.parquet --output evaluation --reward outputs/run/config.yaml
 
---reward names a built-in scorer (exact_match, gsm8k, math_verify, correct_and_format), a function in a file or in a
-module, or the config.yaml of a run, which has rewards for each data source.
+--reward names a built-in scorer (exact_match, gsm8k, math_verify, correct_and_format, code_tests), a function in a
+file or in a module, or the config.yaml of a run, which has rewards for each data source.
 """
 
 from __future__ import annotations

@@ -50,7 +50,10 @@ def test_main_lists_the_commands(capsys):
         (["evaluate", "no.parquet", "--reward", "exact_match"], "no.parquet: there is no such file"),
         (["evaluate", "a", "b", "c", "--reward", "exact_match"], "there are 3 inputs"),
         (["evaluate", "policy", "--reward", "exact_match"], "it is a policy: give --data and --output"),
-        (["evaluate", "x.parquet", "--reward", "exact"], "--reward exact: use one of correct_and_format, exact_match"),
+        (
+            ["evaluate", "x.parquet", "--reward", "exact"],
+            "--reward exact: use one of code_tests, correct_and_format, exact_match",
+        ),
         (["evaluate", "x.parquet", "--reward", "none.yaml"], "--reward none.yaml: there is no such file"),
     ],
 )

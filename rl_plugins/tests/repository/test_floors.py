@@ -18,6 +18,7 @@ FLOORS = {
     "planning": 1,
     "report": 1,
     "rollout": 1,
+    "sandbox": 1,
     "tracking": 1,
     "weights": 1,
     "environments": 2,

@@ -1,0 +1,207 @@
+"""Sandboxes that somebody else provides: the command of a container, bubblewrap, or a server with HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, get_args
+
+from rl_plugins.sandbox import supervisor
+from rl_plugins.sandbox.namespaces import GRACE_S, environment_of_programs, job_bytes, read_answer, visible_folders
+from rl_plugins.sandbox.records import Job, Limit, SandboxError, SandboxLimits, SandboxResult, result_of
+from rl_plugins.sandbox.seccomp import filter_text, has_filter
+
+_START_S = 60.0
+_END_S = 5.0
+_ATTEMPTS = 3
+_MIB = 2**20
+
+
+class CommandSandbox:
+    """A process for each program: a command in front of `python3`, such as `docker run -i --rm IMAGE`.
+
+    Args:
+        prefix: function from the limits of a program to the words of the command.
+        python: Python of the supervisor, and of programs.
+        environment: environment of the command; None is the environment of this process.
+        with_filter: give the command the filter of system calls, as `--seccomp` and a descriptor.
+        own_processes: True if the supervisor sees all processes of its user; see `supervisor`.
+    """
+
+    def __init__(
+        self,
+        prefix: Callable[[SandboxLimits], Sequence[str]],
+        python: str,
+        environment: Mapping[str, str] | None = None,
+        with_filter: bool = False,
+        own_processes: bool = False,
+    ) -> None:
+        self._prefix, self._python, self._environment = prefix, python, environment
+        self._with_filter = with_filter
+        text = Path(supervisor.__file__).read_text(encoding="utf-8")
+        self._supervisor = ["-I", "-c", text, *([supervisor.OWN_PROCESSES] if own_processes else [])]
+
+    def run(self, job: Job) -> SandboxResult:
+        """Run a program.
+
+        Raises:
+            SandboxError: The command failed.
+        """
+        prefix = list(self._prefix(job.limits))
+        name = prefix[0] if prefix else self._python
+        with tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as calls:
+            descriptors = []
+            if self._with_filter:
+                calls.write(filter_text())
+                calls.seek(0)
+                descriptors = [calls.fileno()]
+                prefix[1:1] = ["--seccomp", str(calls.fileno())]
+            try:
+                process = subprocess.Popen(
+                    [*prefix, self._python, *self._supervisor],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env=self._environment,
+                    pass_fds=descriptors,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise SandboxError(f"{name}: {error.strerror}") from None
+            return _outcome(process, job, name, errors)
+
+    def close(self) -> None:
+        """Do nothing: no process outlives its program."""
+
+
+def _outcome(process: subprocess.Popen[bytes], job: Job, name: str, errors: IO[bytes]) -> SandboxResult:
+    assert process.stdin is not None and process.stdout is not None
+    timer = threading.Timer(_START_S + job.limits.wall_s + GRACE_S, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        process.stdin.write(job_bytes(job))
+        process.stdin.flush()
+        return read_answer(process.stdout.read)
+    except (EOFError, OSError):
+        process.wait()
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else f"the command ended with {process.returncode}"
+        raise SandboxError(f"{name}: {reason}") from None
+    finally:
+        timer.cancel()
+        # The end of its input ends a supervisor in a container, which a killed client would leave behind.
+        with suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def container(command: Sequence[str]) -> CommandSandbox:
+    """Return a sandbox over the command of a container."""
+    words = [str(word) for word in command]
+    return CommandSandbox(lambda limits: words, "python3")
+
+
+def unprotected() -> CommandSandbox:
+    """Return no sandbox: programs run as the user of this process, with limits only."""
+    return CommandSandbox(lambda limits: [], sys.executable, environment_of_programs(), own_processes=True)
+
+
+def bubblewrap(folders: Sequence[str]) -> CommandSandbox:
+    """Return a sandbox over bubblewrap.
+
+    Args:
+        folders: further folders that programs may read.
+
+    Raises:
+        SandboxError: bubblewrap is not installed, or this process is root.
+    """
+    command = shutil.which("bwrap")
+    if command is None:
+        raise SandboxError("bubblewrap is not installed")
+    if os.geteuid() == 0 or not has_filter():
+        raise SandboxError("bubblewrap does not protect this machine from programs of root")
+    visible = visible_folders(folders)
+
+    def prefix(limits: SandboxLimits) -> list[str]:
+        words = [command, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
+        words += ["--uid", "1000", "--gid", "1000", "--proc", "/proc", "--dev", "/dev"]
+        words += ["--remount-ro", "/dev", "--size", str(limits.disk_mb * _MIB), "--tmpfs", "/tmp"]
+        for path in visible:
+            if os.path.islink(path):
+                words += ["--symlink", os.readlink(path), path]
+            elif os.path.exists(path):
+                words += ["--ro-bind", path, path]
+        for name, value in environment_of_programs().items():
+            words += ["--setenv", name, value]
+        return [*words, "--remount-ro", "/", "--chdir", "/tmp", "--"]
+
+    return CommandSandbox(prefix, sys.executable, with_filter=True, own_processes=True)
+
+
+class RemoteSandbox:
+    """Sandbox of a server: a POST of JSON for each program (docs/code.md has the protocol).
+
+    Args:
+        address: address of the server.
+        headers: headers of each request, such as Authorization.
+    """
+
+    def __init__(self, address: str, headers: Mapping[str, str]) -> None:
+        self._address = address
+        self._headers = {"Content-Type": "application/json", **{name: str(value) for name, value in headers.items()}}
+
+    def run(self, job: Job) -> SandboxResult:
+        """Run a program. A request without an answer, or with the status 429 or 503, is sent again.
+
+        Raises:
+            SandboxError: The server did not answer, or answered with an error.
+        """
+        content = json.dumps({**job.plain(), "stdin": job.stdin}).encode()
+        request = urllib.request.Request(self._address, content, self._headers)
+        reason = ""
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(2.0**attempt / 4)
+            try:
+                with urllib.request.urlopen(request, timeout=job.limits.wall_s + GRACE_S) as response:
+                    return self._result(response.read())
+            except urllib.error.HTTPError as error:
+                reason = f"status {error.code}: {error.read(500).decode(errors='replace')}"
+                if error.code not in (429, 503):
+                    break
+            except OSError as error:
+                reason = str(getattr(error, "reason", error)) or type(error).__name__
+        raise SandboxError(f"{self._address}: {' '.join(reason.split())}")
+
+    def _result(self, content: bytes) -> SandboxResult:
+        try:
+            answer = json.loads(content)
+            result = result_of(answer, str(answer["stdout"]), str(answer["stderr"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise SandboxError(
+                f"{self._address}: the answer has no outcome ({type(error).__name__}: {error})"
+            ) from None
+        if result.limit not in get_args(Limit):
+            raise SandboxError(f"{self._address}: the answer has the unknown limit {result.limit!r}")
+        return result
+
+    def close(self) -> None:
+        """Do nothing: there is no connection to close."""

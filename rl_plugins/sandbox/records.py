@@ -1,0 +1,131 @@
+"""Records of a sandbox: limits of a program, and the outcome of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol
+
+from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, check_ranges
+
+Limit = Literal["", "cpu", "wall", "memory", "output", "processes"]
+"""Limit that ended a program; empty if the program ended by itself."""
+
+
+class SandboxError(RuntimeError):
+    """A failure of a sandbox, not of the program: there is no outcome."""
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """Limits of one program and all of its processes.
+
+    Attributes:
+        cpu_s: CPU time of all processes together, in seconds.
+        wall_s: seconds from the start of the program to its end.
+        memory_mb: memory of all processes together, in MiB, without the files in /tmp.
+        disk_mb: size of /tmp, in MiB. /tmp is in memory.
+        file_mb: size of one file, in MiB.
+        processes: number of processes and threads.
+        open_files: number of open files of a process.
+        output_kb: size of the standard output, and of the standard error, in KiB.
+    """
+
+    cpu_s: float = 5.0
+    wall_s: float = 10.0
+    memory_mb: int = 512
+    disk_mb: int = 64
+    file_mb: int = 64
+    processes: int = 32
+    open_files: int = 64
+    output_kb: int = 1024
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ConfigError: A limit is out of its range.
+        """
+        check_ranges(float, ABOVE_0, cpu_s=self.cpu_s, wall_s=self.wall_s)
+        whole = {field.name: getattr(self, field.name) for field in fields(self) if not field.name.endswith("_s")}
+        check_ranges(int, AT_LEAST_1, **whole)
+
+
+@dataclass(frozen=True)
+class SandboxResult:
+    """Outcome of a program.
+
+    Attributes:
+        stdout: standard output; bytes outside UTF-8 are replaced.
+        stderr: standard error.
+        exit_status: exit status, or the negative number of the signal that ended the program.
+        limit: limit that ended the program; empty if the program ended by itself.
+        seconds: seconds from start to end.
+    """
+
+    stdout: str
+    stderr: str
+    exit_status: int
+    limit: Limit
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """True if the program ended by itself with the exit status 0."""
+        return self.exit_status == 0 and not self.limit
+
+
+@dataclass(frozen=True)
+class Job:
+    """One program to run.
+
+    Attributes:
+        program: text of the program.
+        stdin: standard input.
+        limits: limits of the program.
+        interpreter: command before the name of the program's file; None is Python.
+        file_name: name of the program's file in /tmp.
+    """
+
+    program: str
+    stdin: str
+    limits: SandboxLimits
+    interpreter: tuple[str, ...] | None
+    file_name: str
+
+    def plain(self) -> dict[str, Any]:
+        """Return the job without the standard input as values of JSON."""
+        limits = {field.name: getattr(self.limits, field.name) for field in fields(self.limits)}
+        return {
+            "program": self.program,
+            "interpreter": None if self.interpreter is None else list(self.interpreter),
+            "file_name": self.file_name,
+            "limits": limits,
+        }
+
+
+class Backend(Protocol):
+    """Way to run programs in isolation."""
+
+    def run(self, job: Job) -> SandboxResult:
+        """Run a program. Threads may call this method at once.
+
+        Raises:
+            SandboxError: The sandbox failed.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the sandbox and all of its programs."""
+        ...
+
+
+def result_of(answer: Mapping[str, Any], stdout: str, stderr: str) -> SandboxResult:
+    """Return the outcome in an answer of a supervisor.
+
+    Raises:
+        SandboxError: The answer is the description of a fault.
+    """
+    if "fault" in answer:
+        raise SandboxError(str(answer["fault"]))
+    return SandboxResult(stdout, stderr, int(answer["exit_status"]), answer["limit"], float(answer["seconds"]))

@@ -1,0 +1,31 @@
+"""The tool that runs programs of the policy."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_plugins.environments.python_tool import RunPython
+from rl_plugins.environments.tools import ToolEnvironment
+from rl_plugins.errors import ConfigError
+
+
+def test_run_python_returns_output_errors_and_limits() -> None:
+    try:
+        run_python = RunPython("namespaces", limits={"wall_s": 60, "cpu_s": 0.5})
+    except ConfigError as error:
+        pytest.skip(str(error))
+    assert run_python("print(6 * 7)") == "42"
+    assert run_python("x = 1") == "[no output]"
+    assert run_python("print(1)\nraise SystemExit(3)") == "1\n[exit status 3]"
+    assert "ZeroDivisionError" in run_python("1 / 0")
+    assert run_python("print(1, flush=True)\nwhile True: pass") == "1\n[ended by the limit: cpu]"
+
+
+def test_tool_environment_offers_run_python() -> None:
+    tools = ToolEnvironment(
+        [{"_target_": "rl_plugins.environments.python_tool.RunPython", "sandbox": "none"}], parser=lambda text: []
+    )
+    (schema,) = tools.schemas
+    assert schema["function"]["name"] == "run_python"
+    assert list(schema["function"]["parameters"]["properties"]) == ["code"]
+    tools.close()

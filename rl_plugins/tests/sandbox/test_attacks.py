@@ -1,0 +1,97 @@
+"""Attacks on the sandbox: each is contained, leaves nothing behind, and does not disturb the next program."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.sandbox.sandbox import CodeSandbox
+from rl_plugins.tests.patience import TIME_SCALE, patient, wait_until
+from rl_plugins.tests.sandbox.attacks import ATTACKS
+
+SECRET = "sandbox-secret"
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[CodeSandbox]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SANDBOX_TEST_KEY", SECRET)
+        try:
+            sandbox = CodeSandbox("namespaces", limits={"wall_s": patient(20)})
+        except ConfigError as error:
+            pytest.skip(str(error))
+    with sandbox:
+        yield sandbox
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
+    """Places of this machine that attacks look for: sockets, a secret, and a process."""
+    folder = tmp_path_factory.mktemp("places")
+    folder.chmod(0o777)
+    (folder / "secret").write_text(SECRET, encoding="utf-8")
+    with ExitStack() as stack:
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        udp = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        udp.bind(("127.0.0.1", 0))
+        name = f"sandbox-test-{os.getpid()}"
+        for address in (f"\0{name}", str(folder / "socket")):
+            unix = stack.enter_context(socket.socket(socket.AF_UNIX))
+            unix.bind(address)
+            unix.listen()
+        inherited = os.open(folder / "secret", os.O_RDONLY)
+        stack.callback(os.close, inherited)
+        os.set_inheritable(inherited, True)
+        victim = stack.enter_context(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        yield {
+            "tcp": tcp.getsockname()[1],
+            "udp": udp.getsockname()[1],
+            "name": name,
+            "folder": folder,
+            "secret": folder / "secret",
+            "home": Path.home(),
+            "victim": victim.pid,
+        }
+        assert victim.poll() is None, "an attack ended a process outside"
+
+
+def running_below(number: int) -> list[int]:
+    """Return the numbers of the running processes below a process."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if state != "Z":
+            children.setdefault(int(parent), []).append(int(path.parent.name))
+    found, waiting = [], children.get(number, [])
+    while waiting:
+        found.append(waiting.pop())
+        waiting += children.get(found[-1], [])
+    return found
+
+
+def mounts() -> str:
+    return Path("/proc/self/mountinfo").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_sandbox_contains_the_attack(name: str, sandbox: CodeSandbox, places: Mapping[str, object]) -> None:
+    attack, before, mounted = ATTACKS[name], sorted(running_below(os.getpid())), mounts()
+    given = {key: value * TIME_SCALE if key == "wall_s" else value for key, value in attack.given.items()}
+    result = sandbox.run(attack.program.format(**places), attack.stdin, limits=given)
+    assert "ESCAPED" not in result.stdout, result.stdout
+    assert result.limit in attack.limits, result
+    assert result.limit or result.exit_status in attack.exit_statuses, result
+    assert sandbox.run("import os\nprint(6 * 7, os.listdir('/tmp'))").stdout == "42 ['main.py']\n"
+    wait_until(lambda: sorted(running_below(os.getpid())) == before, "the end of all processes of the attack")
+    assert mounts() == mounted

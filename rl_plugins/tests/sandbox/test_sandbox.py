@@ -1,0 +1,300 @@
+"""CodeSandbox: outcomes like those of `python FILE`, options, refusals, and every way to isolate."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.sandbox import elsewhere, namespaces
+from rl_plugins.sandbox.records import SandboxError, SandboxLimits
+from rl_plugins.sandbox.sandbox import CodeSandbox
+from rl_plugins.tests.loops import for_each
+from rl_plugins.tests.patience import wait_until
+from rl_plugins.tests.sandbox.test_attacks import running_below
+
+PATIENT = {"wall_s": 60.0}
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[CodeSandbox]:
+    try:
+        sandbox = CodeSandbox("namespaces", limits=PATIENT)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    with sandbox:
+        yield sandbox
+
+
+@for_each(
+    "program",
+    [
+        "print(input())\nprint('ä', end='')",
+        "import sys\nprint(sys.stdin.read(), sys.argv[1:], __name__, file=sys.stderr)\nsys.exit('bye')",
+        "x = 1\n\nx / 0",
+        "def f(:\n    pass",
+        "import atexit, threading, time\natexit.register(print, 'end')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.05), print('thread'))).start()\nraise SystemExit(4)",
+        "import sys\nsys.setrecursionlimit(50)\ndef f(): f()\ntry: f()\nexcept RecursionError: print('deep')",
+        "import inspect\ndef f(): return 1\nprint(inspect.getsource(f))",
+        "import multiprocessing\nwith multiprocessing.Pool(2) as pool: print(pool.map(abs, [-1, 2]))",
+        "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))))",
+        "import asyncio\nasync def f(): await asyncio.sleep(0); print('async')\nasyncio.run(f())",
+        "print({'a', 'b', 'c'}, hash('x'))",
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
+        "import locale, sys\nprint(sys.stdout.encoding, sys.flags.hash_randomization, sys.path[0] != '')",
+    ],
+)
+def test_program_has_the_outcome_of_a_new_interpreter(sandbox: CodeSandbox, program: str, tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(program, encoding="utf-8")
+    environment = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"}
+    command = [sys.executable, "-s", str(tmp_path / "main.py")]
+    plain = subprocess.run(command, input="1 ö\n2", capture_output=True, text=True, env=environment, encoding="utf-8")
+    result = sandbox.run(program, "1 ö\n2")
+    assert (result.stdout, result.exit_status, result.limit) == (plain.stdout, plain.returncode, "")
+    assert result.stderr.replace("/tmp/main.py", "main.py") == plain.stderr.replace(f"{tmp_path}/main.py", "main.py")
+
+
+def test_run_takes_limits_of_one_program_and_reports_the_time(sandbox: CodeSandbox) -> None:
+    result = sandbox.run("while True: pass", limits={"cpu_s": 0.2})
+    assert result.limit == "cpu" and not result.ok and 0.1 < result.seconds < 60
+    assert result.exit_status == -signal.SIGKILL
+    assert sandbox.run("print(1)", limits=SandboxLimits(wall_s=60, output_kb=1)).ok
+    assert sandbox.run("print('x' * 1100)", limits={"output_kb": 1}).stdout == "x" * 1024
+
+
+def test_interpreter_is_another_command() -> None:
+    with CodeSandbox("namespaces", interpreter=["sh"], file_name="main.sh", limits=PATIENT) as sandbox:
+        result = sandbox.run("read word; echo $word; echo $0 >&2; exit 5", "hello\n")
+    assert (result.stdout, result.stderr, result.exit_status) == ("hello\n", "main.sh\n", 5)
+    with CodeSandbox("namespaces", interpreter=["no-such-command"]) as sandbox, pytest.raises(SandboxError) as error:
+        sandbox.run("x")
+    assert "no-such-command" in str(error.value)
+
+
+def test_programs_see_further_folders_read_only(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "words").write_text("hello", encoding="utf-8")
+    with CodeSandbox("namespaces", folders=[str(tmp_path)], limits=PATIENT) as sandbox:
+        path = f"{tmp_path}/words"
+        assert sandbox.run(f"print(open({path!r}).read())").stdout == "hello\n"
+        assert "Read-only file system" in sandbox.run(f"open('{tmp_path}/new', 'w')").stderr
+
+
+def test_threads_run_programs_at_once(sandbox: CodeSandbox) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        results = pool.map(lambda number: sandbox.run(f"print({number})").stdout, range(12))
+    assert list(results) == [f"{number}\n" for number in range(12)]
+
+
+def test_sandbox_starts_again_after_the_end_of_its_server() -> None:
+    with CodeSandbox("namespaces", limits=PATIENT) as sandbox:
+        (launcher,) = [pid for pid in running_below(os.getpid()) if _parent(pid) == os.getpid() and _is_launcher(pid)][
+            -1:
+        ]
+        os.kill(launcher, signal.SIGKILL)
+        wait_until(lambda: not running_below(launcher), "the end of the server")
+        assert sandbox.run("print(1)").stdout == "1\n"
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+
+
+def _is_launcher(pid: int) -> bool:
+    return b"rl_plugins.sandbox.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_close_ends_running_programs() -> None:
+    before = sorted(running_below(os.getpid()))
+    sandbox = CodeSandbox("namespaces", limits=PATIENT)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            sandbox.run("import time\ntime.sleep(1000)")
+        except SandboxError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_until(lambda: len(running_below(os.getpid())) >= len(before) + 5, "the start of the program")
+    sandbox.close()
+    thread.join(60)
+    wait_until(lambda: sorted(running_below(os.getpid())) == before, "the end of all processes")
+    assert len(errors) == 1 and "ended" in str(errors[0])
+
+
+def test_killed_caller_takes_its_sandbox_along(tmp_path: Path) -> None:
+    text = (
+        "import os, threading, time\nfrom rl_plugins.sandbox.sandbox import CodeSandbox\n"
+        "sandbox = CodeSandbox('namespaces')\nprint('ready', flush=True)\nsandbox.run('import time; time.sleep(1000)')"
+    )
+    root = str(Path(__file__).resolve().parents[3])
+    process = subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": root}
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    wait_until(lambda: len(running_below(process.pid)) >= 5, "the start of the program")
+    processes = running_below(process.pid)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    wait_until(lambda: not any(map(_runs, processes)), "the end of all processes")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# Other ways to isolate ----------------------------------------------------------------------------------------------
+
+
+@for_each("sandbox", ["none", ["env", "-i"]])
+def test_command_runs_programs_with_limits(sandbox: str | list[str]) -> None:
+    before = set(os.listdir("/tmp"))
+    with CodeSandbox(sandbox, limits=PATIENT) as box:
+        result = box.run("import sys\nprint(input())\nsys.stderr.write('e')\nsys.exit(3)", "hello")
+        assert (result.stdout, result.stderr, result.exit_status, result.limit) == ("hello\n", "e", 3, "")
+        assert box.run("while True: pass", limits={"cpu_s": 0.2}).limit == "cpu"
+        assert box.run("while True: print(1)").limit == "output"
+        daemon = box.run(
+            "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+            "        print(os.getpid(), flush=True)\n        time.sleep(1000)\n    os._exit(0)\nos.wait()"
+        )
+        assert not daemon.stdout or not _runs(int(daemon.stdout))
+    assert {name for name in set(os.listdir("/tmp")) - before if name.startswith("sandbox-")} == set()
+
+
+class _Server(BaseHTTPRequestHandler):
+    """Server of the protocol in docs/code.md, with the answers of a test."""
+
+    answers: list[tuple[int, Any]]
+    asked: list[tuple[dict[str, Any], str | None]]
+
+    def do_POST(self) -> None:
+        """Answer with the next answer, or with the outcome of the program."""
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append((asked, self.headers["Authorization"]))
+        status, answer = self.answers.pop(0) if self.answers else (200, _run(asked))
+        content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Print nothing."""
+
+
+def _run(asked: dict[str, Any]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", asked["program"]], input=asked["stdin"], capture_output=True, text=True
+    )
+    status = {"exit_status": done.returncode, "limit": "", "seconds": 0.1}
+    return {"stdout": done.stdout, "stderr": done.stderr, **status}
+
+
+@contextmanager
+def served(*answers: tuple[int, Any]) -> Iterator[tuple[str, type[_Server]]]:
+    handler = type("Handler", (_Server,), {"answers": list(answers), "asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/run", handler
+        server.shutdown()
+
+
+def test_remote_sandbox_sends_program_input_and_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with served((503, {}), (429, {})) as (address, handler):
+        sandbox = CodeSandbox(address, headers={"Authorization": "Bearer key"}, limits={"cpu_s": 2})
+        result = sandbox.run("print(int(input()) * 2)", "21")
+    assert result.ok and result.stdout == "42\n"
+    asked, authorization = handler.asked[-1]
+    assert authorization == "Bearer key" and len(handler.asked) == 4
+    assert asked["stdin"] == "21" and asked["limits"]["cpu_s"] == 2 and asked["limits"]["memory_mb"] == 512
+    assert asked["interpreter"] is None and asked["file_name"] == "main.py"
+
+
+@for_each(
+    ("answer", "message"),
+    [
+        ((401, {"error": "no key"}), "status 401: .*no key"),
+        ((200, b"<html>"), "the answer has no outcome"),
+        ((200, {"stdout": "", "stderr": ""}), "the answer has no outcome"),
+        ((200, []), "the answer has no outcome"),
+        ((200, {"fault": "no memory", "stdout": "", "stderr": ""}), "no memory"),
+        ((200, {"stdout": "", "stderr": "", "exit_status": 0, "limit": "x", "seconds": 1}), "the unknown limit 'x'"),
+    ],
+)
+def test_remote_sandbox_refuses_a_server_without_outcomes(answer: tuple[int, Any], message: str) -> None:
+    with served(answer) as (address, _), pytest.raises(ConfigError, match=f"a first program did not run.*{message}"):
+        CodeSandbox(address)
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+def test_machine_without_namespaces_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(folders: object) -> None:
+        raise SandboxError("the kernel refused: new namespaces: Operation not permitted")
+
+    monkeypatch.setattr("rl_plugins.sandbox.sandbox.Namespaces", fail)
+    monkeypatch.setattr(elsewhere.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError) as error:
+        CodeSandbox()
+    assert str(error.value) == (
+        "sandbox=auto: this machine cannot isolate programs of the policy (namespaces: the kernel refused: new "
+        "namespaces: Operation not permitted; bwrap: bubblewrap is not installed): allow user namespaces, install "
+        "bubblewrap, or set sandbox to the address of a server, or to the command of a container (docs/code.md)"
+    )
+
+
+def test_namespaces_names_the_call_that_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces.Namespaces, "_map_users", lambda self: None)
+    with pytest.raises(ConfigError, match="namespaces: the kernel refused: "):
+        CodeSandbox("namespaces")
+
+
+@for_each(
+    ("options", "message"),
+    [
+        ({"sandbox": "docker"}, "sandbox='docker': use auto, namespaces, bwrap, none, the address of a server"),
+        ({"sandbox": None}, "sandbox=None: use auto"),
+        ({"sandbox": []}, "sandbox=\\[\\]: use auto"),
+        ({"sandbox": ["no-such-command"]}, "a first program did not run .no-such-command: No such file"),
+        ({"sandbox": ["false"]}, "a first program did not run .false: the command ended with 1"),
+        ({"sandbox": "http://127.0.0.1:9"}, "a first program did not run .* start the server, or correct the address"),
+        ({"limits": {"cpu": 2}}, "limits: there is no limit 'cpu'; did you mean 'cpu_s'"),
+        ({"limits": {"cpu_s": 0}}, "cpu_s=0: must be above 0"),
+        ({"limits": {"processes": 1.5}}, "processes=1.5: must be a whole number"),
+        ({"limits": 3}, "limits=3: give a mapping"),
+        ({"parallel": 0}, "parallel=0: must be at least 1"),
+        ({"interpreter": "node"}, "interpreter='node': give the words of a command as a list"),
+        ({"interpreter": []}, "interpreter=\\[\\]: give the words"),
+        ({"file_name": "../x"}, "file_name='../x': must be the name of a file without a folder"),
+        ({"folders": ["data"]}, "folders: 'data' is no existing absolute path"),
+        ({"folders": [str(Path.home())]}, "which holds the home folder"),
+    ],
+)
+def test_code_sandbox_refuses_wrong_options(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with pytest.raises(ConfigError, match=message):
+        CodeSandbox(**options)
