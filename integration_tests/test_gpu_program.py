@@ -110,6 +110,7 @@ def test_program_without_a_gpu_exits_with_2(
     assert not file.exists()
 
 
+@pytest.mark.extended
 def test_section_of_sequence_parallelism_starts_a_second_rank(tmp_path: Path) -> None:
     section = replace(SECTIONS["sequence_parallel"], deadline_s=patient(120))
     results = run_section("sequence_parallel", section, "cpu", tmp_path / "results.jsonl")

@@ -144,7 +144,10 @@ def _backend_of(sandbox: str | Sequence[str], folders: Sequence[str], headers: M
     if sandbox == "none":
         logger.warning("sandbox=none: programs of the policy run without protection, as your user")
         return _tried(unprotected(), "sandbox=none", _WAY_OUT)
-    makers: dict[str, Callable[[], Backend]] = {"namespaces": lambda: Namespaces(folders), "bwrap": lambda: bubblewrap(folders)}
+    makers: dict[str, Callable[[], Backend]] = {
+        "namespaces": lambda: Namespaces(folders),
+        "bwrap": lambda: bubblewrap(folders),
+    }
     if sandbox != "auto" and sandbox not in makers:
         raise ConfigError(f"sandbox={sandbox!r}: {_choices()}")
     reasons = []

@@ -211,7 +211,10 @@ def test_pipeline_main_names_the_option_that_resumes_the_pipeline(
     [
         (["--cfg", "job"], ["name: sft_rm_ppo", "model: tiny", "  sft: ???"]),
         (["--cfg", "diff"], ["model: tiny  # recipe: ???"]),
-        (["--help"], ["model: tiny", "reward: code_tests, correct_and_format, exact_match, file, gsm8k, math_verify"]),
+        (
+            ["--help"],
+            ["model: tiny", "reward: code_tests, correct_and_format, exact_match, file, gsm8k, judge, math_verify"],
+        ),
     ],
     ids=["cfg job", "cfg diff", "help"],
 )
