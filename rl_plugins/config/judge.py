@@ -21,6 +21,7 @@ from rl_plugins.config.settings import (
     shown,
 )
 from rl_plugins.errors import ConfigError
+from rl_plugins.redaction import REMOVED
 
 JUDGES = ("rl_plugins.rewards.judge.Judge", "rl_plugins.Judge")
 """Values of `_target_` for a judge."""
@@ -113,12 +114,14 @@ class JudgeConfig(Settings):
         """
         super().__post_init__()
         if self.url is not None and "@" in urlsplit(self.url).netloc:
-            raise ConfigError("url: the address has a user or a password: name the key's variable with key_variable")
+            raise ConfigError(
+                f"url={self.url}: the address has a user or a password: name the key's variable with key_variable"
+            )
         # The wrong value may be the key itself, so the message does not show it.
         if self.key_variable is not None and not _VARIABLE.fullmatch(str(self.key_variable)):
             raise ConfigError(
-                "key_variable: must be the name of an environment variable in capital letters, such as JUDGE_API_KEY, "
-                "and never the key itself"
+                f"key_variable={REMOVED}: must be the name of an environment variable in capital letters, such as "
+                "JUDGE_API_KEY, and never the key itself"
             )
         if self.low >= self.high:
             raise ConfigError(f"low={self.low:g}: must be below high={self.high:g}")
@@ -127,7 +130,7 @@ class JudgeConfig(Settings):
         if self.template is not None and self.template_file is not None:
             raise ConfigError(f"template_file={shown(self.template_file)}: template is given, too: leave one out")
         if self.template is not None:
-            check_template(self.template, "template")
+            check_template(self.template, f"template={shown(self.template)}")
 
 
 def check_template(text: str, option: str) -> None:
@@ -135,7 +138,7 @@ def check_template(text: str, option: str) -> None:
 
     Args:
         text: text of the template.
-        option: name of the option with the text or with its file, for messages.
+        option: option with the text or with its file, as `name=value`, for messages.
 
     Raises:
         ConfigError: A name is unknown, or the template has no `{response}`.

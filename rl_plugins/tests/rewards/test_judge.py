@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import rl_plugins as rl
 from rl_plugins.config.judge import JudgeConfig, with_judges
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.rewards import InlineScorer, RewardPool, Score, judge_server
@@ -190,6 +191,12 @@ def test_judge_ends_before_the_deadline_of_the_call(stub: JudgeStub) -> None:
     scorer = InlineScorer({"_target_": TARGET, "config": settings(stub.url)}, deadline_s=1.0)
     (result,) = scorer.answer([request()])
     assert result.failure == "timeout" and "does not answer within" in result.message
+
+
+def test_judge_is_a_class_or_an_instance_in_python(stub: JudgeStub) -> None:
+    config = settings(stub.url)
+    for reward in ({"_target_": rl.Judge, "config": config}, {"_target_": rl.Judge(config)}):
+        assert [one.value for one in InlineScorer(reward, deadline_s=DEADLINE_S).score([request()])] == [0.8]
 
 
 def test_judge_is_a_part_of_a_sum(stub: JudgeStub) -> None:
