@@ -217,7 +217,7 @@ def _load_tokenizer(config: RecipeConfig, replies: Iterable[Message]) -> PreTrai
     if config.environment.max_turns > 1 and not config.environment.tools:
         turns = TurnTokenizer(tokenizer, options)
         for reply in replies:
-            turns.tokens(reply, tokenizer.eos_token_id, config.environment.max_observation_tokens)
+            turns.tokens([reply], tokenizer.eos_token_id, config.environment.max_observation_tokens)
     return tokenizer
 
 

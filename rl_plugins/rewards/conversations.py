@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -56,12 +56,40 @@ class Reply:
         tokens: token ids of the end of the policy's turn, of the messages, and of the start of the policy's next turn.
         was_cut: True if a text was cut because it was too long.
         counts: numbers of events, by the names in `Environment.counted`.
+        reward: reward of the turn.
     """
 
     messages: Sequence[Message]
     tokens: Sequence[int]
     was_cut: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
+    reward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """First messages of an environment to the policy, in place of the prompt of the row.
+
+    Attributes:
+        messages: the messages.
+        tokens: token ids of the messages and of the start of the policy's turn.
+    """
+
+    messages: Sequence[Message]
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """Score of an environment with messages that the policy does not answer. Tables show the messages.
+
+    Attributes:
+        score: score of the whole conversation.
+        messages: the messages.
+    """
+
+    score: Score
+    messages: Sequence[Message]
 
 
 class Environment(Protocol):
@@ -79,15 +107,32 @@ class Environment(Protocol):
         """Start to answer a response, without waiting. An environment gives a score if no turn is left.
 
         Args:
-            key: number of the response, unique on the rank.
+            key: number of the conversation, unique on the rank.
             turn: the response.
         """
 
-    def answers(self, wait_s: float) -> Mapping[int, Reply | Score]:
+    def answers(self, wait_s: float) -> Mapping[int, Reply | Score | Start | LastWords]:
         """Return the finished answers by key; wait at most `wait_s` seconds for the first."""
 
     def forget(self, keys: Sequence[int]) -> None:
-        """Drop the answers to responses, because the conversations are gone."""
+        """Drop conversations, and the answers to their responses."""
+
+
+@runtime_checkable
+class StartingEnvironment(Environment, Protocol):
+    """Starts each conversation with messages of its own, and may reward each turn.
+
+    The score of a conversation is the sum of all its rewards.
+    """
+
+    def start(self, key: int, request: ScoringRequest, seed: int) -> None:
+        """Start a conversation, without waiting. The answer is a `Start`, or a score of a failure.
+
+        Args:
+            key: number of the conversation, unique on the rank.
+            request: scoring request for a response to the prompt, without the response.
+            seed: seed of the group.
+        """
 
 
 @dataclass(frozen=True)
@@ -100,6 +145,10 @@ class Ending:
         cut: number of replies that were cut because they were too long.
         turns: number of responses of the policy.
         counts: numbers of events, by the names in `Environment.counted`.
+        prompt: messages of the environment in place of the prompt; None with the prompt of the row.
+        prompt_ids: token ids of `prompt`.
+        turn_ends: position of the last token of each response, counted from the end of the prompt.
+        turn_rewards: reward of each turn, with the final score in the last; their sum is the score.
     """
 
     score: Score
@@ -107,16 +156,21 @@ class Ending:
     cut: int
     turns: int
     counts: Mapping[str, int] = field(default_factory=dict)
+    prompt: Sequence[Message] | None = None
+    prompt_ids: Sequence[int] = ()
+    turn_ends: Sequence[int] = ()
+    turn_rewards: Sequence[float] = ()
 
     @property
     def last(self) -> str:
-        """Text of the last response of the policy."""
-        return str(self.said[-1]["content"])
+        """Text of the last response of the policy; empty without a response."""
+        responses = [message["content"] for message in self.said if message["role"] == "assistant"]
+        return str(responses[-1]) if responses else ""
 
     def transcript(self) -> str:
         """Return all messages as readable text."""
-        first, *rest = self.said
-        return "\n".join([first["content"], *(f"[{message['role']}] {message['content']}" for message in rest)])
+        said = [f"[{message['role']}] {message['content']}" for message in self.said]
+        return "\n".join([*(message["content"] for message in self.said[:1]), *said[1:]])
 
 
 RECORDS = (Score, Ending)
@@ -131,6 +185,7 @@ class Trajectory:
         request: scoring request for a response to the prompt, without the response.
         sampling: options of sampling; `max_tokens` is the limit of all turns together, replies included.
         counted: names of the events that replies count.
+        key: number of the conversation, unique on the rank.
 
     Attributes:
         turns: number of responses of the policy.
@@ -138,9 +193,12 @@ class Trajectory:
     """
 
     def __init__(
-        self, prompt: list[int], request: ScoringRequest, sampling: SamplingConfig, counted: Sequence[str] = ()
+        self, prompt: list[int], request: ScoringRequest, sampling: SamplingConfig, counted: Sequence[str], key: int
     ) -> None:
-        self._prompt, self._request, self._sampling = prompt, request, sampling
+        self._prompt, self._request, self._sampling, self.key = prompt, request, sampling, key
+        self._start: Start | None = None
+        self._turn_ends: list[int] = []
+        self._turn_rewards: list[float] = []
         self._token_ids: list[int] = []
         self._log_probs: list[float] = []
         self._versions: list[int] = []
@@ -163,6 +221,11 @@ class Trajectory:
         """Largest number of tokens of the next response."""
         return self._sampling.max_tokens - len(self._token_ids)
 
+    def start(self, start: Start) -> None:
+        """Replace the prompt of the row by messages of the environment."""
+        self._start, self._prompt = start, list(start.tokens)
+        self._request = replace(self._request, prompt=list(start.messages))
+
     def respond(self, response: Generations, text: str, max_turns: int) -> Turn:
         """Add a response of the policy, and return the response for the environment.
 
@@ -178,6 +241,8 @@ class Trajectory:
         self._sampled += [True] * self._length
         (self._finish_reason,) = response.finish_reasons
         self._said.append({"role": "assistant", "content": text})
+        self._turn_ends.append(len(self._token_ids) - 1)
+        self._turn_rewards.append(0.0)
         self.turns += 1
         # A response that was cut off is incomplete, so no further turn follows.
         return self.last_turn(max_turns - self.turns if self._finish_reason == "stop" else 0)
@@ -197,6 +262,7 @@ class Trajectory:
             False if no tokens are left for a response to the reply; the reply is then not added.
         """
         self._counts.update(reply.counts)
+        self._turn_rewards[-1] += reply.reward
         if len(reply.tokens) >= self.room:
             self._finish_reason = "length"
             return False
@@ -208,9 +274,24 @@ class Trajectory:
         self._cut += reply.was_cut
         return True
 
-    def end(self, score: Score) -> None:
+    def end(self, answer: Score | LastWords) -> None:
         """End the conversation with the score, or the failure, of the environment."""
-        self.ending = Ending(score, tuple(self._said), self._cut, self.turns, dict(self._counts))
+        score, messages = (answer.score, answer.messages) if isinstance(answer, LastWords) else (answer, ())
+        if self._turn_rewards:
+            self._turn_rewards[-1] += (score.value or 0.0) - sum(self._turn_rewards)
+        else:
+            self._finish_reason = "abort"
+        self.ending = Ending(
+            score,
+            (*self._said, *messages),
+            self._cut,
+            self.turns,
+            dict(self._counts),
+            prompt=None if self._start is None else list(self._start.messages),
+            prompt_ids=() if self._start is None else tuple(self._start.tokens),
+            turn_ends=tuple(self._turn_ends),
+            turn_rewards=tuple(self._turn_rewards),
+        )
 
     def generations(self) -> Generations:
         """Return the whole conversation as one response."""
@@ -268,9 +349,14 @@ class Conversations:
         self._groups: dict[int, list[Trajectory]] = {}
         # Turns that the engine samples, by the engine's tickets.
         self._asked: dict[int, _Asked] = {}
-        # Responses that the environment answers, by keys of the environment.
+        # Conversations that the environment answers, by key.
         self._answering: dict[int, tuple[Trajectory, _Asked]] = {}
         self._tickets = self._keys = 0
+
+    @property
+    def rewards_turns(self) -> bool:
+        """True if the environment may reward each turn."""
+        return isinstance(self._environment, StartingEnvironment)
 
     def by(self, engine: RolloutEngine) -> Conversations:
         """Set the rollout engine that samples, and return this object."""
@@ -282,13 +368,18 @@ class Conversations:
         first_turns = []
         for opening in requests:
             assert isinstance(opening, Opening)
-            trajectories = [
-                Trajectory(opening.prompt, opening.about, sampling, self._environment.counted)
-                for _ in range(sampling.num_samples)
-            ]
+            trajectories = [self._trajectory(opening, sampling) for _ in range(sampling.num_samples)]
             self._groups[opening.ticket] = trajectories
             request = GroupRequest(0, opening.prompt, opening.seed)
-            first_turns.append(self._ask(trajectories, opening.ticket, request, sampling))
+            if isinstance(self._environment, StartingEnvironment):
+                for trajectory in trajectories:
+                    self._answering[trajectory.key] = (
+                        trajectory, _Asked([trajectory], request, sampling, opening.ticket)
+                    )
+                    self._environment.start(trajectory.key, opening.about, opening.seed)
+            else:
+                first_turns.append(self._ask(trajectories, opening.ticket, request, sampling))
+        # Every rank takes part, also a rank whose environments start first.
         self._engine.submit(first_turns, sampling, together=together)
 
     def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
@@ -327,12 +418,10 @@ class Conversations:
         self._engine.drop(dropped)
         for own in dropped:
             del self._asked[own]
-        answering = [key for key, (_, turn) in self._answering.items() if turn.ticket in gone]
-        self._environment.forget(answering)
-        for key in answering:
-            del self._answering[key]
-        for ticket in gone:
-            self._groups.pop(ticket, None)
+        keys = [trajectory.key for ticket in gone for trajectory in self._groups.pop(ticket, ())]
+        self._environment.forget(keys)
+        for key in keys:
+            self._answering.pop(key, None)
 
     def lost_tickets(self) -> list[int]:
         """Return an empty list: only a turn is lost with an engine, and this method submits the turn again."""
@@ -349,6 +438,10 @@ class Conversations:
         scores = [ending.score for ending in endings]
         check_failure_rate(scores, self._environment.max_failure_rate)
         return scores
+
+    def _trajectory(self, opening: Opening, sampling: SamplingConfig) -> Trajectory:
+        self._keys += 1
+        return Trajectory(opening.prompt, opening.about, sampling, self._environment.counted, self._keys)
 
     def _ask(
         self, trajectories: Sequence[Trajectory], ticket: int, request: GroupRequest, sampling: SamplingConfig
@@ -389,8 +482,11 @@ class Conversations:
         next_turns: list[tuple[GroupRequest, SamplingConfig]] = []
         for key, answer in answers.items():
             trajectory, turn = self._answering.pop(key)
-            if isinstance(answer, Score):
+            if isinstance(answer, Score | LastWords):
                 trajectory.end(answer)
+            elif isinstance(answer, Start):
+                trajectory.start(answer)
+                next_turns.append(self._next_turn(trajectory, turn))
             elif trajectory.observe(answer):
                 next_turns.append(self._next_turn(trajectory, turn))
             else:
@@ -399,9 +495,8 @@ class Conversations:
         return bool(responses or answers)
 
     def _begin(self, trajectory: Trajectory, asked: _Asked, turn: Turn) -> None:
-        self._keys += 1
-        self._answering[self._keys] = (trajectory, asked)
-        self._environment.begin(self._keys, turn)
+        self._answering[trajectory.key] = (trajectory, asked)
+        self._environment.begin(trajectory.key, turn)
 
     def _text(self, response: Generations) -> str:
         return str(self._tokenizer.decode(response.token_ids.tolist(), skip_special_tokens=True))

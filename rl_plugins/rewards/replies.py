@@ -73,7 +73,7 @@ class ReplyingReward:
         }
 
     def _reply(self, turn: Turn, message: Mapping[str, Any]) -> Reply:
-        tokens, was_cut = self._tokenizer.tokens(message, turn.tokens[-1], self._max_tokens)
+        tokens, was_cut = self._tokenizer.tokens([message], turn.tokens[-1], self._max_tokens)
         return Reply([message], tokens, was_cut)
 
     def forget(self, keys: Sequence[int]) -> None:
