@@ -49,8 +49,8 @@ INPUTS: dict[str, str] = {
     "costs_B": "cost of each sample, for a bound on the mean cost (`Algorithm.constraint`).",
     "component_rewards_BK": "K rewards of each sample, the numbers named in `Algorithm.reward_components`.",
     "turn_rewards_BT": (
-        "reward of each turn of a conversation on its last token, if the environment rewards turns; the sum is the score "
-        "by the environment."
+        "reward of each turn of a conversation on its last token, if the environment rewards turns; the sum is the "
+        "score by the environment."
     ),
     "process_rewards_BT": "reward of each token by a process reward model (`implicit_process_reward`).",
     "outcomes_B": "outcome of each sample, from 0 (failure) to 1 (success).",

@@ -29,7 +29,8 @@ from rl_plugins.whole_file import write_whole
 COMPUTED_FIELDS = (
     "token_level_rewards", "old_log_probs", "ref_log_probs", "teacher_log_probs", "teacher_top_ids",
     "teacher_top_log_probs", "teacher_top_weights", "entropy", "sum_pi_squared", "values", "cost_values",
-    "process_rewards", "turn_rewards", "rollout_weights", "advantages", "returns", "cost_returns", "loss_mask", "selected",
+    "process_rewards", "turn_rewards", "rollout_weights", "advantages", "returns", "cost_returns", "loss_mask",
+    "selected",
 )  # fmt: skip
 TOKEN_FIELDS = ("responses", "response_mask", "rollout_log_probs", "policy_versions", *COMPUTED_FIELDS)
 SAMPLE_FIELDS = (

@@ -1,8 +1,8 @@
 """The objects of a stateful environment, seen from the training process: calls go in, and answers come out.
 
-Each object has a process of its own, a fork of a process that has loaded the class. The process of an object ends calls
-at their deadline by itself. Otherwise the process is killed after a grace period. The failure of an object is the answer
-to its call, and no other object notices the failure.
+Each object has a process of its own, a fork of a process that has loaded the class. The process of an object ends
+calls at their deadline by itself. Otherwise the process is killed after a grace period. The failure of an object is the
+answer to its call, and no other object notices the failure.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Inside the processes of a stateful environment: one process loads the class, and forks a copy for each object.
 
-The loading process reads an `ObjectTask` as a pickle, and then orders in JSON: start an object, or kill an object. It runs
-no code of the user after loading, has no threads, and reports the end of each copy. A copy has one object, a connection
-of its own to the training process, and a limit of memory. A copy that dies, hangs or takes too much memory therefore
-takes no other object along.
+The loading process reads an `ObjectTask` as a pickle, and then orders in JSON: start an object, or kill an object. The
+process runs no code of the user after loading, has no threads, and reports the end of each copy. A copy has one object,
+a connection of its own to the training process, and a limit of memory. A copy that dies, hangs or takes too much memory
+therefore takes no other object along.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def load_class(config: Mapping[str, Any]) -> tuple[str, Callable[[], Any]]:
     """Load the class of an environment; return its name, and a function that makes an object.
 
     Raises:
-        ConfigError: the class cannot be loaded, has no method `reset`, `step` or `close`, a method is not async or takes
-            other arguments, or the constructor does not take the options.
+        ConfigError: the class cannot be loaded or has no method `reset`, `step` or `close`; a method is not async or
+            takes other arguments; or the constructor does not take the options.
     """
     name, found, options = find_callable(config, "environment")
     if not inspect.isclass(found):
@@ -89,7 +89,9 @@ def load_class(config: Mapping[str, Any]) -> tuple[str, Callable[[], Any]]:
         try:
             inspect.signature(function).bind(*filter(None, ("self", argument)))
         except TypeError as error:
-            raise ConfigError(f"environment {name!r}: its {method} takes other arguments ({error}): write {written}") from None
+            raise ConfigError(
+                f"environment {name!r}: its {method} takes other arguments ({error}): write {written}"
+            ) from None
     check_constructor(name, found, options, "environment")
     return name, lambda: found(**options)
 

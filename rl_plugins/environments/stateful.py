@@ -1,14 +1,14 @@
 """Stateful environments: `StatefulEnvironment(Game)`, with an object of a user's class for each conversation.
 
-The object starts the conversation with its first messages, answers each response of the policy, rewards turns, and scores
-the conversation. The reward of a conversation is the sum of all rewards. An object that raises, hangs or dies is a failed
-reward of its own conversation, which is counted by kind and left out.
+The object starts the conversation with its first messages, answers each response of the policy, rewards turns, and
+scores the conversation. The reward of a conversation is the sum of all rewards. An object that raises, hangs or dies is
+a failed reward of its own conversation, which is counted by kind and left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FROM_0_TO_1, check_ranges
@@ -24,6 +24,9 @@ from rl_plugins.rewards.records import Message, Score, ScoringRequest, failed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# A response without an answer, as an untrained policy may give.
+_NO_ANSWER = "?"
 
 
 class StatefulEnvironment:
@@ -57,8 +60,8 @@ class StatefulEnvironment:
         stage = rl.PolicyOptimization(..., environment=rl.StatefulEnvironment(Guess))
 
     Args:
-        environment: the class; its dotted name; or a mapping: `_target_`, or `path` and `name`, and the arguments of the
-            constructor.
+        environment: the class; its dotted name; or a mapping: `_target_`, or `path` and `name`, and the arguments of
+            the constructor.
         max_turns: largest number of responses of the policy in a conversation.
         max_objects: largest number of objects at once; further conversations wait.
         deadline_s: seconds for one call of a method.
@@ -113,6 +116,39 @@ class StatefulEnvironment:
             ConfigError: the chat template has no place for messages after a response.
         """
         return StatefulConversations(self._host, tokenizer, self)
+
+    def try_out(self, request: ScoringRequest, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Let an object start with a row, and answer one response.
+
+        Args:
+            request: row of the data, without a response.
+            tokenizer: tokenizer of the policy.
+
+        Raises:
+            ConfigError: the object fails, or the chat template refuses its messages.
+        """
+        talk = self.connect(tokenizer)
+        talk.start(0, request, seed=0)
+        answer = self._next_answer(talk, request)
+        if isinstance(answer, Start):
+            asked = replace(
+                request, solution_str=_NO_ANSWER, prompt=list(answer.messages), turns_left=self.max_turns - 1
+            )
+            talk.begin(0, Turn(asked, answer.tokens, 0))
+            self._next_answer(talk, request)
+        talk.forget([0])
+
+    @staticmethod
+    def _next_answer(talk: StatefulConversations, request: ScoringRequest) -> object:
+        while not (answers := talk.answers(1.0)):
+            pass
+        (answer,) = answers.values()
+        if isinstance(answer, Score) and answer.failure is not None:
+            raise ConfigError(
+                f"the environment fails on a row of data_source {request.data_source!r}: {answer.failure}: "
+                f"{answer.message}"
+            )
+        return answer
 
     def close(self) -> None:
         """Close all objects, and end all processes."""

@@ -119,7 +119,9 @@ def _messages(value: object) -> list[Message] | str:
     """Return the messages, or a description of the fault."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    listed: Sequence[Any] = [value] if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+    listed: Sequence[Any] = (
+        [value] if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+    )
     for message in listed:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             return f"{_shown(message)} in place of a message with 'role' and 'content'"

@@ -374,7 +374,8 @@ class Conversations:
             if isinstance(self._environment, StartingEnvironment):
                 for trajectory in trajectories:
                     self._answering[trajectory.key] = (
-                        trajectory, _Asked([trajectory], request, sampling, opening.ticket)
+                        trajectory,
+                        _Asked([trajectory], request, sampling, opening.ticket),
                     )
                     self._environment.start(trajectory.key, opening.about, opening.seed)
             else:

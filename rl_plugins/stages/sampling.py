@@ -224,12 +224,13 @@ class SamplingSetup:
             environment that scores conversations by itself.
         tokenizer: tokenizer of the policy.
         eval_sampling: sampling settings of validation.
-        environment: bounds on conversations with the scorer, tools, or a stateful environment; None if the policy answers a prompt only once.
+        environment: bounds on conversations with the scorer, tools, or a stateful environment; None if the policy
+            answers a prompt only once.
         seed: seed of sampling.
 
     Raises:
-        ConfigError: the scorer cannot answer, or the chat template has no place for its answers or for tools; or there is
-            no scorer, or a scorer beside a stateful environment.
+        ConfigError: the scorer cannot answer, or the chat template has no place for its answers or for tools; or there
+            is no scorer, or a scorer beside a stateful environment.
     """
 
     def __init__(
