@@ -231,10 +231,15 @@ class _Copy:
         return call
 
     async def _answer(self, method: str, argument: Any) -> Answer:
-        called = {"reset": self._reset, "step": self._step, "score": self._score, "close": self._close}[method]
+        methods: Mapping[str, Callable[[Any], Awaitable[Answer]]] = {
+            "reset": self._reset,
+            "step": self._step,
+            "score": self._score,
+            "close": self._close,
+        }
         try:
             async with asyncio.timeout(self._deadline_s) as deadline:
-                return await called(argument)
+                return await methods[method](argument)
         except TimeoutError as error:
             if deadline.expired():
                 return failure_of("timeout", f"{self._name}: {method} gave no result within {self._deadline_s:g} s")

@@ -127,7 +127,7 @@ def _messages(value: object) -> list[Message] | str:
             return f"{_shown(message)} in place of a message with 'role' and 'content'"
         if not isinstance(message["content"], str) or not isinstance(message["role"], str):
             return "a message whose role or content is not text"
-    messages = [dict(message) for message in listed]
+    messages: list[Message] = [dict(message) for message in listed]
     try:
         json.dumps(messages)
     except (TypeError, ValueError) as error:

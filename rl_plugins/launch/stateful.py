@@ -25,6 +25,10 @@ def stateful_environment(config: RecipeConfig) -> StatefulEnvironment | None:
     options = config.environment
     if options.stateful is None or not config.generates:
         return None
+    if not options.stateful:
+        raise ConfigError(
+            "environment.stateful: name a class with async reset, step and close, such as my_package.Game"
+        )
     if options.tools:
         raise ConfigError("environment.stateful and environment.tools: an environment is one of the two: leave one out")
     if config.reward.functions:
@@ -68,7 +72,9 @@ def check_stateful(
     if environment is None:
         return
     try:
-        for source, row in first_of_source.items() if tokenizer is not None else ():
+        if tokenizer is None:
+            return
+        for source, row in first_of_source.items():
             ground_truth = row["reward_model"].get("ground_truth")
             environment.try_out(ScoringRequest(source, "", ground_truth, row["extra_info"], row["prompt"]), tokenizer)
     finally:

@@ -14,6 +14,18 @@ from typing import Any
 
 from rl_plugins.environments.step_result import StepResult
 
+MOVES = ["left", "down", "right", "up"]
+
+
+def describe(observation: int) -> str:
+    """Return a place of FrozenLake in words."""
+    return f"row {observation // 4}, column {observation % 4}"
+
+
+def read_move(text: str) -> int | None:
+    """Return the action of FrozenLake for a word."""
+    return MOVES.index(text) if text in MOVES else None
+
 
 class Count:
     """Adds up the numbers of the policy. `0` ends the game with the sum as the score."""
@@ -105,6 +117,16 @@ class Endless(Judge):
     """Never returns a reward."""
 
     score = None  # type: ignore[assignment]
+
+
+class Lengths(Judge):
+    """Rewards each turn by the length of the response."""
+
+    async def reset(self, row: Mapping[str, Any]) -> Any:
+        return [*row["prompt"], {"role": "user", "content": str(row["seed"] % 10)}]
+
+    async def step(self, message: Mapping[str, str]) -> Any:
+        return StepResult("more", reward=1.0 + len(message["content"]))
 
 
 class WithoutClose:

@@ -23,7 +23,6 @@ from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
-from rl_plugins.tests.environments import sample_environments
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.rewards.test_conversations import Scripted
 from rl_plugins.tests.stages import canned
@@ -31,6 +30,7 @@ from rl_plugins.tests.stages.test_scheduled_sampler import Loader
 
 HERE = "rl_plugins.tests.environments.sample_environments"
 tokenizer = canned.tokenizer
+SAMPLING = SamplingConfig(max_tokens=400)
 START = "<|user|>count<|user|>5<|assistant|>"
 
 
@@ -172,24 +172,11 @@ def test_drop_closes_the_objects_of_conversations() -> None:
         assert talk.collect((), 0) == {}
 
 
-class Score:
-    """Scores each turn by the length of the response."""
-
-    async def reset(self, row: Any) -> list[dict[str, str]]:
-        return [*row["prompt"], {"role": "user", "content": str(row["seed"] % 10)}]
-
-    async def step(self, message: Any) -> Any:
-        return sample_environments.StepResult("more", reward=1.0 + len(message["content"]))
-
-    async def close(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
 def test_policy_learns_from_the_rewards_of_turns_at_their_last_tokens(tmp_path: Any, advantage: str) -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
     save_tiny_policy(tmp_path, **sizes)
-    environment = environment_of(Score, max_turns=2)
+    environment = environment_of(f"{HERE}.Lengths", max_turns=2)
     stage = canned.Keeping(
         build_model(**sizes),
         tokenizer=tokenizer,
