@@ -119,7 +119,7 @@ class Endless(Judge):
     score = None  # type: ignore[assignment]
 
 
-class Lengths(Judge):
+class Lengths(Endless):
     """Rewards each turn by the length of the response."""
 
     async def reset(self, row: Mapping[str, Any]) -> Any:

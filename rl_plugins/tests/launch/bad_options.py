@@ -428,7 +428,10 @@ CHECKS: dict[str, list[Case]] = {
             [*STATEFUL, f"environment.stateful={ENVIRONMENTS}.Count"],
             ["fails on a row of data_source", "raised: ", "Count: step: ValueError: invalid literal"],
         ),
-        ([*STATEFUL, f"environment.stateful={ENVIRONMENTS}.Judge", f"environment.tools=[{SAMPLE_TOOLS}.add]"], ["one of"]),
+        (
+            [*STATEFUL, f"environment.stateful={ENVIRONMENTS}.Judge", f"environment.tools=[{SAMPLE_TOOLS}.add]"],
+            ["environment.stateful and environment.tools", "leave one out"],
+        ),
         (
             [*STATEFUL, f"environment.stateful={ENVIRONMENTS}.Judge", "data.max_prompt_tokens=1"],
             ["first messages of an environment have", "more than max_prompt_tokens=1"],
