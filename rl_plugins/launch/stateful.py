@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl_plugins.config.recipe import RecipeConfig
@@ -12,7 +13,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rl_plugins.data.parquet import Row
+    from rl_plugins.environments.object_conversations import StatefulConversations
     from rl_plugins.environments.stateful import StatefulEnvironment
+    from rl_plugins.rewards.records import ScoringRequest
+
+# A response without an answer, as an untrained policy may give.
+_NO_ANSWER = "?"
 
 
 def stateful_environment(config: RecipeConfig) -> StatefulEnvironment | None:
@@ -76,6 +82,40 @@ def check_stateful(
             return
         for source, row in first_of_source.items():
             ground_truth = row["reward_model"].get("ground_truth")
-            environment.try_out(ScoringRequest(source, "", ground_truth, row["extra_info"], row["prompt"]), tokenizer)
+            request = ScoringRequest(source, "", ground_truth, row["extra_info"], row["prompt"])
+            _try_out(environment, request, tokenizer)
     finally:
         environment.close()
+
+
+def _try_out(environment: StatefulEnvironment, request: ScoringRequest, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let an object start with a row, and answer one response.
+
+    Raises:
+        ConfigError: the object fails, or the chat template refuses its messages.
+    """
+    from rl_plugins.environments.object_conversations import StatefulConversations
+    from rl_plugins.rewards.trajectory import Start, Turn
+
+    talk = StatefulConversations(environment.host, tokenizer, environment)
+    talk.start(0, request, seed=0)
+    answer = _next_answer(talk, request)
+    if isinstance(answer, Start):
+        asked = replace(
+            request, solution_str=_NO_ANSWER, prompt=list(answer.messages), turns_left=environment.max_turns - 1
+        )
+        talk.begin(0, Turn(asked, answer.tokens, 0))
+        _next_answer(talk, request)
+
+
+def _next_answer(talk: StatefulConversations, request: ScoringRequest) -> object:
+    from rl_plugins.rewards.records import Score
+
+    while not (answers := talk.answers(1.0)):
+        pass
+    (answer,) = answers.values()
+    if isinstance(answer, Score) and answer.failure is not None:
+        raise ConfigError(
+            f"the environment fails on a row of data_source {request.data_source!r}: {answer.failure}: {answer.message}"
+        )
+    return answer

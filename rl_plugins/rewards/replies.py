@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from rl_plugins.config.sampling import EnvironmentConfig
 from rl_plugins.data.tokenization import TurnTokenizer
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.conversations import Reply, Turn
 from rl_plugins.rewards.records import Score, ScoringRequest
+from rl_plugins.rewards.trajectory import Reply, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

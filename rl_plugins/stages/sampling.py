@@ -12,13 +12,15 @@ from torch import Tensor
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.environments.object_conversations import StatefulConversations
 from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.conversations import Conversations, Ending, Opening
+from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.inline import Reward, default_scorer
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rewards.replies import ReplyingReward
+from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, sample_seed
 from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.phase_log import PhaseLog
@@ -247,7 +249,8 @@ class SamplingSetup:
         self._tokenizer, self._seed = tokenizer, seed
         self._conversations = None
         if isinstance(environment, StatefulEnvironment):
-            self._conversations = Conversations(environment.connect(tokenizer), tokenizer, environment.max_turns)
+            objects = StatefulConversations(environment.host, tokenizer, environment)
+            self._conversations = Conversations(objects, tokenizer, environment.max_turns)
         elif environment is not None and environment.max_turns > 1:
             answering = (
                 ReplyingReward(self._scorer, tokenizer, environment)

@@ -13,8 +13,9 @@ from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.step_result import StepResult
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards import ScoringRequest
-from rl_plugins.rewards.conversations import Conversations, Ending, Opening
-from rl_plugins.tests.environments.test_stateful import SAMPLING, Scripted, tokenizer
+from rl_plugins.rewards.conversations import Opening
+from rl_plugins.rewards.trajectory import Ending
+from rl_plugins.tests.environments.test_stateful import SAMPLING, Scripted, talk_with, tokenizer
 from rl_plugins.tests.patience import patient
 
 TARGET = "rl_plugins.environments.gymnasium_text.GymnasiumText"
@@ -47,7 +48,7 @@ def walk(moves: list[str]) -> tuple[Ending, list[str]]:
     }
     walker = Walker(moves)
     with closing(StatefulEnvironment(config, max_turns=8, deadline_s=patient(10))) as environment:
-        talk = Conversations(environment.connect(tokenizer), tokenizer, 8).by(walker)
+        talk = talk_with(environment, walker)
         about = ScoringRequest("ice", "", None, {}, ROW["prompt"])
         talk.submit([Opening(1, [1], 5, about=about)], SAMPLING)
         (ending,) = talk.collect([1], 0)[1].endings

@@ -67,7 +67,7 @@ def host() -> Iterator[ObjectHost]:
         yield started
 
 
-def test_failure_of_an_object_has_its_kind_and_touches_no_other_object(host: ObjectHost) -> None:
+def test_failure_of_an_object_has_a_kind_and_touches_no_other_object(host: ObjectHost) -> None:
     acts = ("die", "exit", "raise", "eat", "nan", "end", "hello")
     died, exited, raised, eaten, not_finite, ended, well = steps(host, *acts)
     assert (died.failure, died.fault) == ("died", "the process of the object was ended by the signal SIGKILL")
@@ -115,7 +115,7 @@ def test_objects_beyond_the_bound_wait_for_a_place() -> None:
         assert host.most == 2
 
 
-def test_leave_closes_objects_and_ends_their_programs(tmp_path: Path) -> None:
+def test_leave_closes_objects_and_ends_programs_of_objects(tmp_path: Path) -> None:
     with closing(host_of(folder=str(tmp_path))) as host:
         first, _ = steps(host, "program", "hello")
         program = psutil.Process(int(first.messages[0]["content"]))
@@ -147,7 +147,7 @@ def test_object_that_cannot_close_is_a_warning(tmp_path: Path, caplog: pytest.Lo
     assert "An environment was not closed: " in caplog.text and "Obey: close: OSError: not closed" in caplog.text
 
 
-def test_lost_process_of_the_class_is_replaced_and_its_objects_have_died() -> None:
+def test_lost_process_of_the_class_is_replaced_and_all_objects_have_died() -> None:
     with closing(host_of()) as host:
         host.open(1, ROW)
         host.open(2, ROW)

@@ -14,11 +14,13 @@ from typing_extensions import override
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.models import CriticConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.environments.object_conversations import StatefulConversations
 from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rewards import InlineScorer, ScoringRequest
-from rl_plugins.rewards.conversations import Conversations, Ending, Opening
+from rl_plugins.rewards.conversations import Conversations, Opening
+from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
@@ -44,6 +46,11 @@ def counting() -> Iterator[StatefulEnvironment]:
         yield made
 
 
+def talk_with(environment: StatefulEnvironment, engine: Scripted) -> Conversations:
+    objects = StatefulConversations(environment.host, tokenizer, environment)
+    return Conversations(objects, tokenizer, environment.max_turns).by(engine)
+
+
 def converse(
     environment: StatefulEnvironment,
     said: dict[str, list[str]],
@@ -53,7 +60,7 @@ def converse(
     max_tokens: int = 60,
 ) -> Generations:
     """Run conversations with a script: text so far to responses."""
-    talk = Conversations(environment.connect(tokenizer), tokenizer, environment.max_turns).by(Scripted(said))
+    talk = talk_with(environment, Scripted(said))
     about = ScoringRequest("s", "", ground_truth, {}, [{"role": "user", "content": "count"}])
     talk.submit(
         [Opening(7, tokenizer.encode("row"), 5, about=about)],
@@ -123,10 +130,10 @@ class Acts(Scripted):
         return super().generate(prompts, sampling, seeds)
 
 
-def test_failed_objects_take_their_own_conversations_alone_and_are_counted() -> None:
+def test_failed_objects_end_one_conversation_each_and_are_counted() -> None:
     acts = {"<|user|>go<|assistant|>": [f"{act}<|end|>" for act in ("die", "raise", "nan", "end")]}
     with closing(environment_of(f"{HERE}.Obey", max_failure_rate=0.75)) as environment:
-        talk = Conversations(environment.connect(tokenizer), tokenizer, 3).by(Acts(acts))
+        talk = talk_with(environment, Acts(acts))
         about = ScoringRequest("s", "", "", {}, [])
         talk.submit([Opening(7, [1], 5, about=about)], SamplingConfig(num_samples=4))
         endings: list[Ending] = talk.collect([7], 0)[7].endings
@@ -139,7 +146,7 @@ def test_failed_objects_take_their_own_conversations_alone_and_are_counted() -> 
     assert {score.value for score in of_act.values()} == {None, 0.5}
 
 
-def test_conversation_whose_object_fails_at_its_start_has_no_response() -> None:
+def test_conversation_whose_object_fails_at_the_start_has_no_response() -> None:
     with closing(environment_of(f"{HERE}.Obey", max_failure_rate=1.0)) as environment:
         generations = converse(environment, {}, ground_truth="raise", num_samples=2)
     assert generations.responses() == [[], []] and generations.finish_reasons == ["abort", "abort"]
@@ -163,17 +170,17 @@ def test_first_messages_beyond_the_limit_are_a_failure() -> None:
 
 def test_drop_closes_the_objects_of_conversations() -> None:
     with closing(environment_of(f"{HERE}.Count")) as environment:
-        talk = Conversations(environment.connect(tokenizer), tokenizer, 3).by(Scripted(COUNTING))
+        talk = talk_with(environment, Scripted(COUNTING))
         about = ScoringRequest("s", "", "5", {}, [{"role": "user", "content": "count"}])
         talk.submit([Opening(7, tokenizer.encode("row"), 5, about=about)], SamplingConfig(num_samples=3))
         talk.drop([7])
-        while environment._host.num_objects:
-            assert environment._host.answers(0.1) == {}
+        while environment.host.num_objects:
+            assert environment.host.answers(0.1) == {}
         assert talk.collect((), 0) == {}
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
-def test_policy_learns_from_the_rewards_of_turns_at_their_last_tokens(tmp_path: Any, advantage: str) -> None:
+def test_policy_learns_from_rewards_at_the_last_tokens_of_turns(tmp_path: Any, advantage: str) -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
     save_tiny_policy(tmp_path, **sizes)
     environment = environment_of(f"{HERE}.Lengths", max_turns=2)
