@@ -35,7 +35,7 @@ WARM_UP = 2
 def samples_of(folder: Path) -> Iterator[Experience]:
     """Yield the samples of each step of the run `kept`."""
     from rl_plugins.data.experience import Experience
-    from rl_plugins.rewards.conversations import RECORDS
+    from rl_plugins.rewards.trajectory import RECORDS
 
     for file in sorted((folder / "outputs" / "kept" / "rollouts").glob("step_*/draw_0_rank_0_of_1.pt")):
         yield Experience.load(file, RECORDS)

@@ -60,7 +60,7 @@ class MeasuredSteps:
 def run(folder: Path, name: str, prompts: int, workers: Workers, further: Sequence[str] = ()) -> MeasuredSteps:
     """Run the recipe, and read its measurements."""
     from rl_plugins.data.experience import Experience
-    from rl_plugins.rewards.conversations import RECORDS
+    from rl_plugins.rewards.trajectory import RECORDS
 
     measured_run = run_grpo(
         folder, f"run.steps={STEPS}", f"batch.prompts_per_step={prompts}", f"batch.samples_per_prompt={SAMPLES}",

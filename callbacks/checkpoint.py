@@ -23,7 +23,7 @@ from rl_plugins.data.loaders import StepLoader
 from rl_plugins.errors import ConfigError
 from rl_plugins.manifest import CheckpointWriter
 from rl_plugins.plain_file import load_plain
-from rl_plugins.rewards.conversations import RECORDS
+from rl_plugins.rewards.trajectory import RECORDS
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.clock import clock
 from rl_plugins.stages.finite_weights import check_finite_weights

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError, DataError
-from rl_plugins.rewards.conversations import RECORDS
 from rl_plugins.rewards.records import Score
+from rl_plugins.rewards.trajectory import RECORDS
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 
 _SCORES = "scored"

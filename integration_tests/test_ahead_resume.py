@@ -10,7 +10,7 @@ import pytest
 from integration_tests.conftest import Recipe
 from integration_tests.pace import Pace
 from rl_plugins.data.experience import Experience
-from rl_plugins.rewards.conversations import RECORDS
+from rl_plugins.rewards.trajectory import RECORDS
 from rl_plugins.stages.scheduled_sampler import row_of
 
 pytestmark = pytest.mark.extended

@@ -11,6 +11,8 @@ import pytest
 
 from integration_tests.resident import load_policy, log_probs_of
 from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.environments.object_conversations import StatefulConversations
+from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import TOOL_CHAT_TEMPLATE, build_tokenizer
@@ -90,6 +92,41 @@ def test_conversations_with_tools_train_on_the_tokens_of_the_engine(
     assert sorted(trained_on) == sorted(recorder.responses) and len(trained_on) > 4
     assert {ending.turns for ending in generations.endings} == {3}
     assert [ending.counts["tools/calls"] for ending in generations.endings] == [4] * 4
+
+
+def test_objects_of_a_stateful_environment_start_and_reward_conversations(
+    float32_engine: VLLMRollout, workplace: Path
+) -> None:
+    tokenizer: Any = build_tokenizer()
+    recorder = Recorder(float32_engine)
+    environment = StatefulEnvironment("rl_plugins.tests.environments.sample_environments.Lengths", max_turns=3)
+    objects = StatefulConversations(environment.host, tokenizer, environment)
+    talk = Conversations(objects, tokenizer, 3).by(recorder)
+    about = ScoringRequest("s", "", None, {}, [{"role": "user", "content": "2+3"}])
+    # An untrained policy ends few responses.
+    sampling = SamplingConfig(max_tokens=200, num_samples=4, stop_token_ids=tuple(range(60, 200)))
+    talk.submit([Opening(7, tokenizer.encode("row"), 5, about=about)], sampling)
+    generations = talk.collect([7], 0)[7]
+    environment.close()
+
+    policy, trained_on = load_policy(workplace), []
+    masks, log_probs = generations.response_masks() or [], generations.response_log_probs()
+    samples = zip(generations.responses(), masks, log_probs, generations.endings, strict=True)
+    for ids, mask, of_engine, ending in samples:
+        prompt = list(ending.prompt_ids)
+        assert tokenizer.decode(prompt) == "<|user|>2+3<|user|>5<|assistant|>"
+        of_policy = np.array(log_probs_of(policy, [*prompt, *ids])[len(prompt) - 1 :])
+        sampled = np.array(mask) == 1
+        assert np.abs(of_policy - np.array(of_engine))[sampled].max() < 1e-4
+        # The reward of a turn is 1 and the length of its text, at the last token of the turn.
+        ends = np.flatnonzero(np.diff([*mask, 0]) == -1)
+        assert list(ending.turn_ends) == ends.tolist()
+        texts = [message["content"] for message in ending.said if message["role"] == "assistant"]
+        assert list(ending.turn_rewards) == [1.0 + len(text) for text in texts]
+        assert ending.score.value == sum(ending.turn_rewards)
+        starts = np.flatnonzero(np.diff([0, *mask]) == 1)
+        trained_on += [ids[start : end + 1] for start, end in zip(starts, ends, strict=True)]
+    assert sorted(trained_on) == sorted(recorder.responses) and len(trained_on) > 4
 
 
 def parser_of(name: str, template: str = TOOL_CHAT_TEMPLATE) -> tuple[VLLMToolParser, Any]:

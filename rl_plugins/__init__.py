@@ -73,6 +73,8 @@ PUBLIC: dict[str, dict[str, str]] = {
     "Environments": {
         "EnvironmentConfig": "config.sampling",
         "ToolEnvironment": "environments.tools",
+        "StatefulEnvironment": "environments.stateful",
+        "StepResult": "environments.step_result",
     },
     "Callbacks": {
         "PolicyCheckpoint": "callbacks.checkpoint",

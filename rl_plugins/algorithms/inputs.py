@@ -41,12 +41,17 @@ INPUTS: dict[str, str] = {
     # Rewards
     "scores_B": "score of each sample by the reward function; 0 if the reward failed (then `valid_B` is False).",
     "token_level_rewards_BT": (
-        "reward of each token: the score on the last sampled token (on the first position without one), minus the "
-        "penalty of a KL term placed in the reward."
+        "reward of each token: the score on the last sampled token (on the first position without one), or the rewards "
+        "of turns (`turn_rewards_BT`) and the rest of the score there; minus the penalty of a KL term placed in the "
+        "reward."
     ),
     "baseline_rewards_B": "reward of a greedy response to the prompt of each sample.",
     "costs_B": "cost of each sample, for a bound on the mean cost (`Algorithm.constraint`).",
     "component_rewards_BK": "K rewards of each sample, the numbers named in `Algorithm.reward_components`.",
+    "turn_rewards_BT": (
+        "reward of each turn of a conversation on its last token, if the environment rewards turns; the sum is the "
+        "score by the environment."
+    ),
     "process_rewards_BT": "reward of each token by a process reward model (`implicit_process_reward`).",
     "outcomes_B": "outcome of each sample, from 0 (failure) to 1 (success).",
     # Log-probabilities of the sampled tokens
@@ -103,7 +108,7 @@ COMPUTED_FOR_ADVANTAGES = frozenset({
     "baseline_rewards_B", "component_rewards_BK", "process_rewards_BT", "rollout_weights_BT",
 })  # fmt: skip
 OF_REWARDS_ONLY = frozenset({
-    "baseline_rewards_B", "component_rewards_BK", "process_rewards_BT", "teacher_log_probs_BT",
+    "baseline_rewards_B", "component_rewards_BK", "process_rewards_BT", "turn_rewards_BT", "teacher_log_probs_BT",
 })  # fmt: skip
 """Inputs of advantage estimators without a counterpart for costs."""
 ALWAYS_GIVEN_TO_LOSSES = frozenset({

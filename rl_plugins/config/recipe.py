@@ -246,6 +246,7 @@ class RecipeConfig(Settings):
             self.data.dataset,
             *self.environment.tools,
             self.environment.parser,
+            self.environment.stateful,
         ):
             if isinstance(node, dict) and "_target_" not in node and "path" in node:
                 node["path"] = _absolute(str(node["path"]))

@@ -162,8 +162,8 @@ class ConversationLimits(Settings):
     Attributes:
         max_turns: largest number of responses of the policy in a conversation; 1 is a response without a conversation.
             `sampling.max_tokens` is the limit of a whole conversation.
-        max_observation_tokens: largest number of tokens of one reply of a reward function; a longer reply is cut at the
-            end.
+        max_observation_tokens: largest number of tokens of one reply of a reward function or a stateful environment; a
+            longer reply is cut at the end.
     """
 
     max_turns: Annotated[int, AT_LEAST_1] = 1
@@ -172,23 +172,28 @@ class ConversationLimits(Settings):
 
 @dataclass
 class EnvironmentOptions(ConversationLimits):
-    """Conversations of the policy: with tools, or with a reward function that replies before it returns a score.
+    """Conversations of the policy: with tools, with a stateful environment, or with a reward function that replies.
 
     Attributes:
         tools: tools that the policy calls: dotted names of functions, or mappings: `_target_`, or `path` and `name`, or
             `mcp` with the command or the address of an MCP server.
         parser: reader of calls: the name of a tool parser of vLLM, such as `hermes`, `llama3_json` or `qwen3_xml`; or
             the dotted name of a function from the text of a response to a list of calls.
-        deadline_s: deadline of one call of a tool, in seconds.
+        stateful: class with an object for each conversation: its dotted name, or a mapping: `_target_`, or `path` and
+            `name`, and the arguments of the constructor. Null is no stateful environment.
+        max_objects: largest number of objects of a stateful environment at once, for each training worker.
+        deadline_s: deadline of one call of a tool, or of a method of a stateful environment, in seconds.
         max_characters: largest number of characters of a result of a tool; a longer result is cut at the end.
-        load_timeout_s: seconds for the start of an MCP server.
-        memory_mb: memory of the process of the tools, in MiB, beyond the process itself; null is half of the free
-            memory.
-        pass_env: names of environment variables with secrets that the tools get; other secrets are removed.
+        load_timeout_s: seconds for the start of an MCP server, or for loading a stateful environment.
+        memory_mb: memory of the process of the tools, or of an object of a stateful environment, in MiB, beyond the
+            process itself; null is half of the free memory.
+        pass_env: names of environment variables with secrets that the environment gets; other secrets are removed.
     """
 
     tools: list[Any] = field(default_factory=list)
     parser: Any = "hermes"
+    stateful: Any = None
+    max_objects: Annotated[int, AT_LEAST_1] = 64
     deadline_s: Annotated[float, ABOVE_0] = 10.0
     max_characters: Annotated[int, AT_LEAST_1] = 2000
     load_timeout_s: Annotated[float, ABOVE_0] = 30.0

@@ -331,35 +331,39 @@ class TurnTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any] | None = None) -> None:
         self._tokenizer, self._options = tokenizer, dict(template_options or {})
         self._end, self._texts = str(tokenizer.eos_token), PlainTexts(tokenizer)
-        self._text_after_response({"role": "user", "content": "and then?"})
+        self._text_after_response([{"role": "user", "content": "and then?"}])
 
-    def tokens(self, message: Mapping[str, Any], last_token: int, max_tokens: int) -> tuple[list[int], bool]:
-        """Return the end of the policy's turn, a message to the policy, and the start of the policy's next turn.
+    def tokens(self, messages: Messages, last_token: int, max_tokens: int) -> tuple[list[int], bool]:
+        """Return the end of the policy's turn, messages to the policy, and the start of the policy's next turn.
 
         Args:
-            message: the message with its role.
-            last_token: last token of the response before the message; an end-of-sequence token is not repeated.
-            max_tokens: largest number of tokens of the message's text; a longer text is cut off.
+            messages: the messages with their roles.
+            last_token: last token of the response before the messages; an end-of-sequence token is not repeated.
+            max_tokens: largest number of tokens of all texts of the messages; a text beyond is cut off.
 
         Returns:
-            The token ids, and True if the text was cut off.
+            The token ids, and True if a text was cut off.
 
         Raises:
-            ConfigError: the chat template does not accept the message's role.
+            ConfigError: the chat template does not accept the role of a message.
         """
-        content_ids = self._texts.encode(self._texts.hide(str(message["content"])))
-        was_cut = len(content_ids) > max_tokens
-        if was_cut:
-            message = {**message, "content": self._tokenizer.decode(content_ids[:max_tokens])}
-        text = self._text_after_response(self._texts.hide(message))
+        room, was_cut, kept = max_tokens, False, []
+        for message in messages:
+            content_ids = self._texts.encode(self._texts.hide(str(message["content"])))
+            if len(content_ids) > room:
+                was_cut, message = True, {**message, "content": self._tokenizer.decode(content_ids[:room])}
+            room -= min(room, len(content_ids))
+            kept.append(self._texts.hide(message))
+        text = self._text_after_response(kept)
         if last_token == self._tokenizer.eos_token_id:
             text = text.removeprefix(self._end)
         return self._texts.encode(text), was_cut
 
-    def _text_after_response(self, message: Mapping[str, Any]) -> str:
+    def _text_after_response(self, messages: Messages) -> str:
         from jinja2 import TemplateError
 
-        conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _RESPONSE}, dict(message)]
+        conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _RESPONSE}]
+        conversation += [dict(message) for message in messages]
         try:
             text = str(
                 self._tokenizer.apply_chat_template(
@@ -369,7 +373,8 @@ class TurnTokenizer:
         except TemplateError as error:
             raise ConfigError(
                 f"the chat template of {self._tokenizer.name_or_path!r} refuses a message of the role "
-                f"{message['role']!r} after a response: {error}; answer with a role that the template accepts"
+                f"{', '.join(repr(message['role']) for message in messages)} after a response: {error}; answer with a "
+                "role that the template accepts"
             ) from error
         _, found, after = text.partition(_RESPONSE)
         if not found:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -17,19 +16,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
-from rl_plugins.environments.outbox import Outbox
+from rl_plugins.environments.task_process import GRACE_S, START_S, end_with_children, start_with_task
 from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
-from rl_plugins.rewards.child_process import ChildProcess
 
 logger = logging.getLogger(__name__)
 
 Outcome = Literal["", "malformed", "unknown", "late", "raised", "died"]
 _STUCK = 16
 """Threads of late calls after which a new process takes over."""
-_START_S = 60.0
-"""Seconds for the start of Python and of its imports, beside the time of the tools."""
-_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ class ToolHost:
         ConfigError: a tool cannot be loaded, two tools have one name, or an MCP server does not start.
     """
 
-    def __init__(self, task: ToolTask, *, grace_s: float = _GRACE_S) -> None:
+    def __init__(self, task: ToolTask, *, grace_s: float = GRACE_S) -> None:
         self._task, self._grace_s = task, grace_s
         # Calls of the present process by number, waiting calls, and calls to run one at a time.
         self._running: dict[int, _Call] = {}
@@ -117,40 +112,17 @@ class ToolHost:
 
     def close(self) -> None:
         """End the process and its child processes."""
-        import psutil
-
-        try:
-            # A program of MCP is the leader of a group of its own.
-            programs = psutil.Process(self.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            programs = []
-        self._process.kill()
-        for program in programs:
-            try:
-                program.kill()
-            except psutil.NoSuchProcess:
-                continue
+        # A program of MCP is the leader of a group of its own.
+        end_with_children(self._process)
         self._outbox.close()
 
     def _start(self) -> None:
-        import cloudpickle
-
-        environment = dict(os.environ)
-        self._task.limits.clean(environment)
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-        try:
-            # Functions of a script or a notebook travel by value.
-            content = cloudpickle.dumps(self._task)
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"a tool cannot be sent to the process of the tools ({error}): name the tool by `_target_` or `path`"
-            ) from None
-        self._process = ChildProcess("rl_plugins.environments.tool_process", environment)
-        self._outbox = Outbox(self._process.connection)
+        self._process, self._outbox = start_with_task(
+            "rl_plugins.environments.tool_process", self._task, self._task.limits, "tool"
+        )
         self.starts += 1
         self._ready, self.schemas = False, list[Mapping[str, Any]]()
         self._listened = self._listening_since = self._started = time.monotonic()
-        self._outbox.put(content)
 
     def _send(self) -> None:
         """Send waiting calls; after the loss of a process, suspects come first, one at a time."""
@@ -179,7 +151,7 @@ class ToolHost:
         if has_ended:
             self._replace(set(self._running), "died", f"the process {self._process.describe_end()}")
         elif not self._ready:
-            if now - self._started > _START_S + self._task.load_timeout_s * len(self._task.tools):
+            if now - self._started > START_S + self._task.load_timeout_s * len(self._task.tools):
                 self.close()
                 raise DeadlineExceeded(
                     f"the process of the tools did not start within {now - self._started:.0f} s: load less at the "

@@ -19,11 +19,11 @@ from rl_plugins.data.tool_messages import ToolMessages
 from rl_plugins.environments.tool_host import Result, ToolHost
 from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.conversations import Reply, Turn
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.rewards.loading import load_callable
 from rl_plugins.rewards.records import Score
 from rl_plugins.rewards.replies import ReplyingScorer, replying
+from rl_plugins.rewards.trajectory import Reply, Turn
 from rl_plugins.rollout.tool_calls import FunctionParser, ResponseParser, ToolCall
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.launch.instantiation import training_data
+from rl_plugins.launch.stateful import check_stateful
 from rl_plugins.launch.tools import check_tools
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     # The reward scores the responses to these rows.
     scored = [train] if config.stage in SAMPLING_STAGES else []
     scored += [validation.rows] if validation and config.generates else []
-    replies = _check_rewards(config, chain.from_iterable(scored))
+    first_of_source = _first_of_source(chain.from_iterable(scored))
+    replies = [] if config.environment.stateful is not None else _check_rewards(config, first_of_source)
     if config.teacher.paths and not config.teacher.weights:
         _check_teachers(config, train)
     # Loads transformers.
@@ -92,8 +94,10 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
         check_model_type(path, model)
     if not (Path(config.model.path) / "tokenizer.json").is_file():
         check_tools(config, None)
+        check_stateful(config, first_of_source, None)
         return
     tokenizer = _load_tokenizer(config, replies)
+    check_stateful(config, first_of_source, tokenizer)
     template_options = check_tools(config, tokenizer)
     for rows in filter(None, (training, validation)):
         rows.check_lengths(tokenizer, template_options)
@@ -119,7 +123,15 @@ def _check_teachers(config: RecipeConfig, rows: Iterable[Row]) -> None:
             raise ConfigError(f"teacher.paths: {error}") from None
 
 
-def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
+def _first_of_source(rows: Iterable[Row]) -> dict[str, Row]:
+    """Return the first row of each data source."""
+    first_of_source: dict[str, Row] = {}
+    for row in rows:
+        first_of_source.setdefault(row["data_source"], row)
+    return first_of_source
+
+
+def _check_rewards(config: RecipeConfig, first_of_source: Mapping[str, Row]) -> list[Message]:
     """Call the reward once for each data source, in a process like a reward worker.
 
     Rewards with GPUs are called in the reward workers of the cluster only: this machine may have no GPU.
@@ -130,9 +142,6 @@ def _check_rewards(config: RecipeConfig, rows: Iterable[Row]) -> list[Message]:
     from rl_plugins.rewards.calling import check_routes
     from rl_plugins.rewards.trial import RewardTrial, trial_deadline_s
 
-    first_of_source: dict[str, Row] = {}
-    for row in rows:
-        first_of_source.setdefault(row["data_source"], row)
     if not first_of_source:
         return []
     rewards, reward = config.rewards, config.reward
@@ -162,7 +171,7 @@ def _replies(config: RecipeConfig, first_of_source: Mapping[str, Row], trial: Re
         request = ScoringRequest(source, str(ground_truth), ground_truth, row["extra_info"], row["prompt"])
         score = trial.score(request)
         # With tools, the reward gets finished conversations only.
-        if config.environment.max_turns > 1 and not config.environment.tools:
+        if _replies_of_reward(config):
             first_turn = replace(request, turns_left=config.environment.max_turns - 1)
             for response in (first_turn.solution_str, _NO_ANSWER):
                 reply = trial.score(replace(first_turn, solution_str=response)).reply
@@ -175,6 +184,12 @@ def _replies(config: RecipeConfig, first_of_source: Mapping[str, Row], trial: Re
                     "score. Choose another reward, such as reward=correct_and_format, or other names"
                 )
     return replies
+
+
+def _replies_of_reward(config: RecipeConfig) -> bool:
+    """Return True if the reward function may reply."""
+    environment = config.environment
+    return environment.max_turns > 1 and not environment.tools and environment.stateful is None
 
 
 def _details_used(algorithm: object) -> list[tuple[str, str]]:
@@ -214,10 +229,10 @@ def _load_tokenizer(config: RecipeConfig, replies: Iterable[Message]) -> PreTrai
         check_template_options(tokenizer, options)
     except ConfigError as error:
         raise ConfigError(f"data.{error}") from None
-    if config.environment.max_turns > 1 and not config.environment.tools:
+    if _replies_of_reward(config):
         turns = TurnTokenizer(tokenizer, options)
         for reply in replies:
-            turns.tokens(reply, tokenizer.eos_token_id, config.environment.max_observation_tokens)
+            turns.tokens([reply], tokenizer.eos_token_id, config.environment.max_observation_tokens)
     return tokenizer
 
 

@@ -56,9 +56,7 @@ class ChildProcess:
         status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if status is None:
             return "closed its connection"
-        if status.si_code == os.CLD_EXITED:
-            return f"ended with exit status {status.si_status}"
-        return f"was ended by the signal {signal.Signals(status.si_status).name}"
+        return described(status.si_status if status.si_code == os.CLD_EXITED else -status.si_status)
 
     def kill(self) -> None:
         """End the process and all processes of its group."""
@@ -71,6 +69,23 @@ class ChildProcess:
         os.close(self.ended)
 
 
+def described(exit_code: int) -> str:
+    """Describe the end of a process by its exit status, or by the number of a signal as a negative number."""
+    if exit_code >= 0:
+        return f"ended with exit status {exit_code}"
+    return f"was ended by the signal {signal.Signals(-exit_code).name}"
+
+
+def end_with_parent(parent: int) -> bool:
+    """Let the kernel kill this process at the end of its parent; return False if the parent has ended already.
+
+    Args:
+        parent: number of the parent process.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
+
+
 def enter(module: str, descriptor: int, parent: int) -> None:
     """Call `serve` of a module in the child process.
 
@@ -79,8 +94,7 @@ def enter(module: str, descriptor: int, parent: int) -> None:
         descriptor: file descriptor of the connection.
         parent: number of the parent process.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if not end_with_parent(parent):
         return
     os.set_inheritable(descriptor, False)
     import_module(module).serve(Connection(descriptor))

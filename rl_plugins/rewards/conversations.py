@@ -8,15 +8,13 @@ prefix cache of the engine.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.rewards.records import Message, Score, ScoringRequest, check_failure_rate
+from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
+from rl_plugins.rewards.trajectory import Ending, LastWords, Reply, Start, Trajectory, Turn
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, RolloutEngine, sample_seed
 
 if TYPE_CHECKING:
@@ -25,43 +23,6 @@ if TYPE_CHECKING:
 _POLL_S = 0.005
 # Environments have deadlines of their own.
 _LONG_S = 1.0
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A response of the policy, for an environment.
-
-    Attributes:
-        request: scoring request with the text of the response, the earlier messages, and the number of turns left.
-        tokens: token ids of the prompt and of all messages. The response is at the end.
-        length: number of tokens of the response.
-    """
-
-    request: ScoringRequest
-    tokens: Sequence[int]
-    length: int
-
-    @property
-    def response(self) -> list[int]:
-        """Token ids of the response."""
-        return list(self.tokens[len(self.tokens) - self.length :])
-
-
-@dataclass(frozen=True)
-class Reply:
-    """Messages of an environment to the policy, which then responds again.
-
-    Attributes:
-        messages: the messages.
-        tokens: token ids of the end of the policy's turn, of the messages, and of the start of the policy's next turn.
-        was_cut: True if a text was cut because it was too long.
-        counts: numbers of events, by the names in `Environment.counted`.
-    """
-
-    messages: Sequence[Message]
-    tokens: Sequence[int]
-    was_cut: bool = False
-    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 class Environment(Protocol):
@@ -79,151 +40,32 @@ class Environment(Protocol):
         """Start to answer a response, without waiting. An environment gives a score if no turn is left.
 
         Args:
-            key: number of the response, unique on the rank.
+            key: number of the conversation, unique on the rank.
             turn: the response.
         """
 
-    def answers(self, wait_s: float) -> Mapping[int, Reply | Score]:
+    def answers(self, wait_s: float) -> Mapping[int, Reply | Score | Start | LastWords]:
         """Return the finished answers by key; wait at most `wait_s` seconds for the first."""
 
     def forget(self, keys: Sequence[int]) -> None:
-        """Drop the answers to responses, because the conversations are gone."""
+        """Drop conversations, and the answers to their responses."""
 
 
-@dataclass(frozen=True)
-class Ending:
-    """Result of a finished conversation.
+@runtime_checkable
+class StartingEnvironment(Environment, Protocol):
+    """Starts each conversation with messages of its own, and may reward each turn.
 
-    Attributes:
-        score: score of the whole conversation.
-        said: messages of the policy and of the environment, in turns.
-        cut: number of replies that were cut because they were too long.
-        turns: number of responses of the policy.
-        counts: numbers of events, by the names in `Environment.counted`.
+    The score of a conversation is the sum of all its rewards.
     """
 
-    score: Score
-    said: Sequence[Message]
-    cut: int
-    turns: int
-    counts: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def last(self) -> str:
-        """Text of the last response of the policy."""
-        return str(self.said[-1]["content"])
-
-    def transcript(self) -> str:
-        """Return all messages as readable text."""
-        first, *rest = self.said
-        return "\n".join([first["content"], *(f"[{message['role']}] {message['content']}" for message in rest)])
-
-
-RECORDS = (Score, Ending)
-"""Classes in files of samples, beside plain values."""
-
-
-class Trajectory:
-    """A conversation so far, as messages and as tokens.
-
-    Args:
-        prompt: token ids of the prompt.
-        request: scoring request for a response to the prompt, without the response.
-        sampling: options of sampling; `max_tokens` is the limit of all turns together, replies included.
-        counted: names of the events that replies count.
-
-    Attributes:
-        turns: number of responses of the policy.
-        ending: result of the conversation; None until the conversation has ended.
-    """
-
-    def __init__(
-        self, prompt: list[int], request: ScoringRequest, sampling: SamplingConfig, counted: Sequence[str] = ()
-    ) -> None:
-        self._prompt, self._request, self._sampling = prompt, request, sampling
-        self._token_ids: list[int] = []
-        self._log_probs: list[float] = []
-        self._versions: list[int] = []
-        self._sampled: list[bool] = []
-        self._said: list[Message] = []
-        self._cut = 0
-        self._counts = Counter(dict.fromkeys(counted, 0))
-        self._length = 0
-        self._finish_reason = ""
-        self.turns = 0
-        self.ending: Ending | None = None
-
-    @property
-    def tokens(self) -> list[int]:
-        """Token ids of the prompt and of all messages."""
-        return [*self._prompt, *self._token_ids]
-
-    @property
-    def room(self) -> int:
-        """Largest number of tokens of the next response."""
-        return self._sampling.max_tokens - len(self._token_ids)
-
-    def respond(self, response: Generations, text: str, max_turns: int) -> Turn:
-        """Add a response of the policy, and return the response for the environment.
+    def start(self, key: int, request: ScoringRequest, seed: int) -> None:
+        """Start a conversation, without waiting. The answer is a `Start`, or a score of a failure.
 
         Args:
-            response: one response.
-            text: decoded text of the response.
-            max_turns: largest number of responses of the policy in the conversation.
+            key: number of the conversation, unique on the rank.
+            request: scoring request for a response to the prompt, without the response.
+            seed: seed of the group.
         """
-        self._token_ids += response.token_ids.tolist()
-        self._log_probs += response.log_probs.tolist()
-        self._versions += response.policy_versions.tolist()
-        self._length = len(response.token_ids)
-        self._sampled += [True] * self._length
-        (self._finish_reason,) = response.finish_reasons
-        self._said.append({"role": "assistant", "content": text})
-        self.turns += 1
-        # A response that was cut off is incomplete, so no further turn follows.
-        return self.last_turn(max_turns - self.turns if self._finish_reason == "stop" else 0)
-
-    def last_turn(self, turns_left: int) -> Turn:
-        """Return the last response for the environment."""
-        *before, last = self._said
-        request = replace(
-            self._request, solution_str=last["content"], turns=tuple(before), turns_left=max(0, turns_left)
-        )
-        return Turn(request, self.tokens, self._length)
-
-    def observe(self, reply: Reply) -> bool:
-        """Add a reply of the environment.
-
-        Returns:
-            False if no tokens are left for a response to the reply; the reply is then not added.
-        """
-        self._counts.update(reply.counts)
-        if len(reply.tokens) >= self.room:
-            self._finish_reason = "length"
-            return False
-        self._token_ids += reply.tokens
-        self._log_probs += [0.0] * len(reply.tokens)
-        self._versions += [self._versions[-1] if self._versions else 0] * len(reply.tokens)
-        self._sampled += [False] * len(reply.tokens)
-        self._said += reply.messages
-        self._cut += reply.was_cut
-        return True
-
-    def end(self, score: Score) -> None:
-        """End the conversation with the score, or the failure, of the environment."""
-        self.ending = Ending(score, tuple(self._said), self._cut, self.turns, dict(self._counts))
-
-    def generations(self) -> Generations:
-        """Return the whole conversation as one response."""
-        assert self.ending is not None
-        return Generations(
-            token_ids=np.array(self._token_ids, dtype=np.int64),
-            log_probs=np.array(self._log_probs, dtype=np.float32),
-            policy_versions=np.array(self._versions, dtype=np.int64),
-            lengths=np.array([len(self._token_ids)], dtype=np.int64),
-            finish_reasons=[self._finish_reason],
-            sampled=np.array(self._sampled, dtype=bool),
-            endings=[self.ending],
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,9 +110,14 @@ class Conversations:
         self._groups: dict[int, list[Trajectory]] = {}
         # Turns that the engine samples, by the engine's tickets.
         self._asked: dict[int, _Asked] = {}
-        # Responses that the environment answers, by keys of the environment.
+        # Conversations that the environment answers, by key.
         self._answering: dict[int, tuple[Trajectory, _Asked]] = {}
         self._tickets = self._keys = 0
+
+    @property
+    def rewards_turns(self) -> bool:
+        """True if the environment may reward each turn."""
+        return isinstance(self._environment, StartingEnvironment)
 
     def by(self, engine: RolloutEngine) -> Conversations:
         """Set the rollout engine that samples, and return this object."""
@@ -282,13 +129,19 @@ class Conversations:
         first_turns = []
         for opening in requests:
             assert isinstance(opening, Opening)
-            trajectories = [
-                Trajectory(opening.prompt, opening.about, sampling, self._environment.counted)
-                for _ in range(sampling.num_samples)
-            ]
+            trajectories = [self._trajectory(opening, sampling) for _ in range(sampling.num_samples)]
             self._groups[opening.ticket] = trajectories
             request = GroupRequest(0, opening.prompt, opening.seed)
-            first_turns.append(self._ask(trajectories, opening.ticket, request, sampling))
+            if isinstance(self._environment, StartingEnvironment):
+                for trajectory in trajectories:
+                    self._answering[trajectory.key] = (
+                        trajectory,
+                        _Asked([trajectory], request, sampling, opening.ticket),
+                    )
+                    self._environment.start(trajectory.key, opening.about, opening.seed)
+            else:
+                first_turns.append(self._ask(trajectories, opening.ticket, request, sampling))
+        # Every rank takes part, also a rank whose environments start first.
         self._engine.submit(first_turns, sampling, together=together)
 
     def collect(self, required: Sequence[int], count: int) -> dict[int, Generations]:
@@ -327,12 +180,10 @@ class Conversations:
         self._engine.drop(dropped)
         for own in dropped:
             del self._asked[own]
-        answering = [key for key, (_, turn) in self._answering.items() if turn.ticket in gone]
-        self._environment.forget(answering)
-        for key in answering:
-            del self._answering[key]
-        for ticket in gone:
-            self._groups.pop(ticket, None)
+        keys = [trajectory.key for ticket in gone for trajectory in self._groups.pop(ticket, ())]
+        self._environment.forget(keys)
+        for key in keys:
+            self._answering.pop(key, None)
 
     def lost_tickets(self) -> list[int]:
         """Return an empty list: only a turn is lost with an engine, and this method submits the turn again."""
@@ -349,6 +200,10 @@ class Conversations:
         scores = [ending.score for ending in endings]
         check_failure_rate(scores, self._environment.max_failure_rate)
         return scores
+
+    def _trajectory(self, opening: Opening, sampling: SamplingConfig) -> Trajectory:
+        self._keys += 1
+        return Trajectory(opening.prompt, opening.about, sampling, self._environment.counted, self._keys)
 
     def _ask(
         self, trajectories: Sequence[Trajectory], ticket: int, request: GroupRequest, sampling: SamplingConfig
@@ -389,8 +244,11 @@ class Conversations:
         next_turns: list[tuple[GroupRequest, SamplingConfig]] = []
         for key, answer in answers.items():
             trajectory, turn = self._answering.pop(key)
-            if isinstance(answer, Score):
+            if isinstance(answer, Score | LastWords):
                 trajectory.end(answer)
+            elif isinstance(answer, Start):
+                trajectory.start(answer)
+                next_turns.append(self._next_turn(trajectory, turn))
             elif trajectory.observe(answer):
                 next_turns.append(self._next_turn(trajectory, turn))
             else:
@@ -399,9 +257,8 @@ class Conversations:
         return bool(responses or answers)
 
     def _begin(self, trajectory: Trajectory, asked: _Asked, turn: Turn) -> None:
-        self._keys += 1
-        self._answering[self._keys] = (trajectory, asked)
-        self._environment.begin(self._keys, turn)
+        self._answering[trajectory.key] = (trajectory, asked)
+        self._environment.begin(trajectory.key, turn)
 
     def _text(self, response: Generations) -> str:
         return str(self._tokenizer.decode(response.token_ids.tolist(), skip_special_tokens=True))

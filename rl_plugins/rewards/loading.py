@@ -44,10 +44,26 @@ def load_callable(config: Mapping[str, Any], kind: str) -> tuple[str, Callable[.
     Raises:
         ConfigError: A key, module, file or name is missing, or a class does not take the keyword arguments.
     """
+    return _ready(*find_callable(config, kind), kind)
+
+
+def find_callable(config: Mapping[str, Any], kind: str) -> tuple[str, Callable[..., Any], dict[str, Any]]:
+    """Find the function or class of a configuration; no class is constructed.
+
+    Args:
+        config: `_target_`, or `path` and `name`, and further keyword arguments.
+        kind: First word of a message, such as `reward`.
+
+    Returns:
+        The name for messages, the function or class, and the keyword arguments.
+
+    Raises:
+        ConfigError: A key, module, file or name is missing.
+    """
     options = {str(key): plain(value) for key, value in config.items()}
     if callable(options.get("_target_")):
         function = options.pop("_target_")
-        return _ready(getattr(function, "__qualname__", type(function).__name__), function, options, kind)
+        return getattr(function, "__qualname__", type(function).__name__), function, options
     if "_target_" in options:
         name = str(options.pop("_target_"))
         module_name, _, attribute = name.rpartition(".")
@@ -57,7 +73,7 @@ def load_callable(config: Mapping[str, Any], kind: str) -> tuple[str, Callable[.
         found = callable_of_file(str(options.pop("path")), str(options.pop("name")), kind)
     else:
         raise ConfigError(f"{kind} {options!r} names no function: give `_target_`, or `path` and `name`")
-    return _ready(name, found, options, kind)
+    return name, found, options
 
 
 def name_of(config: Mapping[str, Any]) -> str:
@@ -73,14 +89,19 @@ def _ready(
 ) -> tuple[str, Callable[..., Any], dict[str, Any]]:
     if not inspect.isclass(function):
         return name, function, options
-    try:
-        inspect.signature(function).bind(**options)
-    except TypeError as error:
-        raise ConfigError(f"{kind} {name!r}: the options do not fit its constructor: {error}") from error
+    check_constructor(name, function, options, kind)
     instance = load_user_code(name, "its constructor", lambda: function(**options), kind)
     if not callable(instance):
         raise ConfigError(f"{kind} {name!r}: the class has no method __call__")
     return name, instance, {}
+
+
+def check_constructor(name: str, function: Callable[..., Any], options: Mapping[str, Any], kind: str) -> None:
+    """Raise a ConfigError if the constructor of a class does not take the keyword arguments."""
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"{kind} {name!r}: the options do not fit its constructor: {error}") from error
 
 
 def plain(value: object) -> Any:

@@ -91,16 +91,17 @@ def read_scores(outcome: object, name: str, batch: int | None) -> list[Score]:
     if isinstance(outcome, BaseException):
         return [failed("raised", f"{name}: {describe(outcome)}")] * (batch or 1)
     if batch is None:
-        return [_read_score(outcome, name)]
+        return [read_score(outcome, name)]
     results = outcome.tolist() if hasattr(outcome, "tolist") else outcome
     if not isinstance(results, list | tuple):
         return [failed("raised", f"{name}: a batched reward returns a list, not {_type(results)}")] * batch
     if len(results) != batch:
         return [failed("raised", f"{name}: returned {len(results)} results for {batch} samples")] * batch
-    return [_read_score(result, name) for result in results]
+    return [read_score(result, name) for result in results]
 
 
-def _read_score(result: object, name: str) -> Score:
+def read_score(result: object, name: str) -> Score:
+    """Turn the result of a call for one sample into a score; see `read_scores`."""
     if isinstance(result, str):
         return Score(None, reply={"role": "user", "content": result})
     if isinstance(result, Mapping) and {"role", "content"} <= result.keys():

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from rl_plugins.config.sampling import EnvironmentConfig
 from rl_plugins.data.tokenization import TurnTokenizer
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.conversations import Reply, Turn
 from rl_plugins.rewards.records import Score, ScoringRequest
+from rl_plugins.rewards.trajectory import Reply, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +72,7 @@ class ReplyingReward:
         }
 
     def _reply(self, turn: Turn, message: Mapping[str, Any]) -> Reply:
-        tokens, was_cut = self._tokenizer.tokens(message, turn.tokens[-1], self._max_tokens)
+        tokens, was_cut = self._tokenizer.tokens([message], turn.tokens[-1], self._max_tokens)
         return Reply([message], tokens, was_cut)
 
     def forget(self, keys: Sequence[int]) -> None:

@@ -68,13 +68,14 @@ class PolicyOptimization(Stage):
 
     Args:
         policy: see `Stage`.
-        scorer: gives each sample its reward. A reward function, or its configuration, gets `default_scorer`.
+        scorer: gives each sample its reward. A reward function, or its configuration, gets `default_scorer`. Left out
+            with a stateful environment, which scores by itself.
         sampling: sampling settings of training; `num_samples` is the size of a group. Without stop tokens, responses
             end at the tokenizer's end of sequence.
         algorithm: GRPO by default, PRIME with a process reward model.
         eval_sampling: sampling settings of validation; by default greedy with the same length.
-        environment: tools, or bounds on conversations if the scorer answers the policy; by default the policy answers
-            once.
+        environment: tools, a stateful environment, or bounds on conversations if the scorer answers the policy; by
+            default the policy answers once.
         schedule: how far sampling runs ahead of training; synchronous by default.
         reference: name or folder of the reference model, for algorithms that need it; the policy's own by default.
         teacher: name or folder of the teacher, or settings of several teachers or of a teacher that follows the policy,
@@ -105,7 +106,7 @@ class PolicyOptimization(Stage):
         self,
         policy: str | nn.Module,
         *,
-        scorer: Scorer | Reward,
+        scorer: Scorer | Reward | None = None,
         sampling: SamplingConfig,
         algorithm: Algorithm | None = None,
         eval_sampling: SamplingConfig | None = None,

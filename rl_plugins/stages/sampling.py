@@ -7,15 +7,20 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.environments.object_conversations import StatefulConversations
+from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.tools import ToolEnvironment
+from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.inline import Reward, default_scorer
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rewards.replies import ReplyingReward
+from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, sample_seed
 from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.phase_log import PhaseLog
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-AnyEnvironment = EnvironmentConfig | ToolEnvironment
+AnyEnvironment = EnvironmentConfig | ToolEnvironment | StatefulEnvironment
 """Environments of a stage."""
 
 
@@ -127,7 +132,11 @@ class PromptSampler:
         columns: dict[str, list[Any]] = {
             name: [value for value in values for _ in range(num_samples)] for name, values in prompts.columns.items()
         }
+        prompt_ids = [ids for ids in prompts.prompt_ids for _ in range(num_samples)]
         if generations.endings:
+            for place, ending in enumerate(generations.endings):
+                if ending.prompt is not None:
+                    columns["prompt"][place], prompt_ids[place] = list(ending.prompt), list(ending.prompt_ids)
             columns["ending"] = generations.endings
             columns["response"] = [ending.transcript() for ending in generations.endings]
         else:
@@ -135,7 +144,7 @@ class PromptSampler:
         columns["finish_reason"] = generations.finish_reasons
         pad_token_id: Any = self.tokenizer.pad_token_id
         return Experience.from_samples(
-            prompt_ids=[ids for ids in prompts.prompt_ids for _ in range(num_samples)],
+            prompt_ids=prompt_ids,
             responses=responses,
             rollout_log_probs=generations.response_log_probs(),
             groups=[number for number in numbers for _ in range(num_samples)],
@@ -163,22 +172,27 @@ class SampleScorer:
     """Scores the samples of a rank with a reward function.
 
     Attributes:
-        scorer: scorer of single responses.
+        scorer: scorer of single responses; None if the environment scores conversations by itself.
         conversations: conversations of the samples, with scores of the environment; None without an environment.
         phase_log: log of times.
     """
 
-    scorer: Scorer
+    scorer: Scorer | None
     conversations: Conversations | None
     phase_log: PhaseLog
 
     def score(self, samples: Experience) -> list[Score]:
-        """Fill `scores` and `valid`. A sample without a score is not valid, and its response mask becomes 0."""
+        """Fill `scores` and `valid`, and `turn_rewards` if the environment rewards turns.
+
+        A sample without a score is not valid, and its response mask becomes 0.
+        """
         with self.phase_log.measure("reward"):
             scores = self._scores(samples.columns)
         samples.scores = torch.tensor([score.value or 0.0 for score in scores])
         samples.valid = torch.tensor([score.failure is None for score in scores])
         samples.response_mask = samples.response_mask * samples.valid[:, None]
+        if self.conversations is not None and self.conversations.rewards_turns:
+            samples.turn_rewards = _turn_rewards(samples)
         return scores
 
     def _scores(self, columns: Mapping[str, list[Any]]) -> list[Score]:
@@ -188,36 +202,56 @@ class SampleScorer:
         rows = [
             dict(zip(names, values, strict=True)) for values in zip(*(columns[name] for name in names), strict=True)
         ]
+        assert self.scorer is not None, "without conversations there is a scorer"
         return self.scorer.score([scoring_request(row["response"], row) for row in rows])
+
+
+def _turn_rewards(samples: Experience) -> Tensor:
+    """Return the reward of each turn at the last token of the turn, [B, T]."""
+    rewards_BT = torch.zeros_like(samples.rollout_log_probs)
+    ended: list[Ending] = samples.columns["ending"]
+    for row_T, ending in zip(rewards_BT, ended, strict=True):
+        for position, reward in zip(ending.turn_ends, ending.turn_rewards, strict=True):
+            # A policy may end its turn without a token.
+            if position >= 0:
+                row_T[position] += reward
+    return rewards_BT
 
 
 class SamplingSetup:
     """Scorer, environment and seed of a stage: builds the parts with which the stage samples and scores.
 
     Args:
-        scorer: scorer of responses. A reward function, or its configuration, gets `default_scorer`.
+        scorer: scorer of responses. A reward function, or its configuration, gets `default_scorer`. None with an
+            environment that scores conversations by itself.
         tokenizer: tokenizer of the policy.
         eval_sampling: sampling settings of validation.
-        environment: bounds on conversations with the scorer, or tools; None if the policy answers a prompt only once.
+        environment: bounds on conversations with the scorer, tools, or a stateful environment; None if the policy
+            answers a prompt only once.
         seed: seed of sampling.
 
     Raises:
-        ConfigError: the scorer cannot answer, or the chat template has no place for its answers or for tools.
+        ConfigError: the scorer cannot answer, or the chat template has no place for its answers or for tools; or there
+            is no scorer, or a scorer beside a stateful environment.
     """
 
     def __init__(
         self,
-        scorer: Scorer | Reward,
+        scorer: Scorer | Reward | None,
         tokenizer: PreTrainedTokenizerBase,
         eval_sampling: SamplingConfig,
         environment: AnyEnvironment | None,
         seed: int,
     ) -> None:
-        self._scorer: Scorer = scorer if isinstance(scorer, Scorer) else default_scorer(scorer)
+        _check_scorer(scorer, environment)
+        self._scorer = scorer if scorer is None or isinstance(scorer, Scorer) else default_scorer(scorer)
         self.eval_sampling = with_stop_token(eval_sampling, tokenizer)
         self._tokenizer, self._seed = tokenizer, seed
         self._conversations = None
-        if environment is not None and environment.max_turns > 1:
+        if isinstance(environment, StatefulEnvironment):
+            objects = StatefulConversations(environment.host, tokenizer, environment)
+            self._conversations = Conversations(objects, tokenizer, environment.max_turns)
+        elif environment is not None and environment.max_turns > 1:
             answering = (
                 ReplyingReward(self._scorer, tokenizer, environment)
                 if isinstance(environment, EnvironmentConfig)
@@ -232,6 +266,13 @@ class SamplingSetup:
     def scorer(self, strategy: Strategy) -> SampleScorer:
         """Return a scorer of the sampler's responses."""
         return SampleScorer(self._scorer, self._conversations, strategy.phase_log)
+
+
+def _check_scorer(scorer: Scorer | Reward | None, environment: AnyEnvironment | None) -> None:
+    if isinstance(environment, StatefulEnvironment) and scorer is not None:
+        raise ConfigError("scorer: a stateful environment scores its conversations by itself: leave scorer out")
+    if not isinstance(environment, StatefulEnvironment) and scorer is None:
+        raise ConfigError("scorer=None: name a reward function, or an environment=rl.StatefulEnvironment(...)")
 
 
 def scoring_request(response: str, row: Mapping[str, Any]) -> ScoringRequest:

@@ -41,7 +41,7 @@ class SFT(Stage):
         self,
         policy: str | nn.Module,
         *,
-        scorer: Scorer | Reward,
+        scorer: Scorer | Reward | None = None,
         eval_sampling: SamplingConfig,
         environment: AnyEnvironment | None = None,
         seed: int = 0,

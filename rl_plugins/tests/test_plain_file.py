@@ -15,8 +15,8 @@ import torch
 
 from rl_plugins.errors import CheckpointError, DataError
 from rl_plugins.plain_file import load_plain, read_record, save_plain
-from rl_plugins.rewards.conversations import RECORDS, Ending
 from rl_plugins.rewards.records import Score
+from rl_plugins.rewards.trajectory import RECORDS, Ending
 from rl_plugins.tests.equality import same
 from rl_plugins.tests.files import Command, limited_file_size
 from rl_plugins.tests.loops import for_each

@@ -67,6 +67,27 @@ def test_algorithm_advantages_agree_with_plain_loops(estimator: str, placement: 
         assert torch.equal(returns, actual)
 
 
+def test_rewards_of_turns_stay_on_learned_tokens_and_the_rest_goes_to_the_last() -> None:
+    mask_BT = torch.tensor([[1.0, 1, 0, 1, 1, 0], [1, 1, 0, 1, 1, 0], [0, 1, 0, 1, 0, 0], [1, 1, 0, 1, 1, 0]])
+    # The third sample has a first turn whose last token is not learned, and the fourth failed.
+    turns_BT = torch.tensor([[0, 0.5, 0, 0, 2, 0], [0, 0.5, 0, 0, 2, 0], [0.5, 0, 0, 2, 0, 0], [0, 0, 0, 0, 0, 0]])
+    inputs = {
+        "scores_B": torch.tensor([2.5, 1.0, 2.5, 0.0]),
+        "turn_rewards_BT": turns_BT,
+        "response_mask_BT": mask_BT,
+        "response_lengths_B": torch.full((4,), 5),
+        "groups_B": torch.zeros(4, dtype=torch.int64),
+        "valid_B": torch.tensor([True, True, True, False]),
+        "values_BT": torch.zeros(4, 6),
+    }
+    algorithm = Algorithm(advantage="gae", advantage_options={"normalize": False})
+    rewards_BT, advantages_BT, _ = algorithm.advantages(inputs, kl_coefficient=0.0)
+    # A shaped score differs from the sum of the rewards.
+    expected = [[0, 0.5, 0, 0, 2, 0], [0, 0.5, 0, 0, 0.5, 0], [0, 0, 0, 2.5, 0, 0], [0.0] * 6]
+    torch.testing.assert_close(rewards_BT, torch.tensor(expected))
+    torch.testing.assert_close(advantages_BT[0], torch.tensor([2.5, 2.5, 0, 2, 2, 0]))
+
+
 def test_algorithm_advantages_count_empty_responses_in_the_group() -> None:
     algorithm = Algorithm(advantage_options={"scale": "none"})
 

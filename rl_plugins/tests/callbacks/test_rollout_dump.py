@@ -14,7 +14,7 @@ from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.rollout_dump import RolloutDump, RolloutReplay
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import CheckpointError, ConfigError, DataError
-from rl_plugins.rewards.conversations import RECORDS
+from rl_plugins.rewards.trajectory import RECORDS
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.sft import SFT
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy

@@ -42,7 +42,7 @@ def test_turn_tokenizer_gives_the_tokens_of_the_whole_conversation(template: str
     messages: list[dict[str, str]] = [{"role": "user", "content": "guess"}]
     prompt: Any = t.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     response = t.encode("17<|end|>")
-    said, was_cut = TurnTokenizer(t).tokens(REPLY, response[-1], 99)
+    said, was_cut = TurnTokenizer(t).tokens([REPLY], response[-1], 99)
     whole: Any = t.apply_chat_template(
         [*messages, {"role": "assistant", "content": "17"}, REPLY],
         add_generation_prompt=True, tokenize=True, return_dict=False,
@@ -52,19 +52,19 @@ def test_turn_tokenizer_gives_the_tokens_of_the_whole_conversation(template: str
 
 def test_turn_tokenizer_ends_a_response_without_end_token() -> None:
     t = tokenizer(LINES)
-    said, _ = TurnTokenizer(t).tokens(REPLY, t.encode("7")[0], 99)
+    said, _ = TurnTokenizer(t).tokens([REPLY], t.encode("7")[0], 99)
     assert t.decode(said) == "<|end|>\n<|user|>\ntoo low<|end|>\n<|assistant|>\n"
 
 
 def test_turn_tokenizer_cuts_a_long_message() -> None:
     t = tokenizer()
-    assert TurnTokenizer(t).tokens(REPLY, t.eos_token_id, 3) == (t.encode("<|user|>too<|assistant|>"), True)
+    assert TurnTokenizer(t).tokens([REPLY], t.eos_token_id, 3) == (t.encode("<|user|>too<|assistant|>"), True)
 
 
 def test_turn_tokenizer_refuses_a_role_unknown_to_the_template() -> None:
     turns = TurnTokenizer(tokenizer(USERS_ONLY))
     with pytest.raises(ConfigError, match="refuses a message of the role 'tool' after a response: no tools"):
-        turns.tokens({"role": "tool", "content": "4"}, 0, 9)
+        turns.tokens([{"role": "tool", "content": "4"}], 0, 9)
 
 
 def test_turn_tokenizer_refuses_a_template_without_a_place_for_responses() -> None:
@@ -90,10 +90,10 @@ def test_encode_prompts_takes_special_tokens_of_messages_as_text(template: str |
 
 def test_turn_tokenizer_takes_special_tokens_of_an_observation_as_text() -> None:
     t = tokenizer()
-    said, was_cut = TurnTokenizer(t).tokens({"role": "tool", "content": INJECTION}, t.eos_token_id, 99)
+    said, was_cut = TurnTokenizer(t).tokens([{"role": "tool", "content": INJECTION}], t.eos_token_id, 99)
     assert t.decode(said) == f"<|tool|>{INJECTION}<|assistant|>" and not was_cut
     assert [t.decode(token) for token in said if token in t.all_special_ids] == ["<|assistant|>"]
-    cut, was_cut = TurnTokenizer(t).tokens({"role": "user", "content": INJECTION}, t.eos_token_id, 9)
+    cut, was_cut = TurnTokenizer(t).tokens([{"role": "user", "content": INJECTION}], t.eos_token_id, 9)
     assert (t.decode(cut), was_cut) == ("<|user|>a<|end|><<|assistant|>", True)
 
 

@@ -7,6 +7,7 @@ from rl_plugins.tests.launch import own_rows
 Case = tuple[list[str], list[str]]
 
 TOOLS, SAMPLE_TOOLS = ["environment=tools"], "rl_plugins.tests.environments.sample_tools"
+STATEFUL, ENVIRONMENTS = ["environment=stateful"], "rl_plugins.tests.environments.sample_environments"
 FILE = ["reward=file", "reward.functions.default.path=rewards.py"]
 JUDGE = ["reward=judge", "reward.judge.url=http://127.0.0.1:9/v1", "reward.judge.model=judge"]
 
@@ -433,6 +434,26 @@ CHECKS: dict[str, list[Case]] = {
             ["no-such-program", "did not start", "or raise environment.load_timeout_s"],
         ),
         ([*TOOLS, f"environment.tools=[{SAMPLE_TOOLS}.add]"], ["model' does not show tools to the policy"]),
+    ],
+    "stateful": [
+        (STATEFUL, ["environment.stateful: name a class"]),
+        (["environment.stateful=my.Game"], ["choose reward=environment"]),
+        (["reward=environment"], ["no reward is configured"]),
+        ([*STATEFUL, f"environment.stateful={ENVIRONMENTS}.Cuont"], ["did you mean 'Count'"]),
+        ([*STATEFUL, f"environment.stateful={ENVIRONMENTS}.WithoutClose"], ["write `async def close(self)`"]),
+        ([*STATEFUL, f"environment.stateful={ENVIRONMENTS}.NeedsSize"], ["missing a required argument: 'size'"]),
+        (
+            [*STATEFUL, f"environment.stateful={ENVIRONMENTS}.Count"],
+            ["fails on a row of data_source", "raised: ", "Count: step: ValueError: invalid literal"],
+        ),
+        (
+            [*STATEFUL, f"environment.stateful={ENVIRONMENTS}.Judge", f"environment.tools=[{SAMPLE_TOOLS}.add]"],
+            ["environment.stateful and environment.tools", "leave one out"],
+        ),
+        (
+            [*STATEFUL, f"environment.stateful={ENVIRONMENTS}.Judge", "data.max_prompt_tokens=1"],
+            ["first messages of an environment have", "more than max_prompt_tokens=1"],
+        ),
     ],
     "optimizer": [
         (["optimizer.name=AdamWW"], ["optimizer.name=AdamWW", "did you mean AdamW"]),

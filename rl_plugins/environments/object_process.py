@@ -1,0 +1,275 @@
+"""Inside the processes of a stateful environment: one process loads the class, and forks a copy for each object.
+
+The loading process reads an `ObjectTask` as a pickle, and then orders in JSON: start an object, or kill an object. The
+process runs no code of the user after loading, has no threads, and reports the end of each copy. A copy has one object,
+a connection of its own to the training process, and a limit of memory. A copy that dies, hangs or takes too much memory
+therefore takes no other object along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import random
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import send_handle
+from typing import Any, NoReturn
+
+from rl_plugins.environments.step_result import Answer, failure_of, read_final, read_start, read_step
+from rl_plugins.errors import ConfigError
+from rl_plugins.rewards.child_process import described, end_with_parent
+from rl_plugins.rewards.limits import WorkerLimits
+from rl_plugins.rewards.loading import check_constructor, find_callable
+from rl_plugins.user_code import describe
+
+METHODS = {"reset": "row", "step": "message", "close": ""}
+"""Methods of an environment, and the argument of each."""
+
+
+@dataclass(frozen=True)
+class ObjectTask:
+    """Class and limits of the objects. The record travels to the process.
+
+    Attributes:
+        environment: `_target_`, or `path` and `name`, and the arguments of the constructor.
+        limits: environment of the process, and memory of an object.
+        deadline_s: seconds for one call of a method.
+    """
+
+    environment: Mapping[str, Any]
+    limits: WorkerLimits
+    deadline_s: float
+
+
+def serve(connection: Connection) -> None:
+    """Serve the training process until the end of the connection.
+
+    Args:
+        connection: connection to the training process.
+    """
+    try:
+        task: ObjectTask = pickle.loads(connection.recv_bytes())
+        task.limits.clean(os.environ)
+        name, make = load_class(task.environment)
+    except ConfigError as error:
+        connection.send_bytes(json.dumps({"error": str(error)}).encode())
+        return
+    except (AttributeError, ImportError, pickle.UnpicklingError) as error:
+        reason = f"the environment cannot be read in its process ({error}): name the environment by `_target_`"
+        connection.send_bytes(json.dumps({"error": reason}).encode())
+        return
+    _Loader(connection, task, name, make).serve()
+
+
+def load_class(config: Mapping[str, Any]) -> tuple[str, Callable[[], Any]]:
+    """Load the class of an environment; return its name, and a function that makes an object.
+
+    Raises:
+        ConfigError: the class cannot be loaded or has no method `reset`, `step` or `close`; a method is not async or
+            takes other arguments; or the constructor does not take the options.
+    """
+    name, found, options = find_callable(config, "environment")
+    if not inspect.isclass(found):
+        raise ConfigError(f"environment {name!r} is no class: name a class with async reset, step and close")
+    for method, argument in METHODS.items():
+        function = getattr(found, method, None)
+        written = f"`async def {method}({', '.join(filter(None, ('self', argument)))})`"
+        if function is None:
+            raise ConfigError(f"environment {name!r} has no method {method}: write {written}")
+        if not inspect.iscoroutinefunction(function):
+            raise ConfigError(f"environment {name!r}: its {method} is not async: write {written}")
+        try:
+            inspect.signature(function).bind(*filter(None, ("self", argument)))
+        except TypeError as error:
+            raise ConfigError(
+                f"environment {name!r}: its {method} takes other arguments ({error}): write {written}"
+            ) from None
+    check_constructor(name, found, options, "environment")
+    return name, lambda: found(**options)
+
+
+class _Loader:
+    """The process with the loaded class: starts and ends copies.
+
+    Args:
+        connection: connection to the training process.
+        task: class and limits.
+        name: name of the class for messages.
+        make: function that makes an object.
+    """
+
+    def __init__(self, connection: Connection, task: ObjectTask, name: str, make: Callable[[], Any]) -> None:
+        self._connection, self._task, self._name, self._make = connection, task, name, make
+        # Number of the object, and number of the process, by the process's file descriptor.
+        self._copies: dict[int, tuple[int, int]] = {}
+
+    def serve(self) -> None:
+        self._report(ready=True)
+        while True:
+            for ready in wait([self._connection, *self._copies]):
+                if isinstance(ready, int):
+                    self._reap(ready)
+                    continue
+                try:
+                    order = json.loads(self._connection.recv_bytes())
+                except (EOFError, OSError):
+                    for descriptor in list(self._copies):
+                        self._kill(self._copies[descriptor][1])
+                    return
+                if "start" in order:
+                    self._start(order["start"])
+                for number, pid in list(self._copies.values()):
+                    if number == order.get("kill"):
+                        self._kill(pid)
+
+    def _start(self, number: int) -> None:
+        ours, theirs = Pipe()
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._report(ended=number, reason=f"could not be started: {error}")
+            return
+        if not pid:
+            _run_copy(parent, theirs, self._task, self._name, self._make, close=[self._connection, ours])
+        with suppress(OSError):
+            os.setpgid(pid, pid)
+        self._copies[os.pidfd_open(pid)] = (number, pid)
+        self._report(started=number)
+        send_handle(self._connection, ours.fileno(), os.getppid())
+        ours.close()
+        theirs.close()
+
+    def _reap(self, descriptor: int) -> None:
+        number, pid = self._copies.pop(descriptor)
+        # The copy is still a zombie, so no other group can have its number.
+        self._kill(pid)
+        _, status = os.waitpid(pid, 0)
+        os.close(descriptor)
+        self._report(ended=number, reason=described(os.waitstatus_to_exitcode(status)))
+
+    @staticmethod
+    def _kill(pid: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+    def _report(self, **message: Any) -> None:
+        self._connection.send_bytes(json.dumps(message).encode())
+
+
+def _run_copy(
+    parent: int,
+    connection: Connection,
+    task: ObjectTask,
+    name: str,
+    make: Callable[[], Any],
+    *,
+    close: list[Connection],
+) -> NoReturn:
+    """Serve one object in a fork of the loading process, and end the fork."""
+    status = 1
+    try:
+        with suppress(OSError):
+            os.setpgid(0, 0)
+        for other in close:
+            other.close()
+        if end_with_parent(parent):
+            task.limits.limit_memory()
+            asyncio.run(_Copy(connection, task, name, make).serve())
+        status = 0
+    except (EOFError, OSError):
+        # The training process has gone.
+        status = 0
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        # The fork must not go on in the loop of the loading process. Threads of the user end, too.
+        os._exit(status)
+
+
+class _Copy:
+    """Process of one object.
+
+    Args:
+        connection: connection to the training process.
+        task: class and limits.
+        name: name of the class for messages.
+        make: function that makes the object.
+    """
+
+    def __init__(self, connection: Connection, task: ObjectTask, name: str, make: Callable[[], Any]) -> None:
+        self._connection, self._deadline_s, self._name, self._make = connection, task.deadline_s, name, make
+        self._object: Any = None
+
+    async def serve(self) -> None:
+        """Answer calls one after the other, until the call of `close`."""
+        while True:
+            method, argument = await self._next_call()
+            answer = await self._answer(method, argument)
+            self._connection.send_bytes(answer.to_json())
+            if method == "close":
+                return
+
+    async def _next_call(self) -> tuple[str, Any]:
+        # Tasks of the object go on while nobody calls.
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._connection.fileno(), readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(self._connection.fileno())
+        call: tuple[str, Any] = pickle.loads(self._connection.recv_bytes())
+        return call
+
+    async def _answer(self, method: str, argument: Any) -> Answer:
+        methods: Mapping[str, Callable[[Any], Awaitable[Answer]]] = {
+            "reset": self._reset,
+            "step": self._step,
+            "score": self._score,
+            "close": self._close,
+        }
+        try:
+            async with asyncio.timeout(self._deadline_s) as deadline:
+                return await methods[method](argument)
+        except TimeoutError as error:
+            if deadline.expired():
+                return failure_of("timeout", f"{self._name}: {method} gave no result within {self._deadline_s:g} s")
+            return failure_of("raised", f"{self._name}: {describe(error)}")
+        except MemoryError:
+            return failure_of("memory", f"{self._name}: {method}: an object may take no more memory: raise memory_mb")
+        # The border to the code of the user; the failure is counted.
+        except (Exception, SystemExit) as error:
+            return failure_of("raised", f"{self._name}: {method}: {describe(error)}")
+
+    async def _reset(self, row: Mapping[str, Any]) -> Answer:
+        _set_seeds(row["seed"])
+        self._object = self._make()
+        return read_start(await self._object.reset(row), self._name)
+
+    async def _step(self, message: Mapping[str, Any]) -> Answer:
+        return read_step(await self._object.step(message), self._name)
+
+    async def _score(self, _: None) -> Answer:
+        function: Callable[[], Awaitable[object]] | None = getattr(self._object, "score", None)
+        return Answer() if function is None else read_final(await function(), self._name)
+
+    async def _close(self, _: None) -> Answer:
+        if self._object is not None:
+            await self._object.close()
+        return Answer()
+
+
+def _set_seeds(seed: int) -> None:
+    """Set the seeds of common random generators, which are equal in all forks of a process."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)

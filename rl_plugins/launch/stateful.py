@@ -1,0 +1,121 @@
+"""Stateful environment of a recipe, and its trial before anything heavy starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rl_plugins.data.parquet import Row
+    from rl_plugins.environments.object_conversations import StatefulConversations
+    from rl_plugins.environments.stateful import StatefulEnvironment
+    from rl_plugins.rewards.records import ScoringRequest
+
+# A response without an answer, as an untrained policy may give.
+_NO_ANSWER = "?"
+
+
+def stateful_environment(config: RecipeConfig) -> StatefulEnvironment | None:
+    """Return the environment of the option `environment.stateful`; None without the option.
+
+    Raises:
+        ConfigError: the environment cannot be used (see `StatefulEnvironment`), or there are tools or a reward beside
+            the environment.
+    """
+    options = config.environment
+    if options.stateful is None or not config.generates:
+        return None
+    if not options.stateful:
+        raise ConfigError(
+            "environment.stateful: name a class with async reset, step and close, such as my_package.Game"
+        )
+    if options.tools:
+        raise ConfigError("environment.stateful and environment.tools: an environment is one of the two: leave one out")
+    if config.reward.functions:
+        raise ConfigError(
+            "reward: a stateful environment scores its conversations by itself: choose reward=environment, and let the "
+            "environment return the reward"
+        )
+    from rl_plugins.environments.stateful import StatefulEnvironment
+
+    return StatefulEnvironment(
+        options.stateful,
+        max_turns=options.max_turns,
+        max_objects=options.max_objects,
+        deadline_s=options.deadline_s,
+        load_timeout_s=options.load_timeout_s,
+        memory_mb=options.memory_mb,
+        pass_env=options.pass_env,
+        max_observation_tokens=options.max_observation_tokens,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_failure_rate=config.reward.max_failure_rate,
+        template_options=config.data.chat_template_kwargs,
+    )
+
+
+def check_stateful(
+    config: RecipeConfig, first_of_source: Mapping[str, Row], tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Load the environment, and let an object start and answer for a row of each data source.
+
+    Args:
+        config: configuration of the run.
+        first_of_source: a row of each data source.
+        tokenizer: tokenizer of the policy; None, which leaves out the objects, if the tokenizer is not on this machine.
+
+    Raises:
+        ConfigError: the environment cannot be used, or an object fails.
+    """
+    from rl_plugins.rewards.records import ScoringRequest
+
+    environment = stateful_environment(config)
+    if environment is None:
+        return
+    try:
+        if tokenizer is None:
+            return
+        for source, row in first_of_source.items():
+            ground_truth = row["reward_model"].get("ground_truth")
+            request = ScoringRequest(source, "", ground_truth, row["extra_info"], row["prompt"])
+            _try_out(environment, request, tokenizer)
+    finally:
+        environment.close()
+
+
+def _try_out(environment: StatefulEnvironment, request: ScoringRequest, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let an object start with a row, and answer one response.
+
+    Raises:
+        ConfigError: the object fails, or the chat template refuses its messages.
+    """
+    from rl_plugins.environments.object_conversations import StatefulConversations
+    from rl_plugins.rewards.trajectory import Start, Turn
+
+    talk = StatefulConversations(environment.host, tokenizer, environment)
+    talk.start(0, request, seed=0)
+    answer = _next_answer(talk, request)
+    if isinstance(answer, Start):
+        asked = replace(
+            request, solution_str=_NO_ANSWER, prompt=list(answer.messages), turns_left=environment.max_turns - 1
+        )
+        talk.begin(0, Turn(asked, answer.tokens, 0))
+        _next_answer(talk, request)
+
+
+def _next_answer(talk: StatefulConversations, request: ScoringRequest) -> object:
+    from rl_plugins.rewards.records import Score
+
+    while not (answers := talk.answers(1.0)):
+        pass
+    (answer,) = answers.values()
+    if isinstance(answer, Score) and answer.failure is not None:
+        raise ConfigError(
+            f"the environment fails on a row of data_source {request.data_source!r}: {answer.failure}: {answer.message}"
+        )
+    return answer

@@ -1,0 +1,250 @@
+"""Trajectories: conversations between a policy and an environment, as messages and as tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.rewards.records import Message, Score, ScoringRequest
+from rl_plugins.rollout.engine import Generations
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A response of the policy, for an environment.
+
+    Attributes:
+        request: scoring request with the text of the response, the earlier messages, and the number of turns left.
+        tokens: token ids of the prompt and of all messages. The response is at the end.
+        length: number of tokens of the response.
+    """
+
+    request: ScoringRequest
+    tokens: Sequence[int]
+    length: int
+
+    @property
+    def response(self) -> list[int]:
+        """Token ids of the response."""
+        return list(self.tokens[len(self.tokens) - self.length :])
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Messages of an environment to the policy, which then responds again.
+
+    Attributes:
+        messages: the messages.
+        tokens: token ids of the end of the policy's turn, of the messages, and of the start of the policy's next turn.
+        was_cut: True if a text was cut because it was too long.
+        counts: numbers of events, by the names in `Environment.counted`.
+        reward: reward of the turn.
+    """
+
+    messages: Sequence[Message]
+    tokens: Sequence[int]
+    was_cut: bool = False
+    counts: Mapping[str, int] = field(default_factory=dict)
+    reward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """First messages of an environment to the policy, in place of the prompt of the row.
+
+    Attributes:
+        messages: the messages.
+        tokens: token ids of the messages and of the start of the policy's turn.
+    """
+
+    messages: Sequence[Message]
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """Score of an environment with messages that the policy does not answer. Tables show the messages.
+
+    Attributes:
+        score: score of the whole conversation.
+        messages: the messages.
+    """
+
+    score: Score
+    messages: Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Result of a finished conversation.
+
+    Attributes:
+        score: score of the whole conversation.
+        said: messages of the policy and of the environment, in turns.
+        cut: number of replies that were cut because they were too long.
+        turns: number of responses of the policy.
+        counts: numbers of events, by the names in `Environment.counted`.
+        prompt: messages of the environment in place of the prompt; None with the prompt of the row.
+        prompt_ids: token ids of `prompt`.
+        turn_ends: position of the last token of each response, counted from the end of the prompt.
+        turn_rewards: reward of each turn, with the final score in the last; their sum is the score.
+    """
+
+    score: Score
+    said: Sequence[Message]
+    cut: int
+    turns: int
+    counts: Mapping[str, int] = field(default_factory=dict)
+    prompt: Sequence[Message] | None = None
+    prompt_ids: Sequence[int] = ()
+    turn_ends: Sequence[int] = ()
+    turn_rewards: Sequence[float] = ()
+
+    @property
+    def last(self) -> str:
+        """Text of the last response of the policy; empty without a response."""
+        responses = [message["content"] for message in self.said if message["role"] == "assistant"]
+        return str(responses[-1]) if responses else ""
+
+    def transcript(self) -> str:
+        """Return all messages as readable text."""
+        said = [f"[{message['role']}] {message['content']}" for message in self.said]
+        return "\n".join([*(message["content"] for message in self.said[:1]), *said[1:]])
+
+
+RECORDS = (Score, Ending)
+"""Classes in files of samples, beside plain values."""
+
+
+class Trajectory:
+    """A conversation so far, as messages and as tokens.
+
+    Args:
+        prompt: token ids of the prompt.
+        request: scoring request for a response to the prompt, without the response.
+        sampling: options of sampling; `max_tokens` is the limit of all turns together, replies included.
+        counted: names of the events that replies count.
+        key: number of the conversation, unique on the rank.
+
+    Attributes:
+        turns: number of responses of the policy.
+        ending: result of the conversation; None until the conversation has ended.
+    """
+
+    def __init__(
+        self, prompt: list[int], request: ScoringRequest, sampling: SamplingConfig, counted: Sequence[str], key: int
+    ) -> None:
+        self._prompt, self._request, self._sampling, self.key = prompt, request, sampling, key
+        self._start: Start | None = None
+        self._turn_ends: list[int] = []
+        self._turn_rewards: list[float] = []
+        self._token_ids: list[int] = []
+        self._log_probs: list[float] = []
+        self._versions: list[int] = []
+        self._sampled: list[bool] = []
+        self._said: list[Message] = []
+        self._cut = 0
+        self._counts = Counter(dict.fromkeys(counted, 0))
+        self._length = 0
+        self._finish_reason = ""
+        self.turns = 0
+        self.ending: Ending | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of the prompt and of all messages."""
+        return [*self._prompt, *self._token_ids]
+
+    @property
+    def room(self) -> int:
+        """Largest number of tokens of the next response."""
+        return self._sampling.max_tokens - len(self._token_ids)
+
+    def start(self, start: Start) -> None:
+        """Replace the prompt of the row by messages of the environment."""
+        self._start, self._prompt = start, list(start.tokens)
+        self._request = replace(self._request, prompt=list(start.messages))
+
+    def respond(self, response: Generations, text: str, max_turns: int) -> Turn:
+        """Add a response of the policy, and return the response for the environment.
+
+        Args:
+            response: one response.
+            text: decoded text of the response.
+            max_turns: largest number of responses of the policy in the conversation.
+        """
+        self._token_ids += response.token_ids.tolist()
+        self._log_probs += response.log_probs.tolist()
+        self._versions += response.policy_versions.tolist()
+        self._length = len(response.token_ids)
+        self._sampled += [True] * self._length
+        (self._finish_reason,) = response.finish_reasons
+        self._said.append({"role": "assistant", "content": text})
+        self._turn_ends.append(len(self._token_ids) - 1)
+        self._turn_rewards.append(0.0)
+        self.turns += 1
+        # A response that was cut off is incomplete, so no further turn follows.
+        return self.last_turn(max_turns - self.turns if self._finish_reason == "stop" else 0)
+
+    def last_turn(self, turns_left: int) -> Turn:
+        """Return the last response for the environment."""
+        *before, last = self._said
+        request = replace(
+            self._request, solution_str=last["content"], turns=tuple(before), turns_left=max(0, turns_left)
+        )
+        return Turn(request, self.tokens, self._length)
+
+    def observe(self, reply: Reply) -> bool:
+        """Add a reply of the environment.
+
+        Returns:
+            False if no tokens are left for a response to the reply; the reply is then not added.
+        """
+        self._counts.update(reply.counts)
+        self._turn_rewards[-1] += reply.reward
+        if len(reply.tokens) >= self.room:
+            self._finish_reason = "length"
+            return False
+        self._token_ids += reply.tokens
+        self._log_probs += [0.0] * len(reply.tokens)
+        self._versions += [self._versions[-1] if self._versions else 0] * len(reply.tokens)
+        self._sampled += [False] * len(reply.tokens)
+        self._said += reply.messages
+        self._cut += reply.was_cut
+        return True
+
+    def end(self, answer: Score | LastWords) -> None:
+        """End the conversation with the score, or the failure, of the environment."""
+        score, messages = (answer.score, answer.messages) if isinstance(answer, LastWords) else (answer, ())
+        if self._turn_rewards:
+            self._turn_rewards[-1] += (score.value or 0.0) - sum(self._turn_rewards)
+        else:
+            self._finish_reason = "abort"
+        self.ending = Ending(
+            score,
+            (*self._said, *messages),
+            self._cut,
+            self.turns,
+            dict(self._counts),
+            prompt=None if self._start is None else list(self._start.messages),
+            prompt_ids=() if self._start is None else tuple(self._start.tokens),
+            turn_ends=tuple(self._turn_ends),
+            turn_rewards=tuple(self._turn_rewards),
+        )
+
+    def generations(self) -> Generations:
+        """Return the whole conversation as one response."""
+        assert self.ending is not None
+        return Generations(
+            token_ids=np.array(self._token_ids, dtype=np.int64),
+            log_probs=np.array(self._log_probs, dtype=np.float32),
+            policy_versions=np.array(self._versions, dtype=np.int64),
+            lengths=np.array([len(self._token_ids)], dtype=np.int64),
+            finish_reasons=[self._finish_reason],
+            sampled=np.array(self._sampled, dtype=bool),
+            endings=[self.ending],
+        )
