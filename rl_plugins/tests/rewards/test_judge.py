@@ -279,7 +279,8 @@ def test_reward_trial_tells_a_refusal_of_the_judge_in_one_line(said: Said, messa
         environment.setenv("JUDGE_API_KEY", KEY)
         stub.say(said)
         rewards = {"_target_": TARGET, "config": settings(stub.url, key_variable="JUDGE_API_KEY")}
-        with RewardTrial(rewards, load_timeout_s=DEADLINE_S) as trial, pytest.raises(ConfigError) as caught:
+        trial_of = RewardTrial(rewards, deadline_s=DEADLINE_S, load_timeout_s=DEADLINE_S)
+        with trial_of as trial, pytest.raises(ConfigError) as caught:
             trial.score(request())
     text = str(caught.value)
     assert "the reward fails on a sample of data_source 'sums'" in text and message in text
