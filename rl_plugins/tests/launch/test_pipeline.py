@@ -213,7 +213,7 @@ def test_pipeline_main_names_the_option_that_resumes_the_pipeline(
         (["--cfg", "diff"], ["model: tiny  # recipe: ???"]),
         (
             ["--help"],
-            ["model: tiny", "reward: code_tests, correct_and_format, exact_match, file, gsm8k, judge, math_verify"],
+            ["model: tiny", "reward: code_tests, correct_and_format, environment, exact_match"],
         ),
     ],
     ids=["cfg job", "cfg diff", "help"],

@@ -88,7 +88,7 @@ def test_check_algorithm_accepts_the_algorithm(name):
     check_algorithm(configured("grpo", "model.path=m", f"algorithm={name}", *REQUIRED.get(name, [])))
 
 
-@pytest.mark.parametrize("name", [name for name in choices("reward") if name != "file"])
+@pytest.mark.parametrize("name", sorted({*choices("reward")} - {"file", "environment"}))
 def test_router_loads_the_reward(name):
     further = {
         "judge": ["reward.judge.url=http://localhost:8000/v1", "reward.judge.model=judge"],
