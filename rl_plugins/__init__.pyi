@@ -48,6 +48,10 @@ from rl_plugins.rewards.records import ScoringRequest as ScoringRequest
 from rl_plugins.rollout.transformers_engine import TransformersRollout as TransformersRollout
 from rl_plugins.rollout.vllm.client import VLLMRollout as VLLMRollout
 from rl_plugins.rollout.vllm.config import VLLMConfig as VLLMConfig
+from rl_plugins.sandbox.records import SandboxError as SandboxError
+from rl_plugins.sandbox.records import SandboxLimits as SandboxLimits
+from rl_plugins.sandbox.records import SandboxResult as SandboxResult
+from rl_plugins.sandbox.sandbox import CodeSandbox as CodeSandbox
 from rl_plugins.stages.policy_optimization import PolicyOptimization as PolicyOptimization
 from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization as OnlinePreferenceOptimization
 from rl_plugins.stages.preference_optimization import PreferenceOptimization as PreferenceOptimization

@@ -60,7 +60,7 @@ _WARM = (
     "heapq", "io", "itertools", "json", "math", "operator", "queue", "random", "re", "statistics", "string",
     "threading", "time", "traceback", "typing",
 )  # fmt: skip
-"""Modules that programs often import."""
+"""Modules of many programs."""
 
 Program = Callable[[], None]
 
@@ -71,7 +71,7 @@ def serve(control: int, caller: int, visible: Sequence[str], root_path: str) -> 
     Args:
         control: descriptor of the connection to the caller.
         caller: number of the caller's process.
-        visible: folders and files that programs see.
+        visible: folders and files for programs to see.
         root_path: first entry of `sys.path`, which programs do not get.
 
     Returns:

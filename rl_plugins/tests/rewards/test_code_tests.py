@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.code_tests import CodeTests, program_of, same_output, read_tests
+from rl_plugins.rewards.code_tests import CodeTests, program_of, read_tests, same_output
 from rl_plugins.rewards.inline import InlineScorer
 from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.sandbox.records import SandboxError

@@ -99,22 +99,13 @@ def test_threads_run_programs_at_once(sandbox: CodeSandbox) -> None:
     assert list(results) == [f"{number}\n" for number in range(12)]
 
 
-def test_sandbox_starts_again_after_the_end_of_its_server() -> None:
+def test_sandbox_starts_again_after_the_end_of_the_server() -> None:
+    before = set(running_below(os.getpid()))
     with CodeSandbox("namespaces", limits=PATIENT) as sandbox:
-        (launcher,) = [pid for pid in running_below(os.getpid()) if _parent(pid) == os.getpid() and _is_launcher(pid)][
-            -1:
-        ]
+        launcher = min(set(running_below(os.getpid())) - before)
         os.kill(launcher, signal.SIGKILL)
         wait_until(lambda: not running_below(launcher), "the end of the server")
         assert sandbox.run("print(1)").stdout == "1\n"
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
-
-
-def _is_launcher(pid: int) -> bool:
-    return b"rl_plugins.sandbox.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_close_ends_running_programs() -> None:
@@ -134,10 +125,10 @@ def test_close_ends_running_programs() -> None:
     sandbox.close()
     thread.join(60)
     wait_until(lambda: sorted(running_below(os.getpid())) == before, "the end of all processes")
-    assert len(errors) == 1 and "ended" in str(errors[0])
+    assert [str(error) for error in errors] == ["the sandbox was closed"]
 
 
-def test_killed_caller_takes_its_sandbox_along(tmp_path: Path) -> None:
+def test_killed_caller_takes_the_sandbox_along(tmp_path: Path) -> None:
     text = (
         "import os, threading, time\nfrom rl_plugins.sandbox.sandbox import CodeSandbox\n"
         "sandbox = CodeSandbox('namespaces')\nprint('ready', flush=True)\nsandbox.run('import time; time.sleep(1000)')"
