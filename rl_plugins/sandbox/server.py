@@ -273,6 +273,8 @@ def _reap(job: Mapping[str, Any], pipes: Pipes) -> Program:
     try:
         flags = kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC
         kernel.mount("proc", "/proc", "proc", flags)
+        # Without memory on the machine, the kernel ends programs before anything else.
+        _write("/proc/self/oom_score_adj", "1000")
         for name, value in _WATCHES.items():
             _write(f"/proc/sys/user/{name}", str(value))
         kernel.set_mount_attributes("/proc", kernel.READ_ONLY_ATTRIBUTE, recursive=False)
