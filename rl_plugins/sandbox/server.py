@@ -274,7 +274,9 @@ def _reap(job: Mapping[str, Any], pipes: Pipes) -> Program:
         flags = kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC
         kernel.mount("proc", "/proc", "proc", flags)
         # Without memory on the machine, the kernel ends programs before anything else.
+        kernel.process_control(kernel.SET_DUMPABLE, 1)
         _write("/proc/self/oom_score_adj", "1000")
+        kernel.process_control(kernel.SET_DUMPABLE, 0)
         for name, value in _WATCHES.items():
             _write(f"/proc/sys/user/{name}", str(value))
         kernel.set_mount_attributes("/proc", kernel.READ_ONLY_ATTRIBUTE, recursive=False)
