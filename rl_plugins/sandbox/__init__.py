@@ -1,1 +1,1 @@
-"""Sandbox for programs that the policy wrote: limits, isolation, and the record of a run."""
+"""Sandbox for programs of the policy: limits, isolation, and the record of a run."""

@@ -1,4 +1,4 @@
-"""Sandboxes that somebody else provides: the command of a container, bubblewrap, or a server with HTTP."""
+"""Sandboxes from elsewhere: the command of a container, bubblewrap, or a server with HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import IO, get_args
 
 from rl_plugins.sandbox import supervisor
 from rl_plugins.sandbox.namespaces import GRACE_S, environment_of_programs, job_bytes, read_answer, visible_folders
-from rl_plugins.sandbox.records import Job, Limit, SandboxError, SandboxLimits, SandboxResult, result_of
+from rl_plugins.sandbox.records import Limit, SandboxError, SandboxJob, SandboxLimits, SandboxResult, result_of
 from rl_plugins.sandbox.seccomp import filter_text, has_filter
 
 _START_S = 60.0
@@ -52,7 +52,7 @@ class CommandSandbox:
         text = Path(supervisor.__file__).read_text(encoding="utf-8")
         self._supervisor = ["-I", "-c", text, *([supervisor.OWN_PROCESSES] if own_processes else [])]
 
-    def run(self, job: Job) -> SandboxResult:
+    def run(self, job: SandboxJob) -> SandboxResult:
         """Run a program.
 
         Raises:
@@ -85,7 +85,7 @@ class CommandSandbox:
         """Do nothing: no process outlives its program."""
 
 
-def _outcome(process: subprocess.Popen[bytes], job: Job, name: str, errors: IO[bytes]) -> SandboxResult:
+def _outcome(process: subprocess.Popen[bytes], job: SandboxJob, name: str, errors: IO[bytes]) -> SandboxResult:
     assert process.stdin is not None and process.stdout is not None
     timer = threading.Timer(_START_S + job.limits.wall_s + GRACE_S, process.kill)
     timer.daemon = True
@@ -128,7 +128,7 @@ def bubblewrap(folders: Sequence[str]) -> CommandSandbox:
     """Return a sandbox over bubblewrap.
 
     Args:
-        folders: further folders that programs may read.
+        folders: further folders for programs to read.
 
     Raises:
         SandboxError: bubblewrap is not installed, or this process is root.
@@ -168,7 +168,7 @@ class RemoteSandbox:
         self._address = address
         self._headers = {"Content-Type": "application/json", **{name: str(value) for name, value in headers.items()}}
 
-    def run(self, job: Job) -> SandboxResult:
+    def run(self, job: SandboxJob) -> SandboxResult:
         """Run a program. A request without an answer, or with the status 429 or 503, is sent again.
 
         Raises:

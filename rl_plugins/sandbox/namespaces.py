@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.sandbox.records import Job, SandboxError, SandboxResult, result_of
+from rl_plugins.sandbox.records import SandboxError, SandboxJob, SandboxResult, result_of
 from rl_plugins.sandbox.seccomp import has_filter
 
 _START_S, _END_S = 60.0, 2.0
@@ -43,7 +43,7 @@ def environment_of_programs() -> dict[str, str]:
 
 
 def visible_folders(folders: Sequence[str]) -> list[str]:
-    """Return the folders that programs may read: system, Python with its packages, and further folders.
+    """Return the folders of programs: system, Python with its packages, and further folders.
 
     Raises:
         ConfigError: A folder does not exist, or holds the home folder.
@@ -67,7 +67,7 @@ class Namespaces:
     """Sandbox of namespaces on this machine.
 
     Args:
-        folders: further folders that programs may read.
+        folders: further folders for programs to read.
 
     Raises:
         SandboxError: The machine does not allow such a sandbox.
@@ -79,7 +79,7 @@ class Namespaces:
             raise SandboxError("only Linux on x86-64 or ARM64 has this sandbox")
         self._visible = visible_folders(folders)
         self._lock = threading.Lock()
-        self._owner = os.getpid()
+        self._owner, self._closed = os.getpid(), False
         self._start()
 
     def _start(self) -> None:
@@ -138,11 +138,28 @@ class Namespaces:
         (folder / "gid_map").write_text(groups, encoding="ascii")
         (folder / "uid_map").write_text(users, encoding="ascii")
 
-    def run(self, job: Job) -> SandboxResult:
-        """Run a program.
+    def run(self, job: SandboxJob) -> SandboxResult:
+        """Run a program; run the program again if the server ended meanwhile.
 
         Raises:
             SandboxError: The sandbox failed.
+        """
+        try:
+            return self._attempt(job)
+        except EOFError:
+            if not self._server_has_ended():
+                raise SandboxError("the sandbox ended in the run of a program") from None
+        try:
+            return self._attempt(job)
+        except EOFError:
+            raise SandboxError("the sandbox ended twice in the run of a program") from None
+
+    def _attempt(self, job: SandboxJob) -> SandboxResult:
+        """Run a program.
+
+        Raises:
+            EOFError: The supervisor of the program, or the server, ended.
+            SandboxError: The sandbox failed in another way.
         """
         ours, theirs = socket.socketpair()
         with ours:
@@ -155,12 +172,14 @@ class Namespaces:
                     return read_answer(file.read)
             except TimeoutError:
                 raise SandboxError("the sandbox gave no outcome in time") from None
-            except (EOFError, OSError):
-                raise SandboxError("the sandbox ended in the run of a program") from None
+            except OSError:
+                raise EOFError from None
 
     def _send(self, channel: socket.socket) -> None:
         """Send a connection to the server. A new server takes the place of an ended one."""
         with self._lock:
+            if self._closed:
+                raise SandboxError("the sandbox was closed")
             try:
                 socket.send_fds(self._control, [b"job"], [channel.fileno()])
             except OSError:
@@ -168,9 +187,19 @@ class Namespaces:
                 self._start()
                 socket.send_fds(self._control, [b"job"], [channel.fileno()])
 
+    def _server_has_ended(self) -> bool:
+        with self._lock:
+            try:
+                return self._closed or not self._control.recv(1, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+
     def close(self) -> None:
         """End the server and all programs."""
         with self._lock:
+            self._closed = True
             self._end()
 
     def _end(self) -> None:
@@ -184,8 +213,8 @@ class Namespaces:
             self._process.wait()
 
 
-def job_bytes(job: Job) -> bytes:
-    """Return a job in the form that a supervisor reads."""
+def job_bytes(job: SandboxJob) -> bytes:
+    """Return a job in the form of a supervisor."""
     text = json.dumps(job.plain()).encode()
     stdin = job.stdin.encode("utf-8", "surrogatepass")
     return b"%11d %11d\n" % (len(text), len(stdin)) + text + stdin

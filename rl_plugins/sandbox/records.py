@@ -76,7 +76,7 @@ class SandboxResult:
 
 
 @dataclass(frozen=True)
-class Job:
+class SandboxJob:
     """One program to run.
 
     Attributes:
@@ -107,7 +107,7 @@ class Job:
 class Backend(Protocol):
     """Way to run programs in isolation."""
 
-    def run(self, job: Job) -> SandboxResult:
+    def run(self, job: SandboxJob) -> SandboxResult:
         """Run a program. Threads may call this method at once.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The sandbox for programs that the policy wrote: `CodeSandbox`, and the choice of the way to isolate.
+"""The sandbox for programs of the policy: `CodeSandbox`, and the choice of the way to isolate.
 
     auto          namespaces, or else bubblewrap
     namespaces    Linux namespaces
@@ -24,7 +24,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.python_file import nearest
 from rl_plugins.sandbox.elsewhere import RemoteSandbox, bubblewrap, container, unprotected
 from rl_plugins.sandbox.namespaces import Namespaces
-from rl_plugins.sandbox.records import Backend, Job, SandboxError, SandboxLimits, SandboxResult
+from rl_plugins.sandbox.records import Backend, SandboxError, SandboxJob, SandboxLimits, SandboxResult
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class CodeSandbox:
         limits: limits of each program: a SandboxLimits, or a mapping with some of its fields.
         interpreter: command before the name of the program's file, such as `[node]`; None is Python.
         file_name: name of the program's file.
-        folders: further folders that programs may read, for `namespaces` and `bwrap`.
+        folders: further folders for programs to read, for `namespaces` and `bwrap`.
         headers: headers of the requests to a server.
         parallel: largest number of programs at once; None is the number of CPUs.
 
@@ -101,7 +101,7 @@ class CodeSandbox:
         """
         own = self.limits if limits is None else _limits_of(limits, self.limits)
         with self._places:
-            return self._backend.run(Job(program, stdin, own, self._interpreter, self._file_name))
+            return self._backend.run(SandboxJob(program, stdin, own, self._interpreter, self._file_name))
 
     def close(self) -> None:
         """End the sandbox and all of its programs."""
@@ -130,7 +130,7 @@ def _limits_of(given: SandboxLimits | Mapping[str, float], basis: SandboxLimits 
 
 
 def _backend_of(sandbox: str | Sequence[str], folders: Sequence[str], headers: Mapping[str, str]) -> Backend:
-    """Return the first way to isolate that works.
+    """Return the first working way to isolate.
 
     Raises:
         ConfigError: The sandbox has no such name, or does not work on this machine.
@@ -185,7 +185,7 @@ def _try_program(backend: Backend) -> None:
         SandboxError: The sandbox does not work.
     """
     try:
-        result = backend.run(Job("print(input())", "ready", _PATIENT, None, "main.py"))
+        result = backend.run(SandboxJob("print(input())", "ready", _PATIENT, None, "main.py"))
     except SandboxError:
         backend.close()
         raise

@@ -60,7 +60,7 @@ _WARM = (
     "heapq", "io", "itertools", "json", "math", "operator", "queue", "random", "re", "statistics", "string",
     "threading", "time", "traceback", "typing",
 )  # fmt: skip
-"""Modules that programs often import."""
+"""Modules of many programs."""
 
 Program = Callable[[], None]
 
@@ -71,7 +71,7 @@ def serve(control: int, caller: int, visible: Sequence[str], root_path: str) -> 
     Args:
         control: descriptor of the connection to the caller.
         caller: number of the caller's process.
-        visible: folders and files that programs see.
+        visible: folders and files for programs to see.
         root_path: first entry of `sys.path`, which programs do not get.
 
     Returns:
@@ -273,6 +273,10 @@ def _reap(job: Mapping[str, Any], pipes: Pipes) -> Program:
     try:
         flags = kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC
         kernel.mount("proc", "/proc", "proc", flags)
+        # Without memory on the machine, the kernel ends programs before anything else.
+        kernel.process_control(kernel.SET_DUMPABLE, 1)
+        _write("/proc/self/oom_score_adj", "1000")
+        kernel.process_control(kernel.SET_DUMPABLE, 0)
         for name, value in _WATCHES.items():
             _write(f"/proc/sys/user/{name}", str(value))
         kernel.set_mount_attributes("/proc", kernel.READ_ONLY_ATTRIBUTE, recursive=False)

@@ -438,7 +438,7 @@ def _own_tasks() -> int:
 
 
 def _end_all(reaper: int) -> None:
-    """End the reaper, and then all processes that this process inherits from the reaper."""
+    """End the reaper, and then all inherited processes."""
     try:
         os.kill(reaper, signal.SIGKILL)
         while True:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rl_plugins.environments.python_tool import RunPython
 from rl_plugins.environments.tools import ToolEnvironment
-from rl_plugins.errors import ConfigError
+from rl_plugins.tests.sandbox.machine import skip_without_namespaces
 
 
 def test_run_python_returns_output_errors_and_limits() -> None:
-    try:
-        run_python = RunPython("namespaces", limits={"wall_s": 60, "cpu_s": 0.5})
-    except ConfigError as error:
-        pytest.skip(str(error))
+    skip_without_namespaces()
+    run_python = RunPython("namespaces", limits={"wall_s": 60, "cpu_s": 0.5})
     assert run_python("print(6 * 7)") == "42"
     assert run_python("x = 1") == "[no output]"
     assert run_python("print(1)\nraise SystemExit(3)") == "1\n[exit status 3]"

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.code_tests import CodeTests, program_of, same_output, read_tests
+from rl_plugins.rewards.code_tests import CodeTests, program_of, read_tests, same_output
 from rl_plugins.rewards.inline import InlineScorer
+from rl_plugins.rewards.pool import RewardPool
 from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.sandbox.records import SandboxError
 from rl_plugins.tests.loops import for_each
+from rl_plugins.tests.sandbox.machine import skip_without_namespaces
 
 ADD = "def add(a, b):\n    return a + b\n"
 METHOD = "class Solution:\n    def add(self, a: int, b: int) -> List[int]:\n        return a + b\n"
@@ -29,10 +31,8 @@ def answer(program: str) -> str:
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[CodeTests]:
-    try:
-        yield CodeTests("namespaces", limits={"wall_s": 60}, total_s=120)
-    except ConfigError as error:
-        pytest.skip(str(error))
+    skip_without_namespaces()
+    yield CodeTests("namespaces", limits={"wall_s": 60}, total_s=120)
 
 
 def test_program_of_takes_the_last_whole_block() -> None:
@@ -131,6 +131,17 @@ def test_same_output(given: str, wanted: str, same: bool) -> None:
 def test_read_tests_refuses_a_ground_truth_without_tests(truth: object) -> None:
     with pytest.raises(ValueError, match="the ground truth"):
         read_tests(truth, {})
+
+
+def test_code_tests_scores_in_a_reward_worker() -> None:
+    skip_without_namespaces()
+    config = {"_target_": "rl_plugins.rewards.code_tests.CodeTests", "sandbox": "namespaces", "total_s": 120}
+    pool = RewardPool(config, num_workers=1, deadline_s=120, memory_mb=256)
+    try:
+        requests = [ScoringRequest("code", answer(text), PAIRS, extra_info={}) for text in (SUM, "print(3)")]
+        assert [score.value for score in pool.score(requests)] == [1.0, 0.5]
+    finally:
+        pool.close()
 
 
 def test_failed_sandbox_is_a_failure_and_no_score(reward: CodeTests, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.errors import ConfigError
 from rl_plugins.sandbox.sandbox import CodeSandbox
 from rl_plugins.tests.patience import TIME_SCALE, patient, wait_until
 from rl_plugins.tests.sandbox.attacks import ATTACKS
+from rl_plugins.tests.sandbox.machine import skip_without_namespaces
 
 SECRET = "sandbox-secret"
 
@@ -24,10 +24,8 @@ SECRET = "sandbox-secret"
 def sandbox() -> Iterator[CodeSandbox]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SANDBOX_TEST_KEY", SECRET)
-        try:
-            sandbox = CodeSandbox("namespaces", limits={"wall_s": patient(20)})
-        except ConfigError as error:
-            pytest.skip(str(error))
+        skip_without_namespaces()
+        sandbox = CodeSandbox("namespaces", limits={"wall_s": patient(20)})
     with sandbox:
         yield sandbox
 
