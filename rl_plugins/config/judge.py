@@ -115,7 +115,8 @@ class JudgeConfig(Settings):
         super().__post_init__()
         if self.url is not None and "@" in urlsplit(self.url).netloc:
             raise ConfigError(
-                f"url={without_password(self.url)}: the address has a user or a password: name the key's variable with key_variable"
+                f"url={without_password(self.url)}: the address has a user or a password: name the key's variable with "
+                "key_variable"
             )
         # The wrong value may be the key itself, so the message does not show it.
         if self.key_variable is not None and not _VARIABLE.fullmatch(str(self.key_variable)):

@@ -24,7 +24,7 @@ from typing import Any
 from rl_plugins.config.judge import PLACEHOLDER, JudgeConfig, check_template, judge_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.calling import CompositeReward
-from rl_plugins.rewards.judge_answers import Answer, AnswerFolder, read_score
+from rl_plugins.rewards.judge_answers import AnswerFolder, JudgeAnswer, read_score
 from rl_plugins.rewards.judge_server import JudgeServer, NoAnswer, RequestLimits
 from rl_plugins.rewards.records import Failure, Message, Score, ScoringRequest, failed, read_scores
 from rl_plugins.user_code import UNDECIDED, SoftDeadline, run_concurrently
@@ -70,7 +70,7 @@ class _Vote:
     """
 
     score: float | None
-    answer: Answer | None = None
+    answer: JudgeAnswer | None = None
     requests: int = 0
     seconds: float = 0.0
     failure: Failure = "raised"
@@ -187,11 +187,11 @@ class Judge(CompositeReward):
         }
         return {name: value for name, value in body.items() if value is not None}
 
-    def _read(self, answer: Answer) -> float | None:
+    def _read(self, answer: JudgeAnswer) -> float | None:
         score = read_score(answer.text)
         return score if score is not None and self.config.low <= score <= self.config.high else None
 
-    def _fault_of(self, answer: Answer) -> str:
+    def _fault_of(self, answer: JudgeAnswer) -> str:
         text = " ".join(answer.text.split())
         shown = repr(text if len(text) <= 200 else f"...{text[-200:]}")
         if answer.was_cut:

@@ -25,7 +25,7 @@ _MAX_OBJECTS = 100
 
 
 @dataclass(frozen=True)
-class Answer:
+class JudgeAnswer:
     """Text of an answer, and its size.
 
     Attributes:
@@ -81,7 +81,7 @@ class AnswerFolder:
         self._folder = None if folder is None else Path(folder)
         self._failed = False
 
-    def read(self, question: Mapping[str, Any]) -> Answer | None:
+    def read(self, question: Mapping[str, Any]) -> JudgeAnswer | None:
         """Return the answer to a question; None if there is none, or its file is damaged.
 
         Args:
@@ -90,11 +90,11 @@ class AnswerFolder:
         if self._folder is None:
             return None
         try:
-            return Answer(**json.loads(self._file(self._folder, question).read_text(encoding="utf-8")))
+            return JudgeAnswer(**json.loads(self._file(self._folder, question).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
 
-    def write(self, question: Mapping[str, Any], answer: Answer) -> None:
+    def write(self, question: Mapping[str, Any], answer: JudgeAnswer) -> None:
         """Keep an answer. A full disk is logged once, and stops no run."""
         if self._folder is None:
             return

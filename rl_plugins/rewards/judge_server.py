@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 from rl_plugins.redaction import REMOVED
-from rl_plugins.rewards.judge_answers import Answer
+from rl_plugins.rewards.judge_answers import JudgeAnswer
 
 if TYPE_CHECKING:
     import httpx2
@@ -73,7 +73,7 @@ class JudgeReply:
         seconds: duration of the last request.
     """
 
-    answer: Answer
+    answer: JudgeAnswer
     requests: int
     seconds: float
 
@@ -148,7 +148,7 @@ class JudgeServer:
                 await self._wait_for_turn(connection, stop, requests)
                 requests, started = requests + 1, time.monotonic()
                 outcome = await self._post(connection.client, body, min(self._limits.timeout_s, stop - started))
-            if isinstance(outcome, Answer):
+            if isinstance(outcome, JudgeAnswer):
                 self._note_presence()
                 return JudgeReply(outcome, requests, time.monotonic() - started)
             delay_s = self._delay_s(requests, outcome)
@@ -183,7 +183,9 @@ class JudgeServer:
                 raise NoAnswer(message, is_late=True, requests=requests)
             self._next_start = time.monotonic() + 60.0 / self._limits.per_minute
 
-    async def _post(self, client: httpx2.AsyncClient, body: Mapping[str, Any], timeout_s: float) -> Answer | _Failure:
+    async def _post(
+        self, client: httpx2.AsyncClient, body: Mapping[str, Any], timeout_s: float
+    ) -> JudgeAnswer | _Failure:
         import httpx2
 
         try:
@@ -208,7 +210,7 @@ class JudgeServer:
             return _Failure("fault", reason, self._retry_after_s(response))
         return _Failure("refused", f"{reason}: {_WAYS_OUT.get(response.status_code, _OTHER_WAY_OUT)}")
 
-    def _read(self, response: httpx2.Response) -> Answer | _Failure:
+    def _read(self, response: httpx2.Response) -> JudgeAnswer | _Failure:
         try:
             content = response.json()
             (choice, *_) = content["choices"]
@@ -217,7 +219,7 @@ class JudgeServer:
             tokens_in, tokens_out = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return _Failure("fault", f"answers in another form than OpenAI's protocol ({self._shown(response.text)})")
-        return Answer(str(text), tokens_in, tokens_out, was_cut=choice.get("finish_reason") == "length")
+        return JudgeAnswer(str(text), tokens_in, tokens_out, was_cut=choice.get("finish_reason") == "length")
 
     def _retry_after_s(self, response: httpx2.Response) -> float:
         """Return the seconds in the header Retry-After, a number or a date, at most `wait_s`; 0 without the header.

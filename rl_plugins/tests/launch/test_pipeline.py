@@ -12,6 +12,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+import rl_plugins.recipes
 from rl_plugins.config.recipe import RecipeConfig, written
 from rl_plugins.errors import ConfigError, RunStopped
 from rl_plugins.launch import pipeline
@@ -206,6 +207,10 @@ def test_pipeline_main_names_the_option_that_resumes_the_pipeline(
     assert exit_.value.code == status and message in (said.out + said.err).splitlines()[-1]
 
 
+def reward_names() -> list[str]:
+    return sorted(file.stem for file in Path(rl_plugins.recipes.__path__[0], "conf", "reward").glob("*.yaml"))
+
+
 @pytest.mark.parametrize(
     ("flags", "lines"),
     [
@@ -213,7 +218,10 @@ def test_pipeline_main_names_the_option_that_resumes_the_pipeline(
         (["--cfg", "diff"], ["model: tiny  # recipe: ???"]),
         (
             ["--help"],
-            ["model: tiny", "reward: code_tests, correct_and_format, environment, exact_match"],
+            [
+                "model: tiny",
+                "reward: code_tests, correct_and_format, environment, exact_match, file, gsm8k, judge, math_verify",
+            ],
         ),
     ],
     ids=["cfg job", "cfg diff", "help"],

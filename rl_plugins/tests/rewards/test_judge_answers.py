@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.rewards.judge_answers import Answer, AnswerFolder, read_score
+from rl_plugins.rewards.judge_answers import AnswerFolder, JudgeAnswer, read_score
 from rl_plugins.tests.loops import for_each
 
 WRITER = """
 import sys
-from rl_plugins.rewards.judge_answers import Answer, AnswerFolder
+from rl_plugins.rewards.judge_answers import JudgeAnswer, AnswerFolder
 folder = AnswerFolder(sys.argv[1])
 for number in range(200):
-    folder.write({"number": number % 5}, Answer("long " * 20000, number % 5))
+    folder.write({"number": number % 5}, JudgeAnswer("long " * 20000, number % 5))
 """
 QUESTION = {"url": "http://host", "body": {"messages": ["a"]}, "vote": 0}
 
@@ -50,7 +50,7 @@ def test_read_score_reads_the_last_json_object_or_the_last_line(text: str, score
 
 
 def test_answer_folder_returns_the_answer_to_the_same_question_only(tmp_path: Path) -> None:
-    folder, answer = AnswerFolder(str(tmp_path)), Answer("Score: 1", 5, 6)
+    folder, answer = AnswerFolder(str(tmp_path)), JudgeAnswer("Score: 1", 5, 6)
     folder.write(QUESTION, answer)
     assert AnswerFolder(str(tmp_path)).read(QUESTION) == answer
     for other in ({**QUESTION, "vote": 1}, {**QUESTION, "url": "http://other"}, {**QUESTION, "body": {}}):
@@ -60,7 +60,7 @@ def test_answer_folder_returns_the_answer_to_the_same_question_only(tmp_path: Pa
 
 def test_answer_folder_ignores_damaged_files(tmp_path: Path) -> None:
     folder = AnswerFolder(str(tmp_path))
-    folder.write(QUESTION, Answer("Score: 1"))
+    folder.write(QUESTION, JudgeAnswer("Score: 1"))
     (file,) = tmp_path.rglob("*.json")
     for damaged in ("", '{"text": "Sco', "[1]", '{"other": 1}'):
         file.write_text(damaged)
@@ -74,7 +74,7 @@ def test_answer_folder_has_whole_answers_while_processes_write(tmp_path: Path) -
         for number in range(5):
             answer = AnswerFolder(str(tmp_path)).read({"number": number})
             if answer is not None:
-                assert answer == Answer("long " * 20000, number)
+                assert answer == JudgeAnswer("long " * 20000, number)
                 seen.add(number)
         assert all(writer.poll() in (None, 0) for writer in writers)
     assert {file.suffix for file in tmp_path.rglob("*") if file.is_file()} == {".json"}
@@ -84,6 +84,6 @@ def test_answer_folder_logs_a_folder_without_rights_once(tmp_path: Path, caplog:
     (tmp_path / "file").write_text("")
     folder = AnswerFolder(str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
-        folder.write(QUESTION, Answer("a"))
-        folder.write(QUESTION, Answer("a"))
+        folder.write(QUESTION, JudgeAnswer("a"))
+        folder.write(QUESTION, JudgeAnswer("a"))
     assert len(caplog.records) == 1 and "not kept" in caplog.text
