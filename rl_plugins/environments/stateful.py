@@ -8,16 +8,13 @@ a failed reward of its own conversation, which is counted by kind and left out.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FROM_0_TO_1, check_ranges
 from rl_plugins.environments.object_host import ObjectHost
 from rl_plugins.environments.object_process import ObjectTask
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.rewards.loading import plain
-
-if TYPE_CHECKING:
-    pass
 
 
 class StatefulEnvironment:
