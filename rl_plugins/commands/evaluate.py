@@ -149,7 +149,7 @@ def reward_config(name: str) -> Mapping[str, Any]:
     from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain
 
     folder = CONFIG_FOLDER / "reward"
-    built_in = {path.stem: path for path in folder.glob("*.yaml") if path.stem != "file"}
+    built_in = {path.stem: path for path in folder.glob("*.yaml") if path.stem not in ("file", "environment")}
     if name in built_in or name.endswith((".yaml", ".yml")):
         file = built_in.get(name, Path(name))
         if not file.is_file():

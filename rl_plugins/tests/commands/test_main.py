@@ -52,7 +52,7 @@ def test_main_lists_the_commands(capsys):
         (["evaluate", "policy", "--reward", "exact_match"], "it is a policy: give --data and --output"),
         (
             ["evaluate", "x.parquet", "--reward", "exact"],
-            "--reward exact: use one of code_tests, correct_and_format, environment, exact_match",
+            "--reward exact: use one of code_tests, correct_and_format, exact_match",
         ),
         (["evaluate", "x.parquet", "--reward", "none.yaml"], "--reward none.yaml: there is no such file"),
     ],
