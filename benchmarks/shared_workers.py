@@ -91,7 +91,9 @@ def _train_all(arguments: dict[str, Any]) -> None:
             rollout = TransformersRollout(config.model.path, check_updates=config.rollout.check_updates)
         strategy = ray_strategy(config, rollout)
         functions, deadline_s = config.reward.functions, config.reward.deadline_s
-        pool = RewardPool(functions, num_workers=1, deadline_s=deadline_s) if samples else nullcontext()
+        # A stateful environment has no reward functions.
+        scored = samples and functions
+        pool = RewardPool(functions, num_workers=1, deadline_s=deadline_s) if scored else nullcontext()
         with pool as scorer:
             TrainingRun(
                 config=config,

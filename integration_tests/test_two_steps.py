@@ -38,6 +38,7 @@ ALSO = {
     "grpo": {"time/check_weights", "memory/engine_awake", "memory/engine_asleep"},
     "grpo_mixture": {"curriculum/seen", "curriculum/reward", "curriculum/learnability"},
     "ppo": {"train/critic/loss", "train/critic/lr", "train/critic/explained_variance", "time/update_critic"},
+    "ppo_stateful": {"train/reward", "train/critic/loss", "train/rollout_gap_max"},
     "dapo": {"time/rollout", "train/uniform_groups"},
     "reinforce_plus_plus": {"train/kl", "time/ref_log_probs", "time/old_log_probs"},
     "on_policy_distillation": {"time/teacher_log_probs"},
@@ -123,7 +124,9 @@ def test_two_steps_of(run: str, folder: Path, workplace: Path) -> None:
     assert moved and any(moved)
 
 
-@pytest.mark.parametrize("run", params("grpo_conversation", "ppo_conversation", "online_dpo_conversation"))
+@pytest.mark.parametrize(
+    "run", params("grpo_conversation", "ppo_conversation", "online_dpo_conversation", "ppo_stateful")
+)
 def test_conversations_have_several_turns(run: str, folder: Path) -> None:
     series = read_metrics(folder / "metrics.jsonl")
     assert all(1 < turns <= 3 for turns in series["train/turns"].values())

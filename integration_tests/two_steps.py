@@ -17,6 +17,15 @@ EXTRAS = {
 }
 
 
+# The policy of the tests almost never ends a response.
+SEVERAL_TURNS = [
+    "environment.max_turns=3",
+    "data.max_prompt_tokens=8",
+    "sampling.max_tokens=28",
+    "sampling.stop=[a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p,q,r,s,t,u,v,w,x,y,z]",
+]
+
+
 # Recipes of stages, by their configuration and data.
 STAGES: dict[str, tuple[str, list[str]]] = {
     "sft": ("sft", []),
@@ -69,20 +78,25 @@ STAGES: dict[str, tuple[str, list[str]]] = {
     # At this rate, the adapter has moved the log-probs by more than the allowed gap after its first step.
     "grpo_lora": ("grpo", ["model.lora.rank=4", "optimizer.lr=1e-2", "algorithm.kl.coefficient=0.01"]),
     "ppo_lora": ("ppo", ["model.lora.rank=4", "critic.lora.rank=2", "optimizer.lr=1e-2"]),
-    # The policy of the tests almost never ends a response.
     **{
         f"{name}_conversation": (
             config,
-            [
-                "environment.max_turns=3",
-                "data.max_prompt_tokens=8",
-                "sampling.max_tokens=28",
-                "sampling.stop=[a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p,q,r,s,t,u,v,w,x,y,z]",
-                "reward.functions.default._target_=integration_tests.rewards.asks_back",
-            ],
+            [*SEVERAL_TURNS, "reward.functions.default._target_=integration_tests.rewards.asks_back"],
         )
         for name, config in (("grpo", "grpo"), ("ppo", "ppo"), ("online_dpo", "online_preference_optimization"))
     },
+    # Rewards of turns reach the critic.
+    "ppo_stateful": (
+        "ppo",
+        [
+            *SEVERAL_TURNS,
+            # The object adds a message to the prompt.
+            "data.max_prompt_tokens=12",
+            "sampling.max_tokens=24",
+            "environment=stateful",
+            "environment.stateful=rl_plugins.tests.environments.sample_environments.Lengths",
+        ],
+    ),
     "reward_modeling_lora": ("reward_modeling", ["model.lora.rank=4", "run.export_lora=adapter", PAIRS]),
 }
 
@@ -111,7 +125,7 @@ def recipe(run: str, workplace: Path, folder: Path) -> list[str]:
         # All runs share the engines, and the engines exist before the first run with an adapter.
         "rollout.engines=per_worker", "rollout.check_updates=1", "rollout.lora=merged",
         # Rewards differ from sample to sample: the groups and pairs have something to teach.
-        *(() if config == "reward_modeling" else (REWARD,)),
+        *(() if config == "reward_modeling" or name.endswith("_stateful") else (REWARD,)),
         *(extra.replace("WORKPLACE", str(workplace)).replace("FOLDER", str(folder)) for extra in extras),
         *OVER_FSDP.get(run, []),
     ]  # fmt: skip
