@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,7 +89,7 @@ def _train_all(arguments: dict[str, Any]) -> None:
             rollout = TransformersRollout(config.model.path, check_updates=config.rollout.check_updates)
         strategy = ray_strategy(config, rollout)
         scorer = scorer_of(config)
-        with scorer or nullcontext():
+        with nullcontext() if scorer is None else closing(scorer):
             TrainingRun(
                 config=config,
                 folder=folder,
