@@ -28,8 +28,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionStreamResponse,
     ChatMessage,
 )
-from vllm.entrypoints.openai.models.protocol import ModelCard, ModelList
-from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse, UsageInfo
+from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse, ModelCard, ModelList, UsageInfo
 from vllm.exceptions import VLLMValidationError
 
 from rl_plugins.rollout.chat import ChatAnswer, ChatCall, Refused, canonical
@@ -141,7 +140,7 @@ def error_body(status: int, reason: str) -> bytes:
 def _events(call: ChatCall, answer: ChatAnswer) -> bytes:
     """Return a whole answer as server-sent events: the role, text and calls, the end, and the usage if asked for."""
     first = ChatCompletionStreamResponse(model=call.model, choices=[])
-    shared: dict[str, Any] = {"id": first.id, "created": first.created, "model": call.model}
+    shared: dict[str, Any] = {name: getattr(first, name) for name in ("id", "object", "created", "model")}
     calls = [
         DeltaToolCall(
             index=place,

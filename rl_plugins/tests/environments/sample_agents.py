@@ -57,13 +57,13 @@ def add_with_tool(row: Row, base_url: str, api_key: str) -> Any:
             assert said[-1] == "tool_calls"
 
 
-async def talk(row: Row, base_url: str, api_key: str, *, turns: int = 2) -> float:
-    """Talk with the policy for some turns. The reward is the number of characters of the policy."""
+async def talk(row: Row, base_url: str, api_key: str, *, turns: int = 2, max_tokens: int = 20) -> float:
+    """Talk with the policy for some turns. The reward grows with the number of characters of the policy."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         messages: list[ChatCompletionMessageParam] = [*row["prompt"]]
         heard = 0
         for _ in range(turns):
-            answer = await client.chat.completions.create(model="policy", messages=messages)
+            answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=max_tokens)
             text = answer.choices[0].message.content or ""
             heard += len(text)
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
@@ -145,7 +145,7 @@ def break_rules(row: Row, base_url: str, api_key: str) -> float:
         heard = [*first, said, more, json.loads(texts[0])["choices"][0]["message"], more]
         assert "raise max_tokens" in refused(create, model="m", messages=[*heard, {**more, "content": "x" * 100}])
         create(model="m", messages=heard)
-        last = [*heard, {"role": "assistant", "content": "yes"}, more]
+        last = [*heard, {"role": "assistant", "content": "5"}, more]
         assert "max_turns=3" in refused(create, model="m", messages=last)
     return 1.0
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
-import numpy as np
 import pytest
 from typing_extensions import override
 
@@ -188,8 +187,7 @@ def test_policy_learns_from_the_rewards_of_agents(tmp_path: Any) -> None:
     assert metrics["train/rollout_gap_max"] < 1e-4 and metrics["train/turns"] > 1
     assert metrics["train/agent/calls"] >= metrics["train/turns"] and metrics["train/agent/seconds"] > 0
     assert metrics["train/agent/refused"] == metrics["train/reward_raised"] == 0
-    mask = np.array(samples.response_mask)
-    assert (mask.sum(axis=1) < np.array(samples.response_lengths)).any()
+    assert (samples.response_mask.sum(dim=1) < samples.response_lengths).any()
 
 
 @pytest.mark.parametrize(
