@@ -1,9 +1,9 @@
 """Time that the endpoint for agents adds to a call of the policy.
 
-`python -m benchmarks.endpoint [--trajectories 16] [--calls 12] [--agents 16]` samples with a tiny policy in this process.
-Agents with the client of OpenAI run one after the other, and the engine is then called directly with the same prompts. A
-second measurement runs several agents at once, with an engine that answers at once: all their time is that of the
-endpoint, the clients and the processes of the agents.
+`python -m benchmarks.endpoint [--trajectories 16] [--calls 12] [--agents 16]` samples with a tiny policy in this
+process. Agents with the client of OpenAI run one after the other, and the engine is then called directly with the same
+prompts. A second measurement runs several agents at once, with an engine that answers at once: all their time is that
+of the endpoint, the clients and the processes of the agents.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def main() -> None:
         through = median(times_of_agents(engine, tokenizer, arguments.trajectories, arguments.calls, agents=1))
         direct = median(direct_times(engine))
     print(
-        f"{arguments.trajectories} trajectories of {arguments.calls} calls, one agent at a time: {through:.2f} ms a call "
-        f"through the endpoint, {direct:.2f} ms by the engine directly, {through - direct:.2f} ms added (medians)"
+        f"{arguments.trajectories} trajectories of {arguments.calls} calls, one agent at a time: {through:.2f} ms a "
+        f"call through the endpoint, {direct:.2f} ms by the engine directly, {through - direct:.2f} ms added (medians)"
     )
     instant: Any = InstantEngine(tokenizer.encode("29842<|end|>"))
     for agents in (1, arguments.agents):

@@ -30,8 +30,8 @@ NAMES = [
 ]  # fmt: skip
 # One run of every kind of stage, and of every option with an effect on the course of a step.
 CORE = {
-    "sft", "reward_modeling", "dpo", "online_dpo", "prime", "ppo", "grpo", "grpo_conversation", "grpo_agent", "grpo_lora",
-    "on_policy_distillation", f"grpo{two_steps.FSDP}",
+    "sft", "reward_modeling", "dpo", "online_dpo", "prime", "ppo", "grpo", "grpo_conversation", "grpo_agent",
+    "grpo_lora", "on_policy_distillation", f"grpo{two_steps.FSDP}",
 }  # fmt: skip
 # Metrics of some runs only.
 ALSO = {

@@ -181,9 +181,9 @@ class EnvironmentOptions(ConversationLimits):
             the dotted name of a function from the text of a response to a list of calls.
         stateful: class with an object for each conversation: its dotted name, or a mapping: `_target_`, or `path` and
             `name`, and the arguments of the constructor. Null is no stateful environment.
-        agent: function of an agent that calls the policy through an endpoint: its dotted name, or a mapping: `_target_`,
-            or `path` and `name`, and further arguments of the function. Null is no agent.
-        max_objects: largest number of objects of a stateful environment, or of agents, at once for each training worker.
+        agent: function of an agent that calls the policy through an endpoint: its dotted name, or a mapping:
+            `_target_`, or `path` and `name`, and further arguments of the function. Null is no agent.
+        max_objects: largest number of objects of a stateful environment, or of agents, at once for each worker.
         deadline_s: deadline of one call of a tool, of a method of a stateful environment, or of an agent without the
             time in which the policy answers, in seconds.
         max_characters: largest number of characters of a result of a tool; a longer result is cut at the end.

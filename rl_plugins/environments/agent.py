@@ -83,9 +83,7 @@ class AgentEnvironment:
         max_failure_rate: float = 0.0,
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
-        check_ranges(
-            int, AT_LEAST_1, max_turns=max_turns, max_objects=max_objects, max_prompt_tokens=max_prompt_tokens
-        )
+        check_ranges(int, AT_LEAST_1, max_turns=max_turns, max_objects=max_objects, max_prompt_tokens=max_prompt_tokens)
         check_ranges(float, ABOVE_0, deadline_s=deadline_s, load_timeout_s=load_timeout_s)
         check_ranges(float, FROM_0_TO_1, max_failure_rate=max_failure_rate)
         check_host(endpoint_host)

@@ -263,8 +263,8 @@ def _listening(host: str) -> socket.socket:
         return socket.create_server((host, 0), family=family, backlog=2048)
     except OSError as error:
         raise ConfigError(
-            f"endpoint_host={host}: the endpoint cannot listen there ({error.strerror}): use 127.0.0.1, or an address of "
-            "this machine"
+            f"endpoint_host={host}: the endpoint cannot listen there ({error.strerror}): use 127.0.0.1, or an "
+            "address of this machine"
         ) from None
 
 

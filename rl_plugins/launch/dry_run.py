@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.errors import ConfigError, RowError
-from rl_plugins.launch.instantiation import training_data
 from rl_plugins.launch.agent import check_agent
+from rl_plugins.launch.instantiation import training_data
 from rl_plugins.launch.stateful import check_stateful
 from rl_plugins.launch.tools import check_tools
 

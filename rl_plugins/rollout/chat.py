@@ -131,8 +131,8 @@ def continuation(before: Sequence[Message], messages: Sequence[Message]) -> list
 
 def _no_continuation(reason: str) -> Refused:
     return Refused(
-        f"the call does not continue the earlier call of its trajectory: {reason}. Send the earlier messages, the answer "
-        "as it was given, and new messages: a trajectory is one sequence of tokens",
+        f"the call does not continue the earlier call of its trajectory: {reason}. Send the earlier messages, the "
+        "answer as it was given, and new messages: a trajectory is one sequence of tokens",
         is_no_continuation=True,
     )
 

@@ -118,7 +118,9 @@ def break_rules(row: Row, base_url: str, api_key: str) -> float:
             extra = {"logprobs": True} if name == "top_logprobs" else {"tools": [ADD]} if name == "tool_choice" else {}
             assert name in refused(create, **{"model": "m", "messages": first, **extra, name: value}), name
         assert "text alone" in refused(
-            create, model="m", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+            create,
+            model="m",
+            messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
         )
         assert "more than max_prompt_tokens" in refused(
             create, model="m", messages=[{"role": "user", "content": "x" * 500}]

@@ -460,7 +460,7 @@ CHECKS: dict[str, list[Case]] = {
         (AGENT, ["environment.agent: name a function of a row"]),
         (["environment.agent=my.solve"], ["choose reward=environment"]),
         ([*AGENT, f"environment.agent={AGENTS}.tlak"], ["did you mean 'talk'"]),
-        ([*AGENT, f"environment.agent={AGENTS}.Solver"], ["is a class: name a function", "solve(row, base_url, api_key)"]),
+        ([*AGENT, f"environment.agent={AGENTS}.Solver"], ["is a class: name a function", "solve(row, base_url"]),
         ([*AGENT, f"environment.agent={AGENTS}.other_arguments"], ["takes other arguments", "solve(row, base_url"]),
         (
             [*AGENT, f"environment.agent={AGENTS}.talk", "environment.endpoint_host=0.0.0.0"],
