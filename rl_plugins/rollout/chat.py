@@ -140,7 +140,7 @@ def _no_continuation(reason: str) -> Refused:
 def _text(content: object) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    parts = content if isinstance(content, list) else [content]
+    parts: list[Any] = content if isinstance(content, list) else [content]
     if any(not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in parts):
         raise Refused("messages: the policy reads text alone: send the content as text")
     # As vLLM's own server joins the parts.

@@ -116,7 +116,8 @@ def break_rules(row: Row, base_url: str, api_key: str) -> float:
             "tool_choice": "required", "max_tokens": 0, "messages": [],
         }.items():  # fmt: skip
             extra = {"logprobs": True} if name == "top_logprobs" else {"tools": [ADD]} if name == "tool_choice" else {}
-            assert name in refused(create, **{"model": "m", "messages": first, **extra, name: value}), name
+            options: dict[str, Any] = {"model": "m", "messages": first, **extra, name: value}
+            assert name in refused(create, **options), name
         assert "text alone" in refused(
             create,
             model="m",
@@ -125,7 +126,7 @@ def break_rules(row: Row, base_url: str, api_key: str) -> float:
         assert "more than max_prompt_tokens" in refused(
             create, model="m", messages=[{"role": "user", "content": "x" * 500}]
         )
-        answer = create(model="m", messages=first, logprobs=True, max_tokens=2, n=1).choices[0]
+        answer: Any = create(model="m", messages=first, logprobs=True, max_tokens=2, n=1).choices[0]
         assert answer.finish_reason == "length" and answer.message.content == "no"
         assert [(one.token, one.logprob) for one in answer.logprobs.content] == [("n", -2.0), ("o", -2.0)]
         said, more = {"role": "assistant", "content": "no"}, {"role": "user", "content": "sure?"}
