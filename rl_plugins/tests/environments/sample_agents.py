@@ -18,6 +18,17 @@ from openai.types.chat import ChatCompletionMessageParam
 
 Row = Mapping[str, Any]
 
+# Without the client, whose import takes seconds.
+PROGRAM = """
+import json, os, urllib.request
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"messages": [{"role": "user", "content": "ask"}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+print(json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]["content"])
+"""
+
 ADD: Any = {
     "type": "function",
     "function": {
@@ -72,11 +83,7 @@ async def talk(row: Row, base_url: str, api_key: str, *, turns: int = 2, max_tok
 
 def ask_in_program(row: Row, base_url: str, api_key: str) -> float:
     """Ask in a program, which finds address and key in its environment."""
-    program = (
-        "import openai; print(openai.OpenAI().chat.completions.create("
-        "model='x', messages=[{'role': 'user', 'content': 'ask'}]).choices[0].message.content)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True)
     return float(done.stdout)
 
 
