@@ -50,7 +50,7 @@ class Answer:
     details: Mapping[str, float] = field(default_factory=dict)
     failure: Failure | None = None
     fault: str = ""
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
 
     def to_json(self) -> bytes:
         """Return the answer as JSON."""
