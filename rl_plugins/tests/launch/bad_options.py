@@ -459,8 +459,6 @@ CHECKS: dict[str, list[Case]] = {
     "agent": [
         (AGENT, ["environment.agent: name a function of a row"]),
         (["environment.agent=my.solve"], ["choose reward=environment"]),
-        ([*AGENT, f"environment.agent={AGENTS}.tlak"], ["did you mean 'talk'"]),
-        ([*AGENT, f"environment.agent={AGENTS}.Solver"], ["is a class: name a function", "solve(row, base_url"]),
         ([*AGENT, f"environment.agent={AGENTS}.other_arguments"], ["takes other arguments", "solve(row, base_url"]),
         (
             [*AGENT, f"environment.agent={AGENTS}.talk", "environment.endpoint_host=0.0.0.0"],
@@ -469,11 +467,6 @@ CHECKS: dict[str, list[Case]] = {
         (
             [*AGENT, f"environment.agent={AGENTS}.talk", f"environment.stateful={ENVIRONMENTS}.Judge"],
             ["environment.agent and environment.stateful", "leave one out"],
-        ),
-        ([*AGENT, f"environment.agent={AGENTS}.talk", "environment.parser=herms"], ["parser=herms", "mean hermes"]),
-        (
-            [*AGENT, f"environment.agent={AGENTS}.talk", "data.max_prompt_tokens=1"],
-            ["the agent fails on a row of data_source", "before its first call", "more than max_prompt_tokens=1"],
         ),
     ],
     "optimizer": [
