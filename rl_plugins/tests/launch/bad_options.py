@@ -466,7 +466,7 @@ CHECKS: dict[str, list[Case]] = {
         ),
         (
             [*AGENT, f"environment.agent={AGENTS}.talk", f"environment.stateful={ENVIRONMENTS}.Judge"],
-            ["environment.agent and environment.stateful", "leave one out"],
+            ["environment.stateful and environment.agent", "leave one out"],
         ),
     ],
     "optimizer": [

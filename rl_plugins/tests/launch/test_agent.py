@@ -30,7 +30,7 @@ def row_of(ground_truth: str) -> Row:
 def test_agent_makes_its_first_call_for_a_row_of_each_source() -> None:
     tokenizer: Any = build_tokenizer()
     for name, options, acts, said in (
-        ("talk", [], ["", ""], "nothing is refused"),
+        # The agent of the row 0 makes its call.
         ("obey", [], ["", "silent"], "the agent fails on a row of data_source '1' before its first call: raised: "),
         ("talk", ["data.max_prompt_tokens=1"], [""], "more than max_prompt_tokens=1 (data.max_prompt_tokens in a"),
         ("talk", ["environment.parser=herms"], [""], "environment.parser=herms: vLLM has no such tool parser: did you"),
