@@ -97,6 +97,15 @@ STAGES: dict[str, tuple[str, list[str]]] = {
             "environment.stateful=rl_plugins.tests.environments.sample_environments.Lengths",
         ],
     ),
+    # The client of OpenAI calls the policy from processes of each worker.
+    "grpo_agent": (
+        "grpo",
+        [
+            "environment=agent",
+            "environment.agent={_target_: rl_plugins.tests.environments.sample_agents.talk, max_tokens: 6}",
+            "sampling.max_tokens=24",
+        ],
+    ),
     "reward_modeling_lora": ("reward_modeling", ["model.lora.rank=4", "run.export_lora=adapter", PAIRS]),
 }
 
@@ -125,7 +134,7 @@ def recipe(run: str, workplace: Path, folder: Path) -> list[str]:
         # All runs share the engines, and the engines exist before the first run with an adapter.
         "rollout.engines=per_worker", "rollout.check_updates=1", "rollout.lora=merged",
         # Rewards differ from sample to sample: the groups and pairs have something to teach.
-        *(() if config == "reward_modeling" or name.endswith("_stateful") else (REWARD,)),
+        *(() if config == "reward_modeling" or name.endswith(("_stateful", "_agent")) else (REWARD,)),
         *(extra.replace("WORKPLACE", str(workplace)).replace("FOLDER", str(folder)) for extra in extras),
         *OVER_FSDP.get(run, []),
     ]  # fmt: skip

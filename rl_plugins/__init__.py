@@ -75,6 +75,7 @@ PUBLIC: dict[str, dict[str, str]] = {
         "ToolEnvironment": "environments.tools",
         "StatefulEnvironment": "environments.stateful",
         "StepResult": "environments.step_result",
+        "AgentEnvironment": "environments.agent",
     },
     "Callbacks": {
         "PolicyCheckpoint": "callbacks.checkpoint",

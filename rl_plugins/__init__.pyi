@@ -32,6 +32,7 @@ from rl_plugins.data.datamodule import PromptDataModule as PromptDataModule
 from rl_plugins.data.preferences import PreferenceDataModule as PreferenceDataModule
 from rl_plugins.data.process_rewards import ProcessRewardDataModule as ProcessRewardDataModule
 from rl_plugins.data.sft import SFTDataModule as SFTDataModule
+from rl_plugins.environments.agent import AgentEnvironment as AgentEnvironment
 from rl_plugins.environments.stateful import StatefulEnvironment as StatefulEnvironment
 from rl_plugins.environments.step_result import StepResult as StepResult
 from rl_plugins.environments.tools import ToolEnvironment as ToolEnvironment

@@ -247,6 +247,7 @@ class RecipeConfig(Settings):
             *self.environment.tools,
             self.environment.parser,
             self.environment.stateful,
+            self.environment.agent,
         ):
             if isinstance(node, dict) and "_target_" not in node and "path" in node:
                 node["path"] = _absolute(str(node["path"]))

@@ -172,7 +172,7 @@ class ConversationLimits(Settings):
 
 @dataclass
 class EnvironmentOptions(ConversationLimits):
-    """Conversations of the policy: with tools, with a stateful environment, or with a reward function that replies.
+    """Conversations of the policy: with tools, a stateful environment, an agent, or a reward function that replies.
 
     Attributes:
         tools: tools that the policy calls: dotted names of functions, or mappings: `_target_`, or `path` and `name`, or
@@ -181,24 +181,35 @@ class EnvironmentOptions(ConversationLimits):
             the dotted name of a function from the text of a response to a list of calls.
         stateful: class with an object for each conversation: its dotted name, or a mapping: `_target_`, or `path` and
             `name`, and the arguments of the constructor. Null is no stateful environment.
-        max_objects: largest number of objects of a stateful environment at once, for each training worker.
-        deadline_s: deadline of one call of a tool, or of a method of a stateful environment, in seconds.
+        agent: function of an agent that calls the policy through an endpoint: its dotted name, or a mapping:
+            `_target_`, or `path` and `name`, and further arguments of the function. Null is no agent.
+        max_objects: largest number of objects of a stateful environment, or of agents, at once for each worker.
+        deadline_s: deadline of one call of a tool, of a method of a stateful environment, or of an agent without the
+            time in which the policy answers, in seconds.
         max_characters: largest number of characters of a result of a tool; a longer result is cut at the end.
-        load_timeout_s: seconds for the start of an MCP server, or for loading a stateful environment.
-        memory_mb: memory of the process of the tools, or of an object of a stateful environment, in MiB, beyond the
-            process itself; null is half of the free memory.
+        load_timeout_s: seconds for the start of an MCP server, or for loading a stateful environment or an agent.
+        memory_mb: memory of the process of the tools, of an object of a stateful environment, or of an agent, in MiB,
+            beyond the process itself; null is half of the free memory.
         pass_env: names of environment variables with secrets that the environment gets; other secrets are removed.
+        endpoint_host: address of the machine on which the endpoint for agents listens.
     """
 
     tools: list[Any] = field(default_factory=list)
     parser: Any = "hermes"
     stateful: Any = None
+    agent: Any = None
     max_objects: Annotated[int, AT_LEAST_1] = 64
     deadline_s: Annotated[float, ABOVE_0] = 10.0
     max_characters: Annotated[int, AT_LEAST_1] = 2000
     load_timeout_s: Annotated[float, ABOVE_0] = 30.0
     memory_mb: Annotated[int | None, ABOVE_0_OR_NULL] = None
     pass_env: list[str] = field(default_factory=list)
+    endpoint_host: str = "127.0.0.1"
+
+    @property
+    def scores_itself(self) -> bool:
+        """True if the environment returns the rewards, so there is no reward function."""
+        return self.stateful is not None or self.agent is not None
 
 
 @dataclass

@@ -13,7 +13,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
 from typing import Any
@@ -41,6 +41,7 @@ class _Object:
         outbox: sender of calls.
         called: time of the last call.
         num_calls: number of calls in progress.
+        paused: time since which the deadline of the call does not run; None while the deadline runs.
         is_killed: True after the order to kill the process.
     """
 
@@ -50,6 +51,7 @@ class _Object:
     outbox: Outbox | None = None
     called: float = 0.0
     num_calls: int = 0
+    paused: float | None = None
     is_killed: bool = False
 
 
@@ -97,11 +99,11 @@ class ObjectHost:
         return len(self._objects)
 
     def open(self, key: int, row: Mapping[str, Any]) -> None:
-        """Start an object and call its `reset`, without waiting.
+        """Start an object and its first call (`reset`), without waiting.
 
         Args:
             key: key of the object, unique among the objects in use.
-            row: row of the data, with `seed`.
+            row: row of the data, with `seed`; argument of the first call.
         """
         self._waiting.append((key, row))
         self._start_waiting()
@@ -113,8 +115,23 @@ class ObjectHost:
         else:
             self._answers[key] = failure_of("died", "the process of the object ended between two calls")
 
-    def answers(self, wait_s: float) -> dict[int, Answer]:
+    def pause(self, key: int, since: float) -> None:
+        """Stop the deadline of a call in progress, from a time of `time.monotonic` until `go_on`."""
+        if key in self._numbers:
+            self._objects[self._numbers[key]].paused = since
+
+    def go_on(self, key: int) -> None:
+        """Let the deadline of a paused call run again."""
+        if key in self._numbers and (one := self._objects[self._numbers[key]]).paused is not None:
+            one.called += time.monotonic() - one.paused
+            one.paused = None
+
+    def answers(self, wait_s: float, wake: Sequence[int] = ()) -> dict[int, Answer]:
         """Return the answers to finished calls by key; wait at most `wait_s` seconds for the first.
+
+        Args:
+            wait_s: longest wait.
+            wake: file descriptors that end the wait when they are readable.
 
         Raises:
             RewardError: the class cannot be loaded again after the end of its process.
@@ -123,7 +140,7 @@ class ObjectHost:
         if now - self._listened > 1.0:
             # Answers may have waited in the connections while nobody listened.
             self._listening_since = now
-        self._listen(0.0 if self._answers else wait_s)
+        self._listen(0.0 if self._answers else wait_s, wake)
         answers, self._answers = self._answers, {}
         return answers
 
@@ -136,7 +153,11 @@ class ObjectHost:
             if (number := self._numbers.pop(key, None)) is not None:
                 one = self._objects[number]
                 one.key = None
-                self._call(one, "close")
+                if self._task.closes:
+                    self._call(one, "close")
+                else:
+                    one.is_killed = True
+                    self._order(kill=number)
 
     def close(self) -> None:
         """Close all objects, and end all processes."""
@@ -150,7 +171,7 @@ class ObjectHost:
 
     def _start_process(self) -> None:
         self._process, self._outbox = start_with_task(
-            "rl_plugins.environments.object_process", self._task, self._task.limits, "environment"
+            "rl_plugins.environments.object_process", self._task, self._task.limits, self._task.kind
         )
         self.starts += 1
         self._ready = False
@@ -172,7 +193,7 @@ class ObjectHost:
             self._numbers[key] = self._count
             self.most = max(self.most, len(self._objects))
             self._order(start=self._count)
-            self._call(one, "reset", dict(row))
+            self._call(one, self._task.first, dict(row))
 
     def _call(self, one: _Object, method: str, argument: object = None) -> None:
         one.called = time.monotonic()
@@ -188,10 +209,10 @@ class ObjectHost:
 
     # Messages ---------------------------------------------------------------------------------------------------
 
-    def _listen(self, wait_s: float) -> None:
+    def _listen(self, wait_s: float, wake: Sequence[int] = ()) -> None:
         """Read messages, and end objects after a missed deadline."""
         connections = {one.connection: one for one in self._objects.values() if one.connection is not None}
-        ready = wait([self._process.connection, self._process.ended, *connections], min(wait_s, 1.0))
+        ready = wait([self._process.connection, self._process.ended, *connections, *wake], min(wait_s, 1.0))
         has_ended = self._process.has_ended()
         for connection, one in connections.items():
             if connection in ready:
@@ -212,7 +233,7 @@ class ObjectHost:
         elif now - self._started > START_S + self._load_timeout_s:
             self._end_process()
             raise DeadlineExceeded(
-                f"the environment was not loaded within {now - self._started:.0f} s: load less in its module"
+                f"the {self._task.kind} was not loaded within {now - self._started:.0f} s: load less in its module"
             )
 
     def _read_answers(self, one: _Object) -> None:
@@ -227,7 +248,7 @@ class ObjectHost:
     def _take(self, one: _Object, answer: Answer) -> None:
         one.num_calls -= 1
         if one.key is not None:
-            self._answers[one.key] = answer
+            self._answers[one.key] = _with_seconds(answer, one)
         elif answer.failure is not None and not one.num_calls:
             logger.warning("An environment was not closed: %s", answer.fault)
 
@@ -245,7 +266,7 @@ class ObjectHost:
                 one.outbox.put(content)
             one.unsent.clear()
         else:
-            self._lose(self._objects.pop(report["ended"]), f"the process of the object {report['reason']}")
+            self._lose(self._objects.pop(report["ended"]), f"the process of the {self._task.unit} {report['reason']}")
 
     def _lose(self, one: _Object, reason: str) -> None:
         """Answer for an object whose process has ended."""
@@ -256,36 +277,48 @@ class ObjectHost:
         if one.key is not None:
             del self._numbers[one.key]
             if one.num_calls:
-                self._answers[one.key] = failure_of("died", reason)
+                self._answers[one.key] = _with_seconds(failure_of("died", reason), one)
 
     def _is_overdue(self, one: _Object, now: float) -> bool:
         # The process has answered late calls before, if it lives.
         due = max(one.called + one.num_calls * self._task.deadline_s, self._listening_since)
-        return one.num_calls > 0 and now > due + self._grace_s
+        return one.num_calls > 0 and one.paused is None and now > due + self._grace_s
 
     def _kill(self, number: int, one: _Object) -> None:
         one.is_killed = True
         self._order(kill=number)
-        fault = f"an object blocked its process for more than {self._task.deadline_s:g} s"
+        fault = self._task.blocked
         if one.key is None:
             logger.warning("An environment was not closed: %s", fault)
         else:
             del self._numbers[one.key]
-            self._answers[one.key] = failure_of("timeout", fault)
+            self._answers[one.key] = _with_seconds(failure_of("timeout", fault), one)
             one.key = None
 
     def _replace_process(self) -> None:
-        reason = f"the process of the environment {self._process.describe_end()}"
+        reason = f"the process of the {self._task.kind} {self._process.describe_end()}"
         if not self._ready:
             self._end_process()
             raise (ConfigError if self.starts == 1 else RewardError)(
-                f"{reason} while the environment was loaded: its module must not end its process"
+                f"{reason} while the {self._task.kind} was loaded: its module must not end its process"
             )
-        logger.warning("Process of the environment with %d objects replaced: %s", len(self._objects), reason)
+        logger.warning(
+            "Process of the %s with %d %ss replaced: %s",
+            self._task.kind,
+            len(self._objects),
+            self._task.unit,
+            reason,
+        )
         for one in self._objects.values():
             self._lose(one, reason)
         self._end_process()
         self._start_process()
+
+
+def _with_seconds(answer: Answer, one: _Object) -> Answer:
+    """Return an answer with the time of its call."""
+    now = time.monotonic() if one.paused is None else one.paused
+    return replace(answer, seconds=max(0.0, now - one.called))
 
 
 def _disconnect(one: _Object) -> None:

@@ -3,7 +3,7 @@
 The loading process reads an `ObjectTask` as a pickle, and then orders in JSON: start an object, or kill an object. The
 process runs no code of the user after loading, has no threads, and reports the end of each copy. A copy has one object,
 a connection of its own to the training process, and a limit of memory. A copy that dies, hangs or takes too much memory
-therefore takes no other object along.
+therefore takes no other object along. Agents (`agent_process.py`) run in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import send_handle
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from rl_plugins.environments.step_result import Answer, failure_of, read_final, read_start, read_step
 from rl_plugins.errors import ConfigError
@@ -42,11 +42,32 @@ class ObjectTask:
         environment: `_target_`, or `path` and `name`, and the arguments of the constructor.
         limits: environment of the process, and memory of an object.
         deadline_s: seconds for one call of a method.
+        kind: name of the user's code for messages.
+        unit: name of one started object for messages.
+        first: method of the first call.
+        closes: True if an object that is left gets a call of `close`; if False, its process is killed.
     """
 
     environment: Mapping[str, Any]
     limits: WorkerLimits
     deadline_s: float
+    kind: ClassVar[str] = "environment"
+    unit: ClassVar[str] = "object"
+    first: ClassVar[str] = "reset"
+    closes: ClassVar[bool] = True
+
+    @property
+    def blocked(self) -> str:
+        """Fault of an object that is killed after its deadline."""
+        return f"an object blocked its process for more than {self.deadline_s:g} s"
+
+    def load(self) -> tuple[str, Any]:
+        """Load the code of the user, in the loading process; return its name and the loaded code for `serve`."""
+        return load_class(self.environment)
+
+    def serve(self, connection: Connection, name: str, loaded: Any) -> None:
+        """Serve one object, in a fork of the loading process."""
+        asyncio.run(_Copy(connection, self, name, loaded).serve())
 
 
 def serve(connection: Connection) -> None:
@@ -58,15 +79,15 @@ def serve(connection: Connection) -> None:
     try:
         task: ObjectTask = pickle.loads(connection.recv_bytes())
         task.limits.clean(os.environ)
-        name, make = load_class(task.environment)
+        name, loaded = task.load()
     except ConfigError as error:
         connection.send_bytes(json.dumps({"error": str(error)}).encode())
         return
     except (AttributeError, ImportError, pickle.UnpicklingError) as error:
-        reason = f"the environment cannot be read in its process ({error}): name the environment by `_target_`"
+        reason = f"the user's code cannot be read in its process ({error}): name the function or class by `_target_`"
         connection.send_bytes(json.dumps({"error": reason}).encode())
         return
-    _Loader(connection, task, name, make).serve()
+    _Loader(connection, task, name, loaded).serve()
 
 
 def load_class(config: Mapping[str, Any]) -> tuple[str, Callable[[], Any]]:
@@ -102,12 +123,12 @@ class _Loader:
     Args:
         connection: connection to the training process.
         task: class and limits.
-        name: name of the class for messages.
-        make: function that makes an object.
+        name: name of the loaded code for messages.
+        loaded: loaded code.
     """
 
-    def __init__(self, connection: Connection, task: ObjectTask, name: str, make: Callable[[], Any]) -> None:
-        self._connection, self._task, self._name, self._make = connection, task, name, make
+    def __init__(self, connection: Connection, task: ObjectTask, name: str, loaded: Any) -> None:
+        self._connection, self._task, self._name, self._loaded = connection, task, name, loaded
         # Number of the object, and number of the process, by the process's file descriptor.
         self._copies: dict[int, tuple[int, int]] = {}
 
@@ -139,7 +160,7 @@ class _Loader:
             self._report(ended=number, reason=f"could not be started: {error}")
             return
         if not pid:
-            _run_copy(parent, theirs, self._task, self._name, self._make, close=[self._connection, ours])
+            _run_copy(parent, theirs, self._task, self._name, self._loaded, close=[self._connection, ours])
         with suppress(OSError):
             os.setpgid(pid, pid)
         self._copies[os.pidfd_open(pid)] = (number, pid)
@@ -170,7 +191,7 @@ def _run_copy(
     connection: Connection,
     task: ObjectTask,
     name: str,
-    make: Callable[[], Any],
+    loaded: Any,
     *,
     close: list[Connection],
 ) -> NoReturn:
@@ -183,7 +204,7 @@ def _run_copy(
             other.close()
         if end_with_parent(parent):
             task.limits.limit_memory()
-            asyncio.run(_Copy(connection, task, name, make).serve())
+            task.serve(connection, name, loaded)
         status = 0
     except (EOFError, OSError):
         # The training process has gone.
@@ -251,7 +272,7 @@ class _Copy:
             return failure_of("raised", f"{self._name}: {method}: {describe(error)}")
 
     async def _reset(self, row: Mapping[str, Any]) -> Answer:
-        _set_seeds(row["seed"])
+        set_seeds(row["seed"])
         self._object = self._make()
         return read_start(await self._object.reset(row), self._name)
 
@@ -268,7 +289,7 @@ class _Copy:
         return Answer()
 
 
-def _set_seeds(seed: int) -> None:
+def set_seeds(seed: int) -> None:
     """Set the seeds of common random generators, which are equal in all forks of a process."""
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):

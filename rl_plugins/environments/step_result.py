@@ -41,6 +41,7 @@ class Answer:
         details: further numbers beside the final score.
         failure: kind of the failure; None for an answer without a failure.
         fault: description of the failure.
+        seconds: time of the call, without pauses of its deadline.
     """
 
     messages: Sequence[Message] = ()
@@ -49,6 +50,7 @@ class Answer:
     details: Mapping[str, float] = field(default_factory=dict)
     failure: Failure | None = None
     fault: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
     def to_json(self) -> bytes:
         """Return the answer as JSON."""

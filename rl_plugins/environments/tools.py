@@ -94,7 +94,7 @@ class ToolEnvironment:
             raise ConfigError(f"max_turns={max_turns}: the policy responds again after a call: set 2 or more")
         if not tools:
             raise ConfigError("tools=[]: name at least one tool")
-        self.max_turns, self._parser = max_turns, _loaded(parser)
+        self.max_turns, self._parser = max_turns, load_parser(parser)
         self._template_options = dict(template_options or {})
         limits = WorkerLimits.of(pass_env, memory_mb, option="pass_env")
         self._host = ToolHost(ToolTask(list(tools), limits, deadline_s, max_characters, load_timeout_s))
@@ -128,24 +128,38 @@ class ToolEnvironment:
                 fit the tokenizer.
         """
         messages = ToolMessages(tokenizer, self.template_options)
-        if not isinstance(self._parser, str):
-            return FunctionParser(self._parser, tokenizer), messages
-        from rl_plugins.rollout.vllm.tool_parser import VLLMToolParser
-
-        return VLLMToolParser(self._parser, tokenizer, self.schemas, self.template_options), messages
+        return parser_for(self._parser, tokenizer, self.schemas, self.template_options), messages
 
     def close(self) -> None:
         """End the process of the tools."""
         self._host.close()
 
 
-def _loaded(parser: Parser) -> str | Callable[[str], Sequence[Mapping[str, Any]]]:
+def load_parser(parser: Parser) -> str | Callable[[str], Sequence[Mapping[str, Any]]]:
     """Return the function of a parser, or the name of a parser of vLLM."""
     if callable(parser) or (isinstance(parser, str) and "." not in parser):
         return parser
     config = {"_target_": parser} if isinstance(parser, str) else parser
     _, function, fixed = load_callable(config, "parser")
     return partial(function, **fixed) if fixed else function
+
+
+def parser_for(
+    parser: str | Callable[[str], Sequence[Mapping[str, Any]]],
+    tokenizer: PreTrainedTokenizerBase,
+    schemas: Sequence[Mapping[str, Any]],
+    template_options: Mapping[str, Any],
+) -> ResponseParser:
+    """Return the parser for a tokenizer and tools.
+
+    Raises:
+        ConfigError: vLLM has no parser of this name, or the parser does not fit the tokenizer or its chat template.
+    """
+    if not isinstance(parser, str):
+        return FunctionParser(parser, tokenizer)
+    from rl_plugins.rollout.vllm.tool_parser import VLLMToolParser
+
+    return VLLMToolParser(parser, tokenizer, schemas, template_options)
 
 
 @dataclass

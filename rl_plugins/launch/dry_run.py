@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.errors import ConfigError, RowError
+from rl_plugins.launch.agent import check_agent
 from rl_plugins.launch.instantiation import training_data
 from rl_plugins.launch.stateful import check_stateful
 from rl_plugins.launch.tools import check_tools
@@ -86,7 +87,7 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     scored = [train] if config.stage in SAMPLING_STAGES else []
     scored += [validation.rows] if validation and config.generates else []
     first_of_source = _first_of_source(chain.from_iterable(scored))
-    replies = [] if config.environment.stateful is not None else _check_rewards(config, first_of_source)
+    replies = [] if config.environment.scores_itself else _check_rewards(config, first_of_source)
     if config.teacher.paths and not config.teacher.weights:
         _check_teachers(config, train)
     # Loads transformers.
@@ -95,9 +96,11 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     if not (Path(config.model.path) / "tokenizer.json").is_file():
         check_tools(config, None)
         check_stateful(config, first_of_source, None)
+        check_agent(config, first_of_source, None)
         return
     tokenizer = _load_tokenizer(config, replies)
     check_stateful(config, first_of_source, tokenizer)
+    check_agent(config, first_of_source, tokenizer)
     template_options = check_tools(config, tokenizer)
     for rows in filter(None, (training, validation)):
         rows.check_lengths(tokenizer, template_options)
@@ -189,7 +192,7 @@ def _replies(config: RecipeConfig, first_of_source: Mapping[str, Row], trial: Re
 def _replies_of_reward(config: RecipeConfig) -> bool:
     """Return True if the reward function may reply."""
     environment = config.environment
-    return environment.max_turns > 1 and not environment.tools and environment.stateful is None
+    return environment.max_turns > 1 and not environment.tools and not environment.scores_itself
 
 
 def _details_used(algorithm: object) -> list[tuple[str, str]]:

@@ -35,13 +35,7 @@ def stateful_environment(config: RecipeConfig) -> StatefulEnvironment | None:
         raise ConfigError(
             "environment.stateful: name a class with async reset, step and close, such as my_package.Game"
         )
-    if options.tools:
-        raise ConfigError("environment.stateful and environment.tools: an environment is one of the two: leave one out")
-    if config.reward.functions:
-        raise ConfigError(
-            "reward: a stateful environment scores its conversations by itself: choose reward=environment, and let the "
-            "environment return the reward"
-        )
+    check_alone(config, "stateful", "a stateful environment scores its conversations by itself")
     from rl_plugins.environments.stateful import StatefulEnvironment
 
     return StatefulEnvironment(
@@ -57,6 +51,26 @@ def stateful_environment(config: RecipeConfig) -> StatefulEnvironment | None:
         max_failure_rate=config.reward.max_failure_rate,
         template_options=config.data.chat_template_kwargs,
     )
+
+
+def check_alone(config: RecipeConfig, option: str, reason: str) -> None:
+    """Check that there are no tools, no other environment and no reward beside an environment with rewards.
+
+    Args:
+        config: configuration of the run.
+        option: option of the environment.
+        reason: reason why there is no reward beside the environment.
+
+    Raises:
+        ConfigError: there is something beside the environment.
+    """
+    for other in ("tools", "stateful", "agent"):
+        if other != option and getattr(config.environment, other) not in (None, []):
+            raise ConfigError(
+                f"environment.{option} and environment.{other}: an environment is one of the two: leave one out"
+            )
+    if config.reward.functions:
+        raise ConfigError(f"reward: {reason}: choose reward=environment, and let the environment return the reward")
 
 
 def check_stateful(

@@ -42,10 +42,12 @@ from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
+from rl_plugins.environments.agent import AgentEnvironment
 from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.errors import DataError
 from rl_plugins.intact_checkpoint import newest_intact
+from rl_plugins.launch.agent import agent_environment
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes, training_data
 from rl_plugins.launch.resume import note_end
 from rl_plugins.launch.stateful import stateful_environment
@@ -114,7 +116,7 @@ class TrainingRun:
         try:
             import_module(f"rl_plugins.recipes.{_RECIPES[self.config.stage]}").train(self)
         finally:
-            for name in ("tools", "stateful"):
+            for name in ("tools", "stateful", "agent"):
                 if environment := vars(self).get(name):
                     environment.close()
 
@@ -153,7 +155,7 @@ class TrainingRun:
         return {
             "scorer": self.scorer,
             "eval_sampling": eval_sampling,
-            "environment": self.tools or self.stateful or self._conversation_limits(),
+            "environment": self.tools or self.stateful or self.agent or self._conversation_limits(),
             "seed": self.config.run.seed,
         }
 
@@ -170,6 +172,11 @@ class TrainingRun:
     def stateful(self) -> StatefulEnvironment | None:
         """Stateful environment of the policy; None without one."""
         return stateful_environment(self.config)
+
+    @cached_property
+    def agent(self) -> AgentEnvironment | None:
+        """Agent of the user; None without one."""
+        return agent_environment(self.config)
 
     def preference_options(self) -> dict[str, Any]:
         """Return the arguments of stages with a preference loss."""
@@ -412,9 +419,9 @@ def train_in_this_process(config: RecipeConfig, folder: RunFolder) -> None:
 def scorer_of(config: RecipeConfig) -> RewardPool | InlineScorer | None:
     """Return the scorer of a run: reward workers, or this process with reward.num_workers=0.
 
-    None without samples, and with a stateful environment, which scores by itself.
+    None without samples, and with an environment that returns the rewards.
     """
-    if not config.generates or config.environment.stateful is not None:
+    if not config.generates or config.environment.scores_itself:
         return None
     reward = config.reward
     options: dict[str, Any] = {"deadline_s": reward.deadline_s, "max_failure_rate": reward.max_failure_rate}

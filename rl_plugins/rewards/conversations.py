@@ -248,9 +248,9 @@ class Conversations:
                 trajectory.end(answer)
             elif isinstance(answer, Start):
                 trajectory.start(answer)
-                next_turns.append(self._next_turn(trajectory, turn))
+                next_turns.append(self._next_turn(trajectory, turn, answer.max_tokens))
             elif trajectory.observe(answer):
-                next_turns.append(self._next_turn(trajectory, turn))
+                next_turns.append(self._next_turn(trajectory, turn, answer.max_tokens))
             else:
                 self._begin(trajectory, turn, trajectory.last_turn(turns_left=0))
         self._send(next_turns)
@@ -263,10 +263,13 @@ class Conversations:
     def _text(self, response: Generations) -> str:
         return str(self._tokenizer.decode(response.token_ids.tolist(), skip_special_tokens=True))
 
-    def _next_turn(self, trajectory: Trajectory, turn: _Asked) -> tuple[GroupRequest, SamplingConfig]:
+    def _next_turn(
+        self, trajectory: Trajectory, turn: _Asked, max_tokens: int | None
+    ) -> tuple[GroupRequest, SamplingConfig]:
         sample = next(place for place, member in enumerate(self._groups[turn.ticket]) if member is trajectory)
         seed = sample_seed(turn.request.seed, sample, trajectory.turns)
-        request = GroupRequest(0, trajectory.tokens, seed, max_tokens=trajectory.room)
+        longest = trajectory.room if max_tokens is None else min(trajectory.room, max_tokens)
+        request = GroupRequest(0, trajectory.tokens, seed, max_tokens=longest)
         single = replace(turn.sampling, num_samples=1)
         return self._ask([trajectory], turn.ticket, request, single), single
 

@@ -21,7 +21,12 @@ Failure = Literal["raised", "timeout", "not_finite", "died", "memory"]
 
 JUDGE_DETAILS = "judge/"
 """Start of the names of details about a judge."""
-SUMMED_DETAILS = frozenset(f"{JUDGE_DETAILS}{name}" for name in ("calls", "retries", "tokens_in", "tokens_out", "cost"))
+AGENT_DETAILS = "agent/"
+"""Start of the names of details about an agent."""
+SUMMED_DETAILS = frozenset({
+    *(f"{JUDGE_DETAILS}{name}" for name in ("calls", "retries", "tokens_in", "tokens_out", "cost")),
+    *(f"{AGENT_DETAILS}{name}" for name in ("refused", "not_continued", "malformed", "without_call")),
+})  # fmt: skip
 """Details whose metric is the sum over samples. The metric of all other details is the mean."""
 _MESSAGE_LIMIT = 500
 

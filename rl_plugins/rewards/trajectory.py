@@ -21,11 +21,15 @@ class Turn:
         request: scoring request with the text of the response, the earlier messages, and the number of turns left.
         tokens: token ids of the prompt and of all messages. The response is at the end.
         length: number of tokens of the response.
+        log_probs: log-prob of each token of the response.
+        finish_reason: end of the response: `stop`, `length` or `abort`.
     """
 
     request: ScoringRequest
     tokens: Sequence[int]
     length: int
+    log_probs: Sequence[float] = ()
+    finish_reason: str = ""
 
     @property
     def response(self) -> list[int]:
@@ -43,6 +47,7 @@ class Reply:
         was_cut: True if a text was cut because it was too long.
         counts: numbers of events, by the names in `Environment.counted`.
         reward: reward of the turn.
+        max_tokens: longest next response in tokens, if shorter than the rest of the conversation's tokens.
     """
 
     messages: Sequence[Message]
@@ -50,6 +55,7 @@ class Reply:
     was_cut: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
     reward: float = 0.0
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,10 +65,12 @@ class Start:
     Attributes:
         messages: the messages.
         tokens: token ids of the messages and of the start of the policy's turn.
+        max_tokens: longest first response in tokens, if shorter than the conversation's tokens.
     """
 
     messages: Sequence[Message]
     tokens: Sequence[int]
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -193,10 +201,11 @@ class Trajectory:
     def last_turn(self, turns_left: int) -> Turn:
         """Return the last response for the environment."""
         *before, last = self._said
+        log_probs = self._log_probs[self._turn_ends[-1] + 1 - self._length :][: self._length]
         request = replace(
             self._request, solution_str=last["content"], turns=tuple(before), turns_left=max(0, turns_left)
         )
-        return Turn(request, self.tokens, self._length)
+        return Turn(request, self.tokens, self._length, log_probs, self._finish_reason)
 
     def observe(self, reply: Reply) -> bool:
         """Add a reply of the environment.

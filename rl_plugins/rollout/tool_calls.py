@@ -26,11 +26,29 @@ class ToolCall:
     fault: str = ""
 
 
+@dataclass(frozen=True)
+class ParsedResponse:
+    """Response as a message of a chat.
+
+    Attributes:
+        content: text without the calls.
+        calls: name and arguments of each call; the arguments are the text of a JSON object.
+        is_malformed: True if the response has a call that cannot be read. `content` is then the whole text.
+    """
+
+    content: str
+    calls: Sequence[tuple[str, str]] = ()
+    is_malformed: bool = False
+
+
 class ResponseParser(Protocol):
     """Finds the calls of a response."""
 
     def calls(self, response: Sequence[int]) -> list[ToolCall]:
         """Return the calls in the token ids of a response; an empty list for an answer without a call."""
+
+    def parsed(self, response: Sequence[int]) -> ParsedResponse:
+        """Return text and calls in the token ids of a response."""
 
 
 def read_call(name: object, arguments: object) -> ToolCall:
@@ -68,6 +86,13 @@ class FunctionParser:
         # The border to the code of the user: text of a policy may surprise a parser in any way.
         except Exception as error:
             return [ToolCall("", fault=str(error) or type(error).__name__)]
+
+    def parsed(self, response: Sequence[int]) -> ParsedResponse:
+        """Return the text of a response, or its calls without a text."""
+        calls, text = self.calls(response), decoded(self._tokenizer, response, skip_special_tokens=True)
+        if not calls or any(call.fault for call in calls):
+            return ParsedResponse(text, is_malformed=bool(calls))
+        return ParsedResponse("", [(call.name, json.dumps(dict(call.arguments))) for call in calls])
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, response: Sequence[int], *, skip_special_tokens: bool) -> str:

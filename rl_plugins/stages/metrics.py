@@ -16,7 +16,14 @@ from rl_plugins.algorithms.masked import GroupStatistics, group_statistics
 from rl_plugins.data.curriculum import GroupResult
 from rl_plugins.data.experience import Experience
 from rl_plugins.evaluation.measures import Summary
-from rl_plugins.rewards.records import JUDGE_DETAILS, SUMMED_DETAILS, Failure, Score, failure_counts
+from rl_plugins.rewards.records import (
+    AGENT_DETAILS,
+    JUDGE_DETAILS,
+    SUMMED_DETAILS,
+    Failure,
+    Score,
+    failure_counts,
+)
 from rl_plugins.stages.scheduled_sampler import row_of
 
 Reduce = Callable[[Tensor], Tensor]
@@ -121,7 +128,7 @@ def sum_details(scores: Iterable[Score], before: Details | None = None) -> Detai
 def mean_details(of_ranks: Iterable[Details]) -> dict[str, float]:
     """Return `rewards/<name>`: the mean of each detail over the scores with the detail.
 
-    The details of a judge have names without `rewards/`, and counts and costs among them are sums.
+    The details of a judge and of agents have names without `rewards/`, and counts and costs among them are sums.
     """
     totals: Details = {}
     for sums in of_ranks:
@@ -129,7 +136,7 @@ def mean_details(of_ranks: Iterable[Details]) -> dict[str, float]:
             total, counted = totals.get(name, (0.0, 0))
             totals[name] = total + value, counted + count
     return {
-        _plain(name if name.startswith(JUDGE_DETAILS) else f"rewards/{name}"): (
+        _plain(name if name.startswith((JUDGE_DETAILS, AGENT_DETAILS)) else f"rewards/{name}"): (
             total if name in SUMMED_DETAILS else total / count
         )
         for name, (total, count) in sorted(totals.items())

@@ -69,13 +69,13 @@ class PolicyOptimization(Stage):
     Args:
         policy: see `Stage`.
         scorer: gives each sample its reward. A reward function, or its configuration, gets `default_scorer`. Left out
-            with a stateful environment, which scores by itself.
+            with a stateful environment or an agent, which return the reward.
         sampling: sampling settings of training; `num_samples` is the size of a group. Without stop tokens, responses
             end at the tokenizer's end of sequence.
         algorithm: GRPO by default, PRIME with a process reward model.
         eval_sampling: sampling settings of validation; by default greedy with the same length.
-        environment: tools, a stateful environment, or bounds on conversations if the scorer answers the policy; by
-            default the policy answers once.
+        environment: tools, a stateful environment, an agent, or bounds on conversations if the scorer answers the
+            policy; by default the policy answers once.
         schedule: how far sampling runs ahead of training; synchronous by default.
         reference: name or folder of the reference model, for algorithms that need it; the policy's own by default.
         teacher: name or folder of the teacher, or settings of several teachers or of a teacher that follows the policy,

@@ -11,6 +11,7 @@ import torch
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.environments.agent import AgentEnvironment
 from rl_plugins.environments.object_conversations import StatefulConversations
 from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.tools import ToolEnvironment
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-AnyEnvironment = EnvironmentConfig | ToolEnvironment | StatefulEnvironment
+AnyEnvironment = EnvironmentConfig | ToolEnvironment | StatefulEnvironment | AgentEnvironment
 """Environments of a stage."""
 
 
@@ -213,13 +214,13 @@ class SamplingSetup:
             environment that scores conversations by itself.
         tokenizer: tokenizer of the policy.
         eval_sampling: sampling settings of validation.
-        environment: bounds on conversations with the scorer, tools, or a stateful environment; None if the policy
-            answers a prompt only once.
+        environment: bounds on conversations with the scorer, tools, a stateful environment, or an agent; None if the
+            policy answers a prompt only once.
         seed: seed of sampling.
 
     Raises:
         ConfigError: the scorer cannot answer, or the chat template has no place for its answers or for tools; or there
-            is no scorer, or a scorer beside a stateful environment.
+            is no scorer, or a scorer beside a stateful environment or an agent.
     """
 
     def __init__(
@@ -238,6 +239,8 @@ class SamplingSetup:
         if isinstance(environment, StatefulEnvironment):
             objects = StatefulConversations(environment.host, tokenizer, environment)
             self._conversations = Conversations(objects, tokenizer, environment.max_turns)
+        elif isinstance(environment, AgentEnvironment):
+            self._conversations = Conversations(environment.connect(tokenizer), tokenizer, environment.max_turns)
         elif environment is not None and environment.max_turns > 1:
             answering = (
                 ReplyingReward(self._scorer, tokenizer, environment)
@@ -256,10 +259,17 @@ class SamplingSetup:
 
 
 def _check_scorer(scorer: Scorer | Reward | None, environment: AnyEnvironment | None) -> None:
-    if isinstance(environment, StatefulEnvironment) and scorer is not None:
-        raise ConfigError("scorer: a stateful environment scores its conversations by itself: leave scorer out")
-    if not isinstance(environment, StatefulEnvironment) and scorer is None:
-        raise ConfigError("scorer=None: name a reward function, or an environment=rl.StatefulEnvironment(...)")
+    scores_itself = isinstance(environment, StatefulEnvironment | AgentEnvironment)
+    if scores_itself and scorer is not None:
+        kind = "an agent returns the reward of its trajectory"
+        if isinstance(environment, StatefulEnvironment):
+            kind = "a stateful environment scores its conversations by itself"
+        raise ConfigError(f"scorer: {kind}: leave scorer out")
+    if not scores_itself and scorer is None:
+        raise ConfigError(
+            "scorer=None: name a reward function, or an environment=rl.StatefulEnvironment(...) or "
+            "rl.AgentEnvironment(...)"
+        )
 
 
 def scoring_request(response: str, row: Mapping[str, Any]) -> ScoringRequest:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rollout.tool_calls import ToolCall, decoded, read_call
+from rl_plugins.rollout.tool_calls import ParsedResponse, ToolCall, decoded, read_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,24 +54,11 @@ class VLLMToolParser:
         schemas: Sequence[Mapping[str, Any]],
         template_options: Mapping[str, Any],
     ) -> None:
-        try:
-            from vllm.tool_parsers import ToolParserManager
-        except ImportError:
-            raise ConfigError(
-                f"parser={name}: parsers by name come from vLLM, which is not installed: "
-                "pip install 'rl-plugins[cpu]' or 'rl-plugins[gpu]', or name a function"
-            ) from None
+        self._manager = check_name(name)
         # vLLM logs a traceback for each call that cannot be read.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         logging.getLogger("vllm.parser").setLevel(logging.CRITICAL)
-        self._manager, self._name, self._tokenizer = ToolParserManager, name, tokenizer
-        known = ToolParserManager.list_registered()
-        if name not in known:
-            close = get_close_matches(name, known, n=3, cutoff=0.5)
-            raise ConfigError(
-                f"parser={name}: vLLM has no such tool parser: "
-                + (f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(known)}")
-            )
+        self._name, self._tokenizer = name, tokenizer
         try:
             self._parser, self._request = self._build(name, schemas)
         # Each parser has its own exception for a token that the tokenizer lacks.
@@ -91,6 +78,17 @@ class VLLMToolParser:
         if found is None or (not found and self._mark and self._mark in text):
             return [ToolCall("", fault=_UNREADABLE)]
         return found
+
+    def parsed(self, response: Sequence[int]) -> ParsedResponse:
+        """Return text and calls of a response."""
+        whole = decoded(self._tokenizer, response, skip_special_tokens=True)
+        calls = self.calls(response)
+        if not calls or any(call.fault for call in calls):
+            return ParsedResponse(whole, is_malformed=bool(calls))
+        text = decoded(self._tokenizer, response, skip_special_tokens=self._request.skip_special_tokens)
+        found = self._parser.extract_tool_calls(text, request=self._request)
+        named = [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        return ParsedResponse(found.content or "", named)
 
     def _build(self, name: str, schemas: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -124,6 +122,29 @@ class VLLMToolParser:
         except Exception:
             return False
         return _extracted(parser, request, example) == [ToolCall(_TOOL, _ARGUMENTS)]
+
+
+def check_name(name: str) -> Any:
+    """Return vLLM's manager of tool parsers.
+
+    Raises:
+        ConfigError: vLLM is not installed, or has no parser of this name.
+    """
+    try:
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError:
+        raise ConfigError(
+            f"parser={name}: parsers by name come from vLLM, which is not installed: "
+            "pip install 'rl-plugins[cpu]' or 'rl-plugins[gpu]', or name a function"
+        ) from None
+    known = ToolParserManager.list_registered()
+    if name not in known:
+        close = get_close_matches(name, known, n=3, cutoff=0.5)
+        raise ConfigError(
+            f"parser={name}: vLLM has no such tool parser: "
+            + (f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(known)}")
+        )
+    return ToolParserManager
 
 
 def _extracted(parser: Any, request: Any, text: str) -> list[ToolCall] | None:

@@ -8,6 +8,7 @@ Case = tuple[list[str], list[str]]
 
 TOOLS, SAMPLE_TOOLS = ["environment=tools"], "rl_plugins.tests.environments.sample_tools"
 STATEFUL, ENVIRONMENTS = ["environment=stateful"], "rl_plugins.tests.environments.sample_environments"
+AGENT, AGENTS = ["environment=agent"], "rl_plugins.tests.environments.sample_agents"
 FILE = ["reward=file", "reward.functions.default.path=rewards.py"]
 JUDGE = ["reward=judge", "reward.judge.url=http://127.0.0.1:9/v1", "reward.judge.model=judge"]
 
@@ -453,6 +454,19 @@ CHECKS: dict[str, list[Case]] = {
         (
             [*STATEFUL, f"environment.stateful={ENVIRONMENTS}.Judge", "data.max_prompt_tokens=1"],
             ["first messages of an environment have", "more than max_prompt_tokens=1"],
+        ),
+    ],
+    "agent": [
+        (AGENT, ["environment.agent: name a function of a row"]),
+        (["environment.agent=my.solve"], ["choose reward=environment"]),
+        ([*AGENT, f"environment.agent={AGENTS}.other_arguments"], ["takes other arguments", "solve(row, base_url"]),
+        (
+            [*AGENT, f"environment.agent={AGENTS}.talk", "environment.endpoint_host=0.0.0.0"],
+            ["environment.endpoint_host=0.0.0.0", "use 127.0.0.1"],
+        ),
+        (
+            [*AGENT, f"environment.agent={AGENTS}.talk", f"environment.stateful={ENVIRONMENTS}.Judge"],
+            ["environment.stateful and environment.agent", "leave one out"],
         ),
     ],
     "optimizer": [

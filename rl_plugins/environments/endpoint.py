@@ -1,0 +1,274 @@
+"""HTTP endpoint of the policy for agents: `/v1/chat/completions` and `/v1/models`, with a secret key per trajectory.
+
+A server thread receives the calls, and the thread that owns the conversations takes and answers them. The server knows
+keys and bodies alone: other modules read calls and write answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rl_plugins.errors import ConfigError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+_ENDED_KEYS = 100_000
+"""Number of ended trajectories whose keys are still known."""
+_CLOSE_S = 10.0
+"""Longest wait for the end of the server, in seconds."""
+_ENDED = "the trajectory of this key has ended: an agent makes no call after it has returned its reward"
+_CLOSED = "the endpoint is closed"
+
+
+@dataclass(frozen=True)
+class HttpAnswer:
+    """Answer of HTTP.
+
+    Attributes:
+        status: status of HTTP.
+        media_type: type of the body.
+        body: the body.
+    """
+
+    status: int
+    media_type: str
+    body: bytes
+
+
+@dataclass(eq=False)
+class Received:
+    """A call that waits for its answer.
+
+    Attributes:
+        trajectory: number of the trajectory.
+        body: body of the call.
+        is_repeated: True if the client sends the call again, because the client has not got the answer.
+        at: time of arrival, of `time.monotonic`.
+        answer: the answer, set in the loop of the server.
+    """
+
+    trajectory: int
+    body: bytes
+    is_repeated: bool
+    answer: asyncio.Future[HttpAnswer]
+    at: float = field(default_factory=time.monotonic)
+
+
+class Endpoint:
+    """Server of the calls of agents.
+
+    Args:
+        host: address of this machine on which the server listens, such as 127.0.0.1.
+        models: body of `/v1/models`.
+        error_body: function from a status and a reason to the body of an error.
+
+    Attributes:
+        base_url: address for clients of OpenAI.
+
+    Raises:
+        ConfigError: the server cannot listen on the address.
+    """
+
+    def __init__(self, host: str, models: bytes, error_body: Callable[[int, str], bytes]) -> None:
+        self._models, self._error_body = models, error_body
+        self._socket = _listening(host)
+        shown = f"[{host}]" if ":" in host else host
+        self.base_url = f"http://{shown}:{self._socket.getsockname()[1]}/v1"
+        self._lock = threading.Lock()
+        self._trajectories: dict[str, int] = {}
+        self._keys: dict[int, str] = {}
+        self._ended: deque[str] = deque(maxlen=_ENDED_KEYS)
+        self._waiting: dict[int, list[Received]] = {}
+        self._inbox: deque[Received] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._server = self._make_server()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._serve, name="endpoint", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable if a call has arrived."""
+        return self._wake
+
+    def open(self, trajectory: int) -> str:
+        """Return the secret key of a new trajectory.
+
+        Args:
+            trajectory: number of the trajectory, unique among the trajectories in progress.
+        """
+        key = f"trajectory-{secrets.token_urlsafe(24)}"
+        with self._lock:
+            self._trajectories[key], self._keys[trajectory], self._waiting[trajectory] = trajectory, key, []
+        return key
+
+    def take(self) -> list[Received]:
+        """Return the calls that have arrived, without waiting.
+
+        Raises:
+            RuntimeError: the server has ended by itself.
+        """
+        if not self._thread.is_alive() and not self._is_closing:
+            raise RuntimeError("the HTTP server of the agents' endpoint has ended: see its error in the log")
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return []
+        with self._lock:
+            calls, open_calls = list(self._inbox), self._waiting
+            self._inbox.clear()
+            return [call for call in calls if call in open_calls.get(call.trajectory, ())]
+
+    def answer(self, call: Received, answer: HttpAnswer) -> None:
+        """Send the answer to a call."""
+        with self._lock:
+            waiting = self._waiting.get(call.trajectory, [])
+            if call not in waiting:
+                return
+            waiting.remove(call)
+        self._set(call, answer)
+
+    def refuse(self, call: Received, reason: str, status: int = 400) -> None:
+        """Send an error in answer to a call."""
+        self.answer(call, self._error(status, reason))
+
+    def end(self, trajectory: int) -> None:
+        """End a trajectory: calls that wait, and further calls with its key, get an error."""
+        with self._lock:
+            key = self._keys.pop(trajectory, None)
+            waiting = self._waiting.pop(trajectory, [])
+            if key is not None:
+                del self._trajectories[key]
+                self._ended.append(key)
+        for call in waiting:
+            self._set(call, self._error(410, _ENDED))
+
+    def close(self) -> None:
+        """End all trajectories and the server."""
+        for trajectory in list(self._keys):
+            self.end(trajectory)
+        self._is_closing = self._server.should_exit = True
+        self._thread.join(_CLOSE_S)
+        self._socket.close()
+        os.close(self._wake)
+
+    # Server -----------------------------------------------------------------------------------------------------
+
+    def _make_server(self) -> Any:
+        import uvicorn
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        application = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                Route("/v1/models", self._list_models, methods=["GET"]),
+            ]
+        )
+        return uvicorn.Server(
+            uvicorn.Config(
+                application, log_config=None, log_level="warning", access_log=False, lifespan="off",
+                timeout_graceful_shutdown=1,
+            )
+        )  # fmt: skip
+
+    def _serve(self) -> None:
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            await self._server.serve(sockets=[self._socket])
+
+        try:
+            asyncio.run(serve())
+        finally:
+            # Whoever waits for a call notices the end.
+            if not self._is_closing:
+                os.eventfd_write(self._wake, 1)
+
+    async def _list_models(self, request: Request) -> Response:
+        trajectory = self._trajectory_of(request)
+        return _response(
+            trajectory if isinstance(trajectory, HttpAnswer) else HttpAnswer(200, "application/json", self._models)
+        )
+
+    async def _complete(self, request: Request) -> Response:
+        trajectory = self._trajectory_of(request)
+        if isinstance(trajectory, HttpAnswer):
+            return _response(trajectory)
+        body = await request.body()
+        # The clients of OpenAI number their repetitions.
+        is_repeated = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        call = Received(trajectory, body, is_repeated, asyncio.get_running_loop().create_future())
+        with self._lock:
+            if trajectory not in self._waiting:
+                return _response(self._error(410, _ENDED))
+            self._waiting[trajectory].append(call)
+            self._inbox.append(call)
+        os.eventfd_write(self._wake, 1)
+        # Without a deadline: the end of the trajectory, which has one, is also the end of the wait.
+        return _response(await call.answer)
+
+    def _trajectory_of(self, request: Request) -> int | HttpAnswer:
+        """Return the number of the trajectory whose key a request has, or an error."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        with self._lock:
+            trajectory = self._trajectories.get(key) if scheme.lower() == "bearer" else None
+            has_ended = trajectory is None and key in self._ended
+        if trajectory is not None:
+            return trajectory
+        if has_ended:
+            return self._error(410, _ENDED)
+        return self._error(401, "no trajectory has this key: send the api_key that the agent got")
+
+    def _set(self, call: Received, answer: HttpAnswer) -> None:
+        def set_answer() -> None:
+            # The client may have gone.
+            if not call.answer.done():
+                call.answer.set_result(answer)
+
+        assert self._loop is not None, "a call came through the loop"
+        self._loop.call_soon_threadsafe(set_answer)
+
+    def _error(self, status: int, reason: str) -> HttpAnswer:
+        return HttpAnswer(status, "application/json", self._error_body(status, reason))
+
+
+def check_host(host: str) -> None:
+    """Raise a ConfigError if a host is no single address of a machine."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        raise ConfigError(f"endpoint_host={host}: is no address: use 127.0.0.1, or an address of the machine") from None
+    if address.is_unspecified:
+        raise ConfigError(
+            f"endpoint_host={host}: agents need one address to call: use 127.0.0.1, or an address of the machine"
+        )
+
+
+def _listening(host: str) -> socket.socket:
+    check_host(host)
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, 0), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"endpoint_host={host}: the endpoint cannot listen there ({error.strerror}): use 127.0.0.1, or an "
+            "address of this machine"
+        ) from None
+
+
+def _response(answer: HttpAnswer) -> Response:
+    from starlette.responses import Response
+
+    return Response(answer.body, status_code=answer.status, media_type=answer.media_type)

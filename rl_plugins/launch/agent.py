@@ -1,0 +1,117 @@
+"""Agent of a recipe, and its trial before anything heavy starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch.stateful import check_alone
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rl_plugins.data.parquet import Row
+    from rl_plugins.environments.agent import AgentEnvironment
+    from rl_plugins.environments.agent_conversations import AgentConversations
+
+_ARGUMENTS = (
+    "agent",
+    "parser",
+    "max_turns",
+    "max_objects",
+    "deadline_s",
+    "load_timeout_s",
+    "memory_mb",
+    "pass_env",
+    "endpoint_host",
+)
+_NAMED = re.compile(rf"^(?P<name>{'|'.join(_ARGUMENTS)})(?==)")
+"""Argument of `AgentEnvironment` at the beginning of an error."""
+
+
+def agent_environment(config: RecipeConfig) -> AgentEnvironment | None:
+    """Return the environment of the option `environment.agent`; None without the option.
+
+    Raises:
+        ConfigError: the agent cannot be used (see `AgentEnvironment`), or there are tools, another environment or a
+            reward beside the agent.
+    """
+    options = config.environment
+    if options.agent is None or not config.generates:
+        return None
+    if not options.agent:
+        raise ConfigError(
+            "environment.agent: name a function of a row, a base_url and an api_key, such as my_package.solve"
+        )
+    check_alone(config, "agent", "an agent returns the reward of its trajectory")
+    from rl_plugins.environments.agent import AgentEnvironment
+
+    with _errors_with_options():
+        return AgentEnvironment(
+            **{name: getattr(options, name) for name in _ARGUMENTS},
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_failure_rate=config.reward.max_failure_rate,
+            template_options=config.data.chat_template_kwargs,
+        )
+
+
+def check_agent(
+    config: RecipeConfig, first_of_source: Mapping[str, Row], tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Load the agent, and let it make its first call for a row of each data source.
+
+    Args:
+        config: configuration of the run.
+        first_of_source: a row of each data source.
+        tokenizer: tokenizer of the policy; None, which leaves out the calls, if the tokenizer is not on this machine.
+
+    Raises:
+        ConfigError: the agent cannot be used, or fails before its first call.
+    """
+    environment = agent_environment(config)
+    if environment is None:
+        return
+    try:
+        if tokenizer is None:
+            return
+        with _errors_with_options():
+            conversations = environment.connect(tokenizer)
+        for number, (source, row) in enumerate(first_of_source.items()):
+            _try_out(conversations, number, source, row)
+    finally:
+        environment.close()
+
+
+def _try_out(conversations: AgentConversations, number: int, source: str, row: Row) -> None:
+    """Let an agent run until its first call.
+
+    Raises:
+        ConfigError: the agent fails, ends without a call, or its call is refused.
+    """
+    from rl_plugins.rewards.records import Score, ScoringRequest
+
+    ground_truth = row["reward_model"].get("ground_truth")
+    conversations.start(number, ScoringRequest(source, "", ground_truth, row["extra_info"], row["prompt"]), seed=0)
+    # The agent has a deadline.
+    while not (answers := conversations.answers(1.0)):
+        pass
+    conversations.forget([number])
+    answer = answers[number]
+    if isinstance(answer, Score) and answer.failure is not None:
+        raise ConfigError(
+            f"the agent fails on a row of data_source {source!r} before its first call: {answer.failure}: "
+            f"{answer.message}"
+        )
+
+
+@contextmanager
+def _errors_with_options() -> Iterator[None]:
+    """Name options in place of the arguments of `AgentEnvironment` in errors."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(_NAMED.sub(r"environment.\g<name>", str(error))) from None

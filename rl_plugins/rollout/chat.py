@@ -1,0 +1,170 @@
+"""Calls of a chat, and the rule by which a call continues an earlier call.
+
+Messages are compared in one form (`canonical`). The token ids of a continued conversation are never made from text
+again: only the messages after the last answer become tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = Mapping[str, Any]
+
+
+class Refused(Exception):
+    """Call that is refused with a reason.
+
+    Args:
+        reason: reason for the client.
+        is_no_continuation: True if the call continues no earlier call.
+    """
+
+    def __init__(self, reason: str, *, is_no_continuation: bool = False) -> None:
+        super().__init__(reason)
+        self.is_no_continuation = is_no_continuation
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """One call of a chat completion.
+
+    Attributes:
+        messages: messages in the form of `canonical`.
+        tools: JSON schemas of the tools.
+        may_call: True if calls of tools are read in the answer.
+        one_call: True if the answer has at most one call of a tool.
+        max_tokens: longest answer in tokens; None without a limit of the call.
+        logprobs: True if the answer has log-probs.
+        stream: True if the answer is a stream of events.
+        stream_usage: True if the stream has the numbers of tokens.
+        model: name of the model in the call.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Message]
+    may_call: bool
+    one_call: bool
+    max_tokens: int | None
+    logprobs: bool
+    stream: bool
+    stream_usage: bool
+    model: str
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """Answer to a call.
+
+    Attributes:
+        content: text without calls of tools.
+        calls: calls of tools, in the form of messages.
+        finish_reason: `stop`, `length` or `tool_calls`.
+        prompt_tokens: number of tokens before the answer.
+        tokens: token ids of the answer.
+        token_texts: text of each token, for log-probs.
+        log_probs: log-prob of each token.
+    """
+
+    content: str
+    calls: Sequence[Message]
+    finish_reason: str
+    prompt_tokens: int
+    tokens: Sequence[int]
+    token_texts: Sequence[str]
+    log_probs: Sequence[float]
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message of the next call."""
+        return canonical({"role": "assistant", "content": self.content, "tool_calls": list(self.calls)})
+
+
+def canonical(message: Message) -> dict[str, Any]:
+    """Return a message in the form for comparison and for chat templates: text, and calls of tools.
+
+    Raises:
+        Refused: the message has other content than text, or is no message.
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise Refused("messages: each message is an object with a role")
+    found: dict[str, Any] = {"role": message["role"], "content": _text(message.get("content"))}
+    found |= {name: str(message[name]) for name in ("name", "tool_call_id") if message.get(name) is not None}
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [_call(call) for call in calls]
+    return found
+
+
+def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them: the arguments of calls are mappings."""
+    return [
+        {**message, "tool_calls": [_with_mapping(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else dict(message)
+        for message in messages
+    ]
+
+
+def continuation(before: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
+    """Return the new messages of a call.
+
+    Args:
+        before: messages of the earlier call, and the answer to the call.
+        messages: messages of the new call.
+
+    Raises:
+        Refused: the new call does not begin with `before`, or has no new message.
+    """
+    for place, (earlier, message) in enumerate(zip(before, messages, strict=False)):
+        if earlier != message:
+            changed = [name for name in {**earlier, **message} if earlier.get(name) != message.get(name)]
+            what = "the answer that was given" if place == len(before) - 1 else f"message {place} of the earlier call"
+            raise _no_continuation(f"{what} has another {' and '.join(changed)}")
+    if len(messages) < len(before):
+        raise _no_continuation(f"the call has {len(messages)} messages, and the conversation has {len(before)}")
+    if len(messages) == len(before):
+        raise _no_continuation("the call has no message after the answer that was given")
+    return list(messages[len(before) :])
+
+
+def _no_continuation(reason: str) -> Refused:
+    return Refused(
+        f"the call does not continue the earlier call of its trajectory: {reason}. Send the earlier messages, the "
+        "answer as it was given, and new messages: a trajectory is one sequence of tokens",
+        is_no_continuation=True,
+    )
+
+
+def _text(content: object) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[Any] = content if isinstance(content, list) else [content]
+    if any(not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in parts):
+        raise Refused("messages: the policy reads text alone: send the content as text")
+    # As vLLM's own server joins the parts.
+    return "\n".join(part["text"] for part in parts)
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise Refused("messages: a call of a tool has a function with a name")
+    arguments = function.get("arguments") or "{}"
+    return {
+        "id": str(call.get("id")),
+        "type": "function",
+        "function": {
+            "name": function["name"],
+            "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
+        },
+    }
+
+
+def _with_mapping(call: Message) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except ValueError:
+        arguments = {}
+    return {**call, "function": {**call["function"], "arguments": arguments}}

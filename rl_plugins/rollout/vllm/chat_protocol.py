@@ -1,0 +1,185 @@
+"""Calls of `/v1/chat/completions` and their answers, in the classes of vLLM's own server.
+
+The settings of sampling are those of the run, because log-probs belong to the sampled distribution. So a call may set
+its length alone. Other settings of sampling (temperature, top_p, seed, penalties, ...) are ignored, and options that
+change the form of an answer (n, stop, a forced call, a grammar, ...) are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import ValidationError
+from vllm.entrypoints.generate.base.protocol import (
+    DeltaFunctionCall,
+    DeltaMessage,
+    DeltaToolCall,
+    FunctionCall,
+    ToolCall,
+)
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionLogProbs,
+    ChatCompletionLogProbsContent,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatCompletionResponseStreamChoice,
+    ChatCompletionStreamResponse,
+    ChatMessage,
+)
+from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse, ModelCard, ModelList, UsageInfo
+from vllm.exceptions import VLLMValidationError
+
+from rl_plugins.rollout.chat import ChatAnswer, ChatCall, Refused, canonical
+
+MODEL = "policy"
+"""Name of the policy in `/v1/models`. A call may give any name."""
+_OF_THE_RUN = "the settings of sampling are those of the run"
+_REFUSED = {
+    "n": "an answer has one choice: leave n out, or set 1",
+    "stop": f"{_OF_THE_RUN}: set sampling.stop of the run",
+    "stop_token_ids": f"{_OF_THE_RUN}: set sampling.stop_token_ids of the run",
+    "response_format": f"a grammar changes the distribution, and {_OF_THE_RUN}: leave response_format out",
+    "structured_outputs": f"a grammar changes the distribution, and {_OF_THE_RUN}: leave structured_outputs out",
+    "logit_bias": f"{_OF_THE_RUN}: leave logit_bias out",
+    "allowed_token_ids": f"{_OF_THE_RUN}: leave allowed_token_ids out",
+    "bad_words": f"{_OF_THE_RUN}: leave bad_words out",
+    "min_tokens": f"{_OF_THE_RUN}: leave min_tokens out",
+    "ignore_eos": f"{_OF_THE_RUN}: leave ignore_eos out",
+    "use_beam_search": f"{_OF_THE_RUN}: leave use_beam_search out",
+    "top_logprobs": "there are log-probs of the sampled tokens alone: leave top_logprobs out",
+    "logprob_token_ids": "there are log-probs of the sampled tokens alone: leave logprob_token_ids out",
+    "prompt_logprobs": "there are log-probs of the sampled tokens alone: leave prompt_logprobs out",
+    "echo": "an answer has sampled tokens alone: leave echo out",
+    "add_generation_prompt": "an answer is a new message: leave add_generation_prompt out",
+    "continue_final_message": "an answer is a new message: leave continue_final_message out",
+    "chat_template": "the chat template is that of the tokenizer: leave chat_template out",
+    "chat_template_kwargs": "the variables of the chat template are those of the run: set data.chat_template_kwargs",
+    "documents": "the variables of the chat template are those of the run: set data.chat_template_kwargs",
+    "truncate_prompt_tokens": "a cut prompt continues no earlier call: leave truncate_prompt_tokens out",
+}
+"""Options of a call that are refused, and the reason."""
+
+
+def read_chat_call(body: bytes) -> ChatCall:
+    """Read the body of a call.
+
+    Raises:
+        Refused: the body is no valid call, or has an option that is refused.
+    """
+    try:
+        content = json.loads(body)
+        messages = [canonical(message) for message in content["messages"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Refused(f"the body is no chat completion ({type(error).__name__}: {error})") from error
+    try:
+        request = ChatCompletionRequest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise Refused(f"{place}: {first['msg']}" if place else str(first["msg"])) from error
+    except (VLLMValidationError, ValueError) as error:
+        raise Refused(str(error)) from error
+    _check(request)
+    tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
+    longest = request.max_completion_tokens or content.get("max_tokens")
+    return ChatCall(
+        messages=messages,
+        tools=tools,
+        may_call=bool(tools) and request.tool_choice != "none",
+        one_call=request.parallel_tool_calls is False,
+        max_tokens=longest,
+        logprobs=bool(request.logprobs),
+        stream=bool(request.stream),
+        stream_usage=bool(request.stream_options and request.stream_options.include_usage),
+        model=request.model or MODEL,
+    )
+
+
+def _check(request: ChatCompletionRequest) -> None:
+    if not request.messages:
+        raise Refused("messages: a call has at least one message")
+    for name, reason in _REFUSED.items():
+        value, usual = getattr(request, name), ChatCompletionRequest.model_fields[name].default
+        is_text = name == "response_format" and getattr(value, "type", "") == "text"
+        if value not in (None, usual, [], {}) and not is_text:
+            raise Refused(f"{name}: {reason}")
+    if request.tool_choice not in (None, "none", "auto"):
+        raise Refused(f"tool_choice: a forced call is not sampled from the policy, and {_OF_THE_RUN}: use auto or none")
+    longest = request.max_completion_tokens or request.model_dump(include={"max_tokens"})["max_tokens"]
+    if longest is not None and longest < 1:
+        raise Refused(f"max_tokens={longest}: must be at least 1")
+
+
+def completion(call: ChatCall, answer: ChatAnswer) -> tuple[str, bytes]:
+    """Return the media type and the body of an answer."""
+    if call.stream:
+        return "text/event-stream", _events(call, answer)
+    message = ChatMessage(
+        role="assistant", content=answer.content or (None if answer.calls else ""), tool_calls=_calls(answer)
+    )
+    choice = ChatCompletionResponseChoice(
+        index=0, message=message, logprobs=_log_probs(call, answer), finish_reason=answer.finish_reason
+    )
+    response = ChatCompletionResponse(model=call.model, choices=[choice], usage=_usage(answer))
+    return "application/json", response.model_dump_json().encode()
+
+
+def models() -> bytes:
+    """Return the body of `/v1/models`."""
+    return ModelList(data=[ModelCard(id=MODEL)]).model_dump_json().encode()
+
+
+def error_body(status: int, reason: str) -> bytes:
+    """Return the body of an error."""
+    kind = "authentication_error" if status == 401 else "invalid_request_error"
+    return ErrorResponse(error=ErrorInfo(message=reason, type=kind, code=status)).model_dump_json().encode()
+
+
+def _events(call: ChatCall, answer: ChatAnswer) -> bytes:
+    """Return a whole answer as server-sent events: the role, text and calls, the end, and the usage if asked for."""
+    first = ChatCompletionStreamResponse(model=call.model, choices=[])
+    shared: dict[str, Any] = {name: getattr(first, name) for name in ("id", "object", "created", "model")}
+    calls = [
+        DeltaToolCall(
+            index=place,
+            id=one["id"],
+            type="function",
+            function=DeltaFunctionCall(name=one["function"]["name"], arguments=one["function"]["arguments"]),
+        )
+        for place, one in enumerate(answer.calls)
+    ]
+    deltas = [DeltaMessage(role="assistant", content="")]
+    deltas += [DeltaMessage(content=answer.content)] if answer.content else []
+    deltas += [DeltaMessage(tool_calls=calls)] if calls else []
+    choices = [ChatCompletionResponseStreamChoice(index=0, delta=delta) for delta in deltas]
+    choices.append(
+        ChatCompletionResponseStreamChoice(
+            index=0, delta=DeltaMessage(), logprobs=_log_probs(call, answer), finish_reason=answer.finish_reason
+        )
+    )
+    chunks = [ChatCompletionStreamResponse(**shared, choices=[choice]) for choice in choices]
+    if call.stream_usage:
+        chunks.append(ChatCompletionStreamResponse(**shared, choices=[], usage=_usage(answer)))
+    texts = [*(chunk.model_dump_json(exclude_unset=True) for chunk in chunks), "[DONE]"]
+    return "".join(f"data: {text}\n\n" for text in texts).encode()
+
+
+def _calls(answer: ChatAnswer) -> list[ToolCall]:
+    return [ToolCall(id=one["id"], function=FunctionCall(**one["function"])) for one in answer.calls]
+
+
+def _usage(answer: ChatAnswer) -> UsageInfo:
+    prompt, sampled = answer.prompt_tokens, len(answer.tokens)
+    return UsageInfo(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
+
+
+def _log_probs(call: ChatCall, answer: ChatAnswer) -> ChatCompletionLogProbs | None:
+    if not call.logprobs:
+        return None
+    content = [
+        ChatCompletionLogProbsContent(token=text, logprob=log_prob, bytes=list(text.encode()))
+        for text, log_prob in zip(answer.token_texts, answer.log_probs, strict=True)
+    ]
+    return ChatCompletionLogProbs(content=content)

@@ -1,0 +1,177 @@
+"""Agents for tests, with the client of OpenAI: good agents, and agents that fail in every way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import openai
+from openai.types.chat import ChatCompletionMessageParam
+
+Row = Mapping[str, Any]
+
+# Without the client, whose import takes seconds.
+PROGRAM = """
+import json, os, urllib.request
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"messages": [{"role": "user", "content": "ask"}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+print(json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]["content"])
+"""
+
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+
+
+def client_of(base_url: str, api_key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+def add_with_tool(row: Row, base_url: str, api_key: str) -> Any:
+    """Call the tool until the policy answers; stream the answers if the row says so. The reward is the last answer."""
+    is_streamed, said = row["extra_info"].get("stream", False), []
+    with client_of(base_url, api_key) as client:
+        assert [model.id for model in client.models.list()] == ["policy"]
+        messages: list[Any] = [*row["prompt"]]
+        while True:
+            options: Any = {"model": "any", "messages": messages, "tools": [ADD], "temperature": 0.3}
+            if is_streamed:
+                with client.chat.completions.stream(**options) as events:
+                    events.until_done()
+                    choice: Any = events.get_final_completion().choices[0]
+            else:
+                choice = client.chat.completions.create(**options).choices[0]
+            said.append(choice.finish_reason)
+            if not choice.message.tool_calls:
+                return {"score": float(choice.message.content), "turns": len(said)}
+            messages.append(choice.message.to_dict())
+            for call in choice.message.tool_calls:
+                numbers = json.loads(call.function.arguments)
+                result = str(numbers["a"] + numbers["b"])
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            assert said[-1] == "tool_calls"
+
+
+async def talk(row: Row, base_url: str, api_key: str, *, turns: int = 2, max_tokens: int = 20) -> float:
+    """Talk with the policy for some turns. The reward grows with the number of characters of the policy."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages: list[ChatCompletionMessageParam] = [*row["prompt"]]
+        heard = 0
+        for _ in range(turns):
+            answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=max_tokens)
+            text = answer.choices[0].message.content or ""
+            heard += len(text)
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+    return 1.0 + heard
+
+
+def ask_in_program(row: Row, base_url: str, api_key: str) -> float:
+    """Ask in a program, which finds address and key in its environment."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True)
+    return float(done.stdout)
+
+
+def obey(row: Row, base_url: str, api_key: str) -> Any:
+    """Do what an agent must not do, by the ground truth of the row."""
+    act = row["ground_truth"]
+    if act == "silent":
+        return 1.0
+    with client_of(base_url, api_key) as client:
+        client.chat.completions.create(model="policy", messages=row["prompt"])
+    if act == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if act == "raise":
+        raise ValueError("no such act")
+    if act == "hang":
+        time.sleep(1e6)
+    return {"nothing": None, "nan": float("nan"), "text": "high"}.get(act, 0.5)
+
+
+def refused(create: Any, kind: type[openai.APIStatusError] = openai.BadRequestError, **options: Any) -> str:
+    try:
+        create(**options)
+    except kind as error:
+        return str(error)
+    raise AssertionError("the call was not refused")
+
+
+def break_rules(row: Row, base_url: str, api_key: str) -> float:
+    """Make all calls that the endpoint refuses, between calls that it answers."""
+    with client_of(base_url, api_key) as client, client_of(base_url, f"{api_key}x") as stranger:
+        create, first = client.chat.completions.create, [*row["prompt"]]
+        assert "no trajectory has this key" in refused(
+            stranger.chat.completions.create, openai.AuthenticationError, model="m", messages=first
+        )
+        for name, value in {
+            "n": 2, "stop": ["x"], "top_logprobs": 3, "response_format": {"type": "json_object"},
+            "tool_choice": "required", "max_tokens": 0, "messages": [],
+        }.items():  # fmt: skip
+            extra = {"logprobs": True} if name == "top_logprobs" else {"tools": [ADD]} if name == "tool_choice" else {}
+            options: dict[str, Any] = {"model": "m", "messages": first, **extra, name: value}
+            assert name in refused(create, **options), name
+        assert "text alone" in refused(
+            create,
+            model="m",
+            messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        )
+        assert "more than max_prompt_tokens" in refused(
+            create, model="m", messages=[{"role": "user", "content": "x" * 500}]
+        )
+        answer: Any = create(model="m", messages=first, logprobs=True, max_tokens=2, n=1).choices[0]
+        assert answer.finish_reason == "length" and answer.message.content == "no"
+        assert [(one.token, one.logprob) for one in answer.logprobs.content] == [("n", -2.0), ("o", -2.0)]
+        said, more = {"role": "assistant", "content": "no"}, {"role": "user", "content": "sure?"}
+        for messages, reason in (
+            ([*first, {**said, "content": "No"}, more], "the answer that was given has another content"),
+            ([{"role": "user", "content": "other"}, said, more], "message 0 of the earlier call has another content"),
+            ([*first, said], "the call has no message after the answer that was given"),
+            (first, "the call has 1 messages, and the conversation has 2"),
+        ):
+            assert reason in refused(create, model="m", messages=messages)
+        assert "tools are not those" in refused(create, model="m", messages=[*first, said, more], tools=[ADD])
+        # A client that has lost an answer sends its call again, and gets the same answer.
+        again = {"x-stainless-retry-count": "1", "authorization": f"Bearer {api_key}"}
+        body = {"model": "m", "messages": [*first, said, more]}
+        texts = [
+            httpx.post(f"{base_url}/chat/completions", json=body, headers=again, timeout=60).text for _ in range(2)
+        ]
+        assert len(set(texts)) == 1
+        heard = [*first, said, more, json.loads(texts[0])["choices"][0]["message"], more]
+        assert "raise max_tokens" in refused(create, model="m", messages=[*heard, {**more, "content": "x" * 100}])
+        create(model="m", messages=heard)
+        last = [*heard, {"role": "assistant", "content": "5"}, more]
+        assert "max_turns=3" in refused(create, model="m", messages=last)
+    return 1.0
+
+
+async def call_twice_at_once(row: Row, base_url: str, api_key: str) -> float:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        calls = [client.chat.completions.create(model="m", messages=row["prompt"]) for _ in range(2)]
+        answered = await asyncio.gather(*calls, return_exceptions=True)
+    errors = [str(one) for one in answered if isinstance(one, openai.BadRequestError)]
+    assert len(errors) == 1, answered
+    return float("in progress" in errors[0] or "does not continue" in errors[0])
+
+
+def other_arguments(row: Row, url: str) -> float:
+    return 0.0
+
+
+class Solver:
+    """No function."""

@@ -1,0 +1,227 @@
+"""AgentEnvironment: tokens, continued calls, refused calls, failures by kind, and training on the tokens of agents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+from typing_extensions import override
+
+pytest.importorskip("vllm")
+
+import rl_plugins.rollout.vllm.chat_protocol
+import rl_plugins.rollout.vllm.tool_parser  # noqa: F401
+from rl_plugins.config.models import OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.environments.agent import AgentEnvironment
+from rl_plugins.errors import ConfigError, RewardError
+from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
+from rl_plugins.rewards import ScoringRequest
+from rl_plugins.rewards.conversations import Conversations, Opening
+from rl_plugins.rewards.trajectory import Ending
+from rl_plugins.rollout.engine import Generations, GroupRequest
+from rl_plugins.rollout.transformers_engine import TransformersRollout
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.patience import patient
+from rl_plugins.tests.stages import canned
+from rl_plugins.tests.stages.test_scheduled_sampler import Loader
+
+HERE = "rl_plugins.tests.environments.sample_agents"
+tokenizer: Any = build_tokenizer(tools=True)
+ASK = [{"role": "user", "content": "ask"}]
+CALL = '{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call><|end|>'
+
+
+class Script(canned.CannedRollout):
+    """A rollout engine with token ids for each prompt, and a policy version for each request."""
+
+    def __init__(self, said: dict[str, Sequence[int]]) -> None:
+        super().__init__()
+        self.said, self.version = said, 0
+
+    @override
+    def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
+        for one in requests:
+            super().submit([one], one.shortened(sampling))
+
+    @override
+    def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
+        (prompt,) = map(tokenizer.decode, prompts)
+        whole = list(self.said.get(prompt, tokenizer.encode("5<|end|>")))
+        ids, self.version = whole[: sampling.max_tokens], self.version + 1
+        reason = "stop" if len(ids) == len(whole) else "length"
+        return Generations.from_responses([ids], [[-float(len(ids))] * len(ids)], [reason], self.version)
+
+
+def agent(name: str, **options: Any) -> AgentEnvironment:
+    limits = {"max_turns": 3, "deadline_s": patient(30), "max_prompt_tokens": 60, **options}
+    return AgentEnvironment({"_target_": f"{HERE}.{name}"}, **limits)
+
+
+def run(
+    environment: AgentEnvironment,
+    said: dict[str, Sequence[int]],
+    acts: Sequence[str] = ("",),
+    *,
+    max_tokens: int = 400,
+    prompt: Any = ASK,
+    **extra: Any,
+) -> list[Generations]:
+    """Run a trajectory for each act."""
+    talk = Conversations(environment.connect(tokenizer), tokenizer, environment.max_turns).by(Script(said))
+    openings = [
+        Opening(number, tokenizer.encode("row"), 5, about=ScoringRequest("s", "", act, extra, prompt))
+        for number, act in enumerate(acts)
+    ]
+    talk.submit(openings, SamplingConfig(max_tokens=max_tokens))
+    groups = talk.collect(range(len(acts)), 0)
+    talk.scores([ending for group in groups.values() for ending in group.endings])
+    return [groups[number] for number in range(len(acts))]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_the_engine_are_the_tokens_of_the_training_sequence(stream: bool) -> None:
+    start = "<|system|>add(a,b)<|user|>2+3<|assistant|>"
+    # The policy spells the mark of a call in letters, so its text would become other tokens.
+    spelled = [*tokenizer.encode("I add.<tool_c"), *tokenizer.encode("all>"), *tokenizer.encode(CALL)]
+    text = tokenizer.decode(spelled)
+    assert tokenizer.encode(text) != spelled
+    said = {start: spelled, f"{start}{text}<|tool|>5<|assistant|>": tokenizer.encode("5<|end|>")}
+    with closing(agent("add_with_tool")) as environment:
+        (generations,) = run(environment, said, prompt=[{"role": "user", "content": "2+3"}], stream=stream)
+    ending: Ending = generations.endings[0]
+    assert ending.score.failure is None, ending.score.message
+    (response,), (mask,) = generations.responses(), generations.response_masks() or []
+    between, last = tokenizer.encode("<|tool|>5<|assistant|>"), tokenizer.encode("5<|end|>")
+    assert response == [*spelled, *between, *last]
+    assert mask == [1] * len(spelled) + [0] * len(between) + [1] * len(last)
+    assert generations.response_versions() == [[1] * (len(spelled) + len(between)) + [2] * len(last)]
+    (log_probs,) = generations.response_log_probs()
+    assert log_probs == [-float(len(spelled))] * len(spelled) + [0.0] * len(between) + [-2.0] * 2
+    assert tokenizer.decode(list(ending.prompt_ids)) == start and ending.turns == 2
+    assert (ending.score.value, ending.score.details["turns"], ending.score.details["agent/calls"]) == (5.0, 2.0, 2.0)
+    assert ending.transcript() == f"{text.removesuffix('<|end|>')}\n[tool] 5\n[assistant] 5"
+
+
+def test_calls_beside_the_rules_are_refused_with_the_reason_and_counted() -> None:
+    start = "<|user|>ask<|assistant|>"
+    with closing(agent("break_rules")) as environment:
+        (generations,) = run(environment, {start: tokenizer.encode("nonono<|end|>")}, max_tokens=60)
+    (score,) = [ending.score for ending in generations.endings]
+    assert score.value == 1.0, score.message
+    # Two answered calls, and a repetition that is no call of its own.
+    assert score.details["agent/calls"] - score.details["agent/refused"] == 3
+    assert (score.details["agent/refused"], score.details["agent/not_continued"]) == (16.0, 5.0)
+    text = "no<|end|><|user|>sure?<|assistant|>5<|end|><|user|>sure?<|assistant|>5<|end|>"
+    assert tokenizer.decode(generations.responses()[0]) == text
+
+
+def test_calls_at_once_and_calls_of_programs_belong_to_the_trajectory() -> None:
+    for name, score in {"call_twice_at_once": 1.0, "ask_in_program": 5.0}.items():
+        with closing(agent(name)) as environment:
+            (generations,) = run(environment, {})
+        assert generations.endings[0].score.value == score, generations.endings[0].score.message
+        assert tokenizer.decode(generations.responses()[0]) == "5<|end|>"
+
+
+def test_agents_that_fail_lose_one_trajectory_each_and_are_counted_by_kind() -> None:
+    kinds = {
+        "silent": "raised", "die": "died", "raise": "raised", "nothing": "raised", "nan": "not_finite",
+        "text": "raised", "": None,
+    }  # fmt: skip
+    with closing(agent("obey", max_failure_rate=0.9, max_objects=4)) as environment:
+        groups = run(environment, {}, list(kinds))
+        assert environment.host.most <= 4
+    scores = dict(zip(kinds, [group.endings[0].score for group in groups], strict=True))
+    assert {act: score.failure for act, score in scores.items()} == kinds
+    assert {score.value for score in scores.values()} == {None, 0.5}
+    assert "without an answer of the policy" in scores["silent"].message
+    assert "the agent returned no reward" in scores["nothing"].message
+    assert "ValueError: no such act" in scores["raise"].message
+    assert {act: score.details["agent/without_call"] for act, score in scores.items()} == {
+        act: float(act == "silent") for act in kinds
+    }
+    assert groups[0].responses() == [[]] and groups[1].responses() == [tokenizer.encode("5<|end|>")]
+    with (
+        closing(agent("obey", deadline_s=0.5)) as environment,
+        pytest.raises(
+            RewardError, match=r"1 of 1 rewards failed.*timeout.*gave no reward within 0.5 s of its own time"
+        ),
+    ):
+        run(environment, {}, ["hang"])
+
+
+def test_call_after_the_end_of_its_trajectory_gets_a_clear_error() -> None:
+    import openai
+
+    from rl_plugins.environments.endpoint import Endpoint
+    from rl_plugins.rollout.vllm.chat_protocol import error_body, models
+
+    with closing(Endpoint("127.0.0.1", models(), error_body)) as endpoint:
+        client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.open(3), max_retries=0)
+        assert [model.id for model in client.models.list()] == ["policy"]
+        endpoint.end(3)
+        with pytest.raises(openai.APIStatusError, match="the trajectory of this key has ended") as ended:
+            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
+        client.close()
+    assert ended.value.status_code == 410
+
+
+def test_policy_learns_from_the_rewards_of_agents(tmp_path: Any) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
+    save_tiny_policy(tmp_path, **sizes)
+    environment = agent("talk")
+    stage = canned.Keeping(
+        build_model(**sizes),
+        tokenizer=canned.tokenizer,
+        # An untrained policy ends few responses.
+        sampling=SamplingConfig(max_tokens=60, num_samples=3, stop_token_ids=tuple(range(60, 200))),
+        environment=environment,
+        optimizer=OptimizerConfig(lr=0.01),
+        max_steps=1,
+    )
+    strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(tmp_path)))
+    canned.quiet_trainer(strategy).fit(stage, Loader(["1+1", "12+30"]))
+    environment.close()
+    (samples,), (metrics,) = stage.trained_on, stage.metrics
+    # The trainer gives each token the log-prob from its sampling.
+    assert metrics["train/rollout_gap_max"] < 1e-4 and metrics["train/turns"] > 1
+    assert metrics["train/agent/calls"] >= metrics["train/turns"] and metrics["train/agent/seconds"] > 0
+    assert metrics["train/agent/refused"] == metrics["train/reward_raised"] == 0
+    assert (samples.response_mask.sum(dim=1) < samples.response_lengths).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_turns": 0}, "max_turns=0: must be at least 1"),
+        ({"deadline_s": 0.0}, "deadline_s=0.0: must be above 0"),
+        ({"pass_env": ["NO_SUCH_KEY"]}, "pass_env=[NO_SUCH_KEY]"),
+        ({"endpoint_host": "0.0.0.0"}, "endpoint_host=0.0.0.0: agents need one address"),
+        ({"endpoint_host": "home"}, "endpoint_host=home: is no address"),
+        ({"agent": f"{HERE}.tlak"}, "did you mean 'talk'"),
+        ({"agent": 3}, "agent: a value of type int is no function"),
+        ({"agent": f"{HERE}.Solver"}, "is a class: name a function, such as `async def solve(row, base_url, api_key)`"),
+        ({"agent": f"{HERE}.other_arguments"}, "takes other arguments (too many positional arguments): write"),
+        ({"agent": {"_target_": f"{HERE}.talk", "size": 3}}, "takes other arguments (got an unexpected keyword"),
+    ],
+)
+def test_agent_refuses_bad_options_in_one_line(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        AgentEnvironment(**{"agent": f"{HERE}.talk", **options})
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_connect_refuses_a_tokenizer_without_a_template_and_an_unknown_parser() -> None:
+    plain: Any = build_tokenizer()
+    plain.chat_template = None
+    for name, of, said in (("hermes", plain, "no chat template"), ("herms", tokenizer, "did you mean hermes")):
+        with closing(agent("talk", parser=name)) as environment, pytest.raises(ConfigError, match=said):
+            environment.connect(of)
+    with closing(agent("talk")) as environment:
+        options: dict[str, Any] = {"tokenizer": tokenizer, "sampling": SamplingConfig(), "max_steps": 1}
+        with pytest.raises(ConfigError, match="an agent returns the reward of its trajectory: leave scorer out"):
+            PolicyOptimization(build_model(), scorer=len, environment=environment, **options)

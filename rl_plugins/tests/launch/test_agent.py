@@ -1,0 +1,44 @@
+"""The trial of an agent before a run: the agent makes its first call, and its faults are one line each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import rl_plugins.rollout.vllm.chat_protocol
+import rl_plugins.rollout.vllm.tool_parser  # noqa: F401
+from rl_plugins.data.parquet import Row
+from rl_plugins.launch.agent import check_agent
+from rl_plugins.models.tiny import build_tokenizer
+from rl_plugins.tests.launch.configurations import configured, message_of
+
+AGENTS = "rl_plugins.tests.environments.sample_agents"
+
+
+def row_of(ground_truth: str) -> Row:
+    row: Any = {
+        "prompt": [{"role": "user", "content": "ask"}],
+        "reward_model": {"ground_truth": ground_truth},
+        "extra_info": {},
+    }
+    return row
+
+
+def test_agent_makes_its_first_call_for_a_row_of_each_source() -> None:
+    tokenizer: Any = build_tokenizer()
+    for name, options, acts, said in (
+        # The agent of the row 0 makes its call.
+        ("obey", [], ["", "silent"], "the agent fails on a row of data_source '1' before its first call: raised: "),
+        ("talk", ["data.max_prompt_tokens=1"], [""], "more than max_prompt_tokens=1 (data.max_prompt_tokens in a"),
+        ("talk", ["environment.parser=herms"], [""], "environment.parser=herms: vLLM has no such tool parser: did you"),
+    ):
+        config = configured(
+            "grpo", "environment=agent", f"environment.agent={AGENTS}.{name}", "model.path=model",
+            "data.train_files=[train.parquet]", *options,
+        )  # fmt: skip
+        rows = {str(number): row_of(act) for number, act in enumerate(acts)}
+        message = message_of(lambda config=config, rows=rows: check_agent(config, rows, tokenizer))  # type: ignore[misc]
+        assert said in message and "\n" not in message, message
