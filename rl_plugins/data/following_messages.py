@@ -17,7 +17,7 @@ _SAID, _ARGUMENT, _NEXT = "whatever-was-said", "whatever-was-asked", "whatever-c
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolUse:
     """Call of a tool in a response.
 
     Attributes:
@@ -65,7 +65,7 @@ class FollowingMessages:
         self._end, self._texts = str(tokenizer.eos_token), PlainTexts(tokenizer)
         self._ends: dict[tuple[str, ...], _EndOfTurn] = {}
 
-    def tokens(self, calls: Sequence[Call], messages: Sequence[Mapping[str, Any]], last_token: int) -> list[int]:
+    def tokens(self, calls: Sequence[ToolUse], messages: Sequence[Mapping[str, Any]], last_token: int) -> list[int]:
         """Return the token ids after a response.
 
         Args:
@@ -85,7 +85,7 @@ class FollowingMessages:
             text = text.removeprefix(self._end)
         return self._texts.encode(text)
 
-    def end_of(self, calls: Sequence[Call]) -> _EndOfTurn:
+    def end_of(self, calls: Sequence[ToolUse]) -> _EndOfTurn:
         """Return the end of a turn with calls.
 
         Raises:
@@ -96,7 +96,7 @@ class FollowingMessages:
             self._ends[key] = self._find_end(calls)
         return self._ends[key]
 
-    def _find_end(self, calls: Sequence[Call]) -> _EndOfTurn:
+    def _find_end(self, calls: Sequence[ToolUse]) -> _EndOfTurn:
         results = [{"role": "tool", "name": c.name, "tool_call_id": c.identity, "content": _NEXT} for c in calls]
         text = self._render(calls, results or [{"role": "user", "content": _NEXT}])
         before, found, _ = text.partition(_NEXT)
@@ -108,7 +108,7 @@ class FollowingMessages:
             raise self._refused(calls, "its text does not end the policy's turn before the result of a tool")
         return _EndOfTurn(word, before.count(word), self._end in after)
 
-    def _render(self, calls: Sequence[Call], messages: Sequence[Mapping[str, Any]]) -> str:
+    def _render(self, calls: Sequence[ToolUse], messages: Sequence[Mapping[str, Any]]) -> str:
         from jinja2 import TemplateError
 
         turn: dict[str, Any] = {"role": "assistant", "content": _SAID}
@@ -127,7 +127,7 @@ class FollowingMessages:
         except TemplateError as error:
             raise self._refused(calls, str(error)) from error
 
-    def _refused(self, calls: Sequence[Call], reason: str) -> ConfigError:
+    def _refused(self, calls: Sequence[ToolUse], reason: str) -> ConfigError:
         name = self._tokenizer.name_or_path
         if calls:
             return ConfigError(

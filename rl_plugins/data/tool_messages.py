@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.data.following_messages import Call, FollowingMessages
+from rl_plugins.data.following_messages import FollowingMessages, ToolUse
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,6 +81,6 @@ def check_shows_tools(tokenizer: PreTrainedTokenizerBase, template_options: Mapp
         )
 
 
-def _calls(names: Sequence[str]) -> list[Call]:
+def _calls(names: Sequence[str]) -> list[ToolUse]:
     # Nine letters or digits, which all templates accept.
-    return [Call(f"call{place:05d}", name) for place, name in enumerate(names)]
+    return [ToolUse(f"call{place:05d}", name) for place, name in enumerate(names)]

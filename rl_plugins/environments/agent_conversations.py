@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.data.following_messages import Call, FollowingMessages
+from rl_plugins.data.following_messages import FollowingMessages, ToolUse
 from rl_plugins.data.tokenization import encode_prompts
 from rl_plugins.data.tool_messages import check_shows_tools
 from rl_plugins.environments.agent import AgentEnvironment
+from rl_plugins.environments.agent_process import AgentArguments
 from rl_plugins.environments.endpoint import Endpoint, HttpAnswer, Received
 from rl_plugins.environments.object_host import ObjectHost
 from rl_plugins.environments.step_result import Answer
@@ -53,7 +54,7 @@ class _Tools:
 
 
 @dataclass
-class _Talk:
+class _AgentTalk:
     """A trajectory.
 
     Attributes:
@@ -76,7 +77,7 @@ class _Talk:
     sent: HttpAnswer | None = None
     messages: Sequence[Message] = ()
     tools: Sequence[Message] = ()
-    called: Sequence[Call] = ()
+    called: Sequence[ToolUse] = ()
     last_token: int = -1
     turns: int = 0
     length: int = 0
@@ -102,7 +103,7 @@ class AgentConversations:
     ) -> None:
         self._host, self._endpoint, self._tokenizer, self._limits = host, endpoint, tokenizer, limits
         self.max_failure_rate = limits.max_failure_rate
-        self._talks: dict[int, _Talk] = {}
+        self._talks: dict[int, _AgentTalk] = {}
         # Results of agents whose trajectories can end.
         self._results: dict[int, Answer] = {}
         self._tools: OrderedDict[str, _Tools] = OrderedDict()
@@ -111,9 +112,9 @@ class AgentConversations:
         """Start an agent."""
         names = ("data_source", "ground_truth", "extra_info", "prompt")
         row = {**{name: plain(getattr(request, name)) for name in names}, "seed": seed}
-        self._talks[key] = _Talk()
+        self._talks[key] = _AgentTalk()
         api_key = self._endpoint.open(key)
-        self._host.open(key, {"row": row, "base_url": self._endpoint.base_url, "api_key": api_key})
+        self._host.open(key, AgentArguments(row=row, base_url=self._endpoint.base_url, api_key=api_key))
 
     def begin(self, key: int, turn: Turn) -> None:
         """Send a response to its agent; refuse the call if the conversation had no room for a response."""
@@ -172,13 +173,13 @@ class AgentConversations:
             talk.received, talk.call, talk.sent, talk.is_sampling = received, call, None, True
             self._host.pause(key, since=received.at)
 
-    def _repeat(self, talk: _Talk, received: Received) -> None:
+    def _repeat(self, talk: _AgentTalk, received: Received) -> None:
         """Answer a call that the client sends again, because the client has not got the answer."""
         talk.received = received
         if talk.sent is not None:
             self._endpoint.answer(received, talk.sent)
 
-    def _read(self, talk: _Talk, call: ChatCall) -> Start | Reply:
+    def _read(self, talk: _AgentTalk, call: ChatCall) -> Start | Reply:
         """Return the turn that a call begins.
 
         Raises:
@@ -195,7 +196,7 @@ class AgentConversations:
         tools = self._tools_of(call.tools)
         return self._next(talk, call, tools) if talk.turns else self._first(talk, call, tools)
 
-    def _first(self, talk: _Talk, call: ChatCall, tools: _Tools) -> Start:
+    def _first(self, talk: _AgentTalk, call: ChatCall, tools: _Tools) -> Start:
         from jinja2 import TemplateError
 
         messages = for_template(call.messages)
@@ -212,7 +213,7 @@ class AgentConversations:
         talk.tools = call.tools
         return Start(call.messages, tokens, call.max_tokens)
 
-    def _next(self, talk: _Talk, call: ChatCall, tools: _Tools) -> Reply:
+    def _next(self, talk: _AgentTalk, call: ChatCall, tools: _Tools) -> Reply:
         new = continuation(talk.messages, call.messages)
         if call.tools != talk.tools:
             raise Refused(
@@ -230,7 +231,7 @@ class AgentConversations:
             raise Refused(str(error)) from error
         return Reply(new, tokens, max_tokens=call.max_tokens)
 
-    def _answer(self, talk: _Talk, turn: Turn) -> None:
+    def _answer(self, talk: _AgentTalk, turn: Turn) -> None:
         """Send a response of the policy to the agent."""
         assert talk.received is not None and talk.call is not None, "a call asked for the response"
         call, ids = talk.call, turn.response
@@ -257,7 +258,7 @@ class AgentConversations:
         talk.length, talk.last_token = len(turn.tokens), turn.tokens[-1]
         talk.counts["malformed"] += parsed.is_malformed
         talk.messages = [*call.messages, answer.message]
-        talk.called = [Call(str(one["id"]), name) for one, (name, _) in zip(calls, parsed.calls, strict=False)]
+        talk.called = [ToolUse(str(one["id"]), name) for one, (name, _) in zip(calls, parsed.calls, strict=False)]
         talk.sent = HttpAnswer(200, *completion(call, answer))
         self._endpoint.answer(talk.received, talk.sent)
 
@@ -267,13 +268,13 @@ class AgentConversations:
             return ParsedResponse(decoded(self._tokenizer, ids, skip_special_tokens=True))
         return parser.parsed(ids)
 
-    def _refuse(self, talk: _Talk, refused: Refused) -> None:
+    def _refuse(self, talk: _AgentTalk, refused: Refused) -> None:
         assert talk.received is not None, "a call is in progress"
         self._count(talk, refused)
         self._endpoint.refuse(talk.received, str(refused))
 
     @staticmethod
-    def _count(talk: _Talk, refused: Refused) -> None:
+    def _count(talk: _AgentTalk, refused: Refused) -> None:
         talk.counts["refused"] += 1
         talk.counts["not_continued"] += refused.is_no_continuation
 
@@ -303,7 +304,7 @@ class AgentConversations:
         return _Tools(parser, options, FollowingMessages(self._tokenizer, options))
 
 
-def _score(talk: _Talk, result: Answer) -> Score:
+def _score(talk: _AgentTalk, result: Answer) -> Score:
     """Return the score of an agent that has ended, with counts of its calls."""
     counts = dict(talk.counts)
     if result.failure is not None:

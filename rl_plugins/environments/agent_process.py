@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 from urllib.parse import urlsplit
 
 from rl_plugins.environments.object_process import ObjectTask, set_seeds
@@ -23,6 +23,20 @@ from rl_plugins.rewards.loading import find_callable
 from rl_plugins.user_code import describe
 
 _WRITTEN = "`async def solve(row, base_url, api_key)`"
+
+
+class AgentArguments(TypedDict):
+    """Arguments of an agent.
+
+    Attributes:
+        row: row of the data, with `seed`.
+        base_url: address of the policy.
+        api_key: key of the trajectory.
+    """
+
+    row: Mapping[str, Any]
+    base_url: str
+    api_key: str
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,7 @@ def load_agent(config: Mapping[str, Any]) -> tuple[str, Callable[..., Any]]:
     return name, lambda row, base_url, api_key: function(row, base_url, api_key, **options)
 
 
-def _run(name: str, function: Callable[..., Any], asked: Mapping[str, Any]) -> Answer:
+def _run(name: str, function: Callable[..., Any], asked: AgentArguments) -> Answer:
     """Call the function once; return the reward or the failure."""
     row, base_url, api_key = asked["row"], asked["base_url"], asked["api_key"]
     set_seeds(row["seed"])

@@ -154,7 +154,7 @@ def test_agents_that_fail_lose_one_trajectory_each_and_are_counted_by_kind() -> 
         run(environment, {}, ["hang"])
 
 
-def test_call_after_the_end_of_its_trajectory_gets_a_clear_error() -> None:
+def test_call_after_the_end_of_a_trajectory_gets_a_clear_error() -> None:
     import openai
 
     from rl_plugins.environments.endpoint import Endpoint

@@ -27,7 +27,7 @@ def row_of(ground_truth: str) -> Row:
     return row
 
 
-def test_agent_makes_its_first_call_for_a_row_of_each_source() -> None:
+def test_check_agent_lets_an_agent_make_one_call_for_a_row_of_each_source() -> None:
     tokenizer: Any = build_tokenizer()
     for name, options, acts, said in (
         # The agent of the row 0 makes its call.
