@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_plugins.errors import CheckpointError, ConfigError
+from rl_plugins.hub import model_folder
 from rl_plugins.manifest import find_damage
 from rl_plugins.run_folder import RunFolder
 
@@ -176,7 +177,8 @@ def _read_trained_model(checkpoint: Path, model: str | None, trust_remote_code: 
         raise ConfigError(
             f"{origin} names {path}, which does not exist: name a folder of the architecture with --model"
         )
-    check_code_of_folder(path, trust_remote_code=trust_remote_code)
+    folder = model_folder(path, option="--model", weights=False, trust_remote_code=trust_remote_code)
+    check_code_of_folder(folder, trust_remote_code=trust_remote_code)
     engine = REWARD_MODEL if OmegaConf.select(config, "stage") == "reward_modeling" else POLICY
     return _TrainedModel(path, OmegaConf.select(config, "model.precision") or "32-true", engine, trust_remote_code)
 
@@ -230,11 +232,12 @@ def _build_architecture(trained: _TrainedModel) -> PreTrainedModel:
         if not trained.is_policy:
             config = scalar_head_config(trained.path, **trust)
             return AutoModelForTokenClassification.from_config(config, dtype=trained.dtype, **trust)
-        config = AutoConfig.from_pretrained(trained.path, **trust)
+        folder = model_folder(trained.path, weights=False, **trust)
+        config = AutoConfig.from_pretrained(folder, **trust)
         model = AutoModelForCausalLM.from_config(config, dtype=trained.dtype, **trust)
     # A model need not have this file.
     with suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(trained.path)
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 
