@@ -215,8 +215,13 @@ def download(
 
 
 @contextmanager
-def explained(name: HubName, option: str | None) -> Iterator[None]:
+def explained(name: HubName, option: str | None, right: str = "read") -> Iterator[None]:
     """Turn an error of huggingface_hub inside this context into one line with the reason and the way out.
+
+    Args:
+        name: name of the repository.
+        option: option or argument with the name.
+        right: needed right of the token.
 
     Raises:
         ConfigError: the context raised an error of the hub, of the network or of the cache's files.
@@ -232,10 +237,10 @@ def explained(name: HubName, option: str | None) -> Iterator[None]:
     except HFValidationError as error:
         raise ConfigError(f"{name.shown(option)}: not a name of the hub ({_first_line(error)}): correct it") from None
     except (httpx2.HTTPError, EntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        raise ConfigError(f"{name.shown(option)}: {_reason(name, error)}") from None
+        raise ConfigError(f"{name.shown(option)}: {_reason(name, error, right)}") from None
 
 
-def _reason(name: HubName, error: Exception) -> str:
+def _reason(name: HubName, error: Exception, right: str) -> str:
     """Return the reason of a failure of the hub, and the way out."""
     import httpx2
     from huggingface_hub import constants, get_token
@@ -270,7 +275,7 @@ def _reason(name: HubName, error: Exception) -> str:
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         if status in (401, 403):
-            return f"{hub} refuses the token (status {status}): set HF_TOKEN to a token that may read the repository"
+            return f"{hub} refuses the token (status {status}): set HF_TOKEN to a token that may {right} the repository"
         if status == 429:
             return f"{hub} has had too many requests (status 429): set HF_TOKEN, or try again later"
     if isinstance(error, httpx2.HTTPError | ConnectionError | TimeoutError):

@@ -204,7 +204,10 @@ class _Handler(BaseHTTPRequestHandler):
         lines = [json.loads(line) for line in body.splitlines()]
         pushed = {line["value"]["path"]: base64.b64decode(line["value"]["content"])
                   for line in lines if line["key"] == "file"}  # fmt: skip
-        commit = repository.add({**repository.commits[repository.refs["main"]], **pushed})
+        removed = {line["value"]["path"] for line in lines if line["key"] == "deletedFile"}
+        before = {path: content for path, content in repository.commits[repository.refs["main"]].items()
+                  if path not in removed}  # fmt: skip
+        commit = repository.add({**before, **pushed})
         self._json({
             "success": True, "commitOid": commit,
             "commitUrl": f"{self.hub.address}/{name.partition('/')[2]}/commit/{commit}",
