@@ -131,16 +131,33 @@ def model_folder(path: str, *, option: str | None = None, weights: bool = True, 
         name = _commits_here[name]
     settings = [*_SETTINGS, *(("*.py",) if trust_remote_code else ())]
     folder = download(name, settings, option)
-    kind = _kind_of_weights(name, folder, option, trust_remote_code=trust_remote_code)
-    return str(download(name, [*settings, *kind], option) if weights else folder)
+    if weights:
+        folder = download(name, [*settings, *_patterns_of_weights(name, option, trust_remote_code)], option)
+    return str(folder)
 
 
-def _kind_of_weights(name: HubName, folder: Path, option: str | None, *, trust_remote_code: bool) -> Sequence[str]:
-    """Return the patterns of the weights of a repository."""
-    files = repository_files(name) or [file.name for file in folder.iterdir()]
-    if any(fnmatchcase(file, pattern) and "/" not in file for file in files for pattern in _WEIGHTS):
+def check_hub_weights(path: str, *, option: str | None = None, trust_remote_code: bool = False) -> None:
+    """Check by the list of files that a repository has weights, before a download of the weights.
+
+    Args:
+        path: name on the hub, whose configuration is downloaded.
+        option: option or argument with the path, for messages.
+        trust_remote_code: see `model_folder`.
+
+    Raises:
+        ConfigError: there are no weights, or the only weights are pickles and not trusted.
+    """
+    name = model_name(path)
+    if name is not None:
+        _patterns_of_weights(_commits_here.get(name, name), option, trust_remote_code)
+
+
+def _patterns_of_weights(name: HubName, option: str | None, trust_remote_code: bool) -> Sequence[str]:
+    files = [file for file in repository_files(name) if "/" not in file]
+    # The cache does not have the list of a download by an older version of huggingface_hub.
+    if not files or any(fnmatchcase(file, pattern) for file in files for pattern in _WEIGHTS):
         return _WEIGHTS
-    if not any(fnmatchcase(file, pattern) and "/" not in file for file in files for pattern in _PICKLES):
+    if not any(fnmatchcase(file, pattern) for file in files for pattern in _PICKLES):
         others = ", ".join(sorted(file for file in files if not file.startswith("."))[:4]) or "nothing"
         raise ConfigError(
             f"{name.shown(option)}: the repository has no weights of transformers, such as model.safetensors (it has "
@@ -202,13 +219,19 @@ def download(
         )
         return Path(snapshot)
 
-    with explained(name, option):
+    def cached() -> Path | None:
         # Without the list of all files, the library would take a part of the files for the whole.
         if repository_files(name):
             with suppress(LocalEntryNotFoundError):
                 return fetch(local_files_only=True)
+        return None
+
+    with explained(name, option):
+        if (snapshot := cached()) is not None:
+            return snapshot
         with only_download(str(name), folder):
-            return fetch(local_files_only=False)
+            # Another process may have downloaded meanwhile.
+            return cached() or fetch(local_files_only=False)
 
 
 # Errors -----------------------------------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ def _build_architecture(trained: _TrainedModel) -> PreTrainedModel:
         if not trained.is_policy:
             config = scalar_head_config(trained.path, **trust)
             return AutoModelForTokenClassification.from_config(config, dtype=trained.dtype, **trust)
-        folder = model_folder(trained.path, weights=False, **trust)
+        folder = model_folder(trained.path, weights=False, trust_remote_code=trained.trust_remote_code)
         config = AutoConfig.from_pretrained(folder, **trust)
         model = AutoModelForCausalLM.from_config(config, dtype=trained.dtype, **trust)
     # A model need not have this file.

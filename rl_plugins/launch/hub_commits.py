@@ -77,9 +77,12 @@ class HubCommits:
 def _read(content: bytes, file: str) -> dict[str, str]:
     try:
         commits = json.loads(content)
-    except ValueError:
+    # Very deep JSON is a RecursionError.
+    except (ValueError, RecursionError):
         commits = None
-    if not isinstance(commits, dict) or not all(isinstance(commit, str) for commit in commits.values()):
+    if not isinstance(commits, dict) or not all(
+        isinstance(commit, str) and HubName("", commit).is_pinned for commit in commits.values()
+    ):
         raise ConfigError(
             f"{file} is damaged: it must name a commit for each repository; remove it to look them up again"
         )

@@ -40,8 +40,8 @@ def fetch_on_machines(config: RecipeConfig, nodes: Sequence[Mapping[str, Any]]) 
     waiting: dict[Any, str] = {}
     for node, address in places.items():
         place = NodeAffinitySchedulingStrategy(node, soft=False)
-        task = ray.remote(_fetch).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
-        waiting[task.remote(names, config.model.trust_remote_code)] = address
+        fetch: Any = ray.remote(_fetch).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
+        waiting[fetch.remote(names, config.model.trust_remote_code)] = address
     begun = time.monotonic()
     while waiting:
         done, _ = ray.wait(list(waiting), timeout=_SAY_EVERY_S)

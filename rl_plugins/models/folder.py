@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.hub import model_folder, model_name
+from rl_plugins.hub import check_hub_weights, model_folder, model_name
 from rl_plugins.model_json import AGAIN, read_json, read_model_config
 
 _WEIGHTS = (
@@ -45,6 +45,8 @@ def check_model_folder(
         hint = "" if is_path else ", and this is no name of the hub (OWNER/NAME or OWNER/NAME@REVISION)"
         raise ConfigError(f"{option}={path}: no such folder{hint}")
     folder = Path(model_folder(path, option=option, weights=False, trust_remote_code=trust_remote_code))
+    if on_hub:
+        check_hub_weights(path, option=option, trust_remote_code=trust_remote_code)
     if not (folder / "config.json").is_file():
         if on_hub:
             raise ConfigError(f"{option}={path}: the repository has no config.json: name a model of transformers")

@@ -75,7 +75,7 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
             f"LoraConfig: target_modules={targets} does not fit {type(model).__name__}: {error}"
         ) from None
     adapted_layers(adapted)
-    if (name := model_name(pretrained.name_or_path)) is not None:
+    if (name := model_name(pretrained.name_or_path or "")) is not None:
         # peft loads the base model of an adapter by these two.
         settings.base_model_name_or_path, settings.revision = name.repository, name.revision
     trained: PeftModel = adapted.train(model.training)

@@ -92,7 +92,7 @@ def test_model_folder_fetches_the_needed_files_of_one_commit_once(hub: StandIn) 
 
 def test_model_folder_takes_pickles_of_trusted_repositories_alone(hub: StandIn) -> None:
     hub.add("models/own/old", {"config.json": b"{}", "pytorch_model.bin": b"pickle"})
-    assert "pickles (.bin)" in refusal("own/old") and "trust_remote_code" in refusal("own/old", weights=False)
+    assert "pickles (.bin)" in refusal("own/old") and "trust_remote_code" in refusal("own/old")
     assert "pytorch_model.bin" in files_in(model_folder("own/old", trust_remote_code=True))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard, constants
@@ -73,7 +74,8 @@ def test_export_checkpoint_pushes_a_folder_with_a_model_card(trained, tmp_path, 
     assert pushed == {file.name: file.read_bytes() for file in out.iterdir()}
     assert pushed["model.safetensors"] == (run.export / "model.safetensors").read_bytes()
     text = pushed["README.md"].decode()
-    card, base = ModelCard(text), hub.repositories["models/own/tiny"].refs["main"]
+    card: Any = ModelCard(text)
+    base = hub.repositories["models/own/tiny"].refs["main"]
     assert (card.data.base_model, card.data.datasets) == ("own/tiny", ["own/rows"])
     rows = hub.repositories["datasets/own/rows"].refs["main"]
     for line in (
