@@ -181,7 +181,7 @@ def _tokenize(
         load_tokenizer,
         tokenize_prompts,
     )
-    from rl_plugins.hub import model_folder
+    from rl_plugins.hub_files import model_folder
     from rl_plugins.launch.terminal import quiet_libraries
 
     quiet_libraries()

@@ -312,7 +312,8 @@ def run_recipe(
     """
     from rl_plugins.launch.build_lock import clear_stale_build_locks, extensions_folder
     from rl_plugins.launch.dry_run import set_steps
-    from rl_plugins.launch.hub_commits import HubCommits, fetch_weights
+    from rl_plugins.launch.hub_commits import HubCommits
+    from rl_plugins.launch.hub_fetch import fetch_weights
     from rl_plugins.launch.preflight import fetch_data, fetch_models, preflight, tracking_uri
     from rl_plugins.launch.resume import finished_step
     from rl_plugins.launch.stored_run import stored_run

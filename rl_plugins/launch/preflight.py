@@ -22,7 +22,8 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.hub import model_name
 from rl_plugins.launch.gpu_checks import check_engine_weights, check_gpus
 from rl_plugins.launch.gpus import hidden_gpus, local_gpus, read_machine
-from rl_plugins.launch.hub_commits import HubCommits, fetch_data_files, is_data_address, pinned_model
+from rl_plugins.launch.hub_commits import HubCommits, pinned_model
+from rl_plugins.launch.hub_fetch import fetch_data_files, is_data_address
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.launch.ray_train import JOB_FOLDERS

@@ -23,7 +23,7 @@ from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.launch.gpu_checks import check_nodes
 from rl_plugins.launch.gpus import local_gpus
-from rl_plugins.launch.hub_machines import fetch_on_machines
+from rl_plugins.launch.hub_fetch import fetch_on_machines
 from rl_plugins.launch.own_ray import LEAST_BYTES, object_store_bytes, set_own_ray_up, start_own_ray
 from rl_plugins.launch.placement import (
     ENGINES,

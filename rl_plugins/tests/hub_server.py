@@ -22,7 +22,7 @@ import pytest
 from huggingface_hub import constants
 from typing_extensions import override
 
-from rl_plugins import hub
+from rl_plugins import hub_files
 
 TOKEN = "hf_" + "t" * 20
 _API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|preupload|commit)/(.+))?")
@@ -260,5 +260,5 @@ def use(stand_in: StandIn, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
-    monkeypatch.setattr(hub, "_commits_here", {})
+    monkeypatch.setattr(hub_files, "_commits_here", {})
     monkeypatch.delenv("HF_TOKEN", raising=False)

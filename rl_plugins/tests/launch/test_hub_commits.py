@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch import ray_train, training
 from rl_plugins.launch.command_line import run_recipe
-from rl_plugins.launch.hub_commits import HubCommits, fetch_data_files
+from rl_plugins.launch.hub_commits import HubCommits
+from rl_plugins.launch.hub_fetch import fetch_data_files
 from rl_plugins.launch.pipeline import run_pipeline
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.hub_server import StandIn, serving, use
@@ -55,7 +56,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Check:
     return run
 
 
-def test_run_recipe_takes_one_commit_for_a_run_and_its_resumes(hub: StandIn, check: Check, capsys) -> None:
+def test_run_recipe_takes_one_commit_for_a_run_and_all_resumes(hub: StandIn, check: Check, capsys) -> None:
     options = (
         "model.path=own/model",
         "reference.path=own/model@main",
@@ -89,9 +90,7 @@ def test_run_recipe_takes_one_commit_for_a_run_and_its_resumes(hub: StandIn, che
     assert f"{folder.hub.absolute()} is damaged" in check(*options, "run.resume=auto")
 
 
-def test_run_recipe_checks_a_model_of_the_hub_without_its_weights_in_a_dry_run(
-    hub: StandIn, check: Check, workplace: Path
-) -> None:
+def test_run_recipe_fetches_no_weights_of_the_hub_in_a_dry_run(hub: StandIn, check: Check, workplace: Path) -> None:
     assert check("model.path=own/model", "run.dry_run=true") == "nothing is refused"
     assert hub.downloads(".safetensors") == [] and not Path("outputs/grpo").exists()
     hub.add("models/own/half", workplace / "half_weights")

@@ -178,7 +178,7 @@ def test_save_policy_and_save_adapter_load_with_transformers_and_peft(policy: st
     assert torch.equal(log_probs(again), log_probs(model))
 
 
-def test_save_adapter_names_the_base_model_and_its_commit_on_the_hub(policy: str, tmp_path: Path) -> None:
+def test_save_adapter_names_base_model_and_commit_of_the_hub(policy: str, tmp_path: Path) -> None:
     base, commit = load_causal_lm(policy, dtype=torch.float32), "0" * 40
     base.name_or_path = f"own/tiny@{commit}"
     model = add_adapter(base, CONFIG)
