@@ -10,12 +10,14 @@ import pytest
 from huggingface_hub import constants
 from omegaconf import OmegaConf
 
+from rl_plugins.commands.plan import read_shape
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch import ray_train, training
 from rl_plugins.launch.command_line import run_recipe
 from rl_plugins.launch.hub_commits import HubCommits
 from rl_plugins.launch.hub_fetch import fetch_data_files
 from rl_plugins.launch.pipeline import run_pipeline
+from rl_plugins.launch.preflight import fetch_models
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.hub_server import StandIn, serving, use
 from rl_plugins.tests.launch.configurations import configured, message_of
@@ -136,6 +138,19 @@ def test_run_recipe_names_the_fault_of_the_hub_before_the_start(
     )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "hf download own/other --repo-type dataset" in check(model, data + "other/a.parquet]")
+
+
+def test_fetch_models_pins_the_model_of_a_reward_and_all_teachers(hub: StandIn) -> None:
+    commit = hub.repositories["models/own/model"].refs["main"]
+    node = "{_target_: rl_plugins.rewards.model.ModelReward, path: own/model}"
+    teachers = ["teacher.paths={a: own/model, b: /some/folder}", "model.path=own/model@main"]
+    config = configured("grpo", *teachers, f"reward.functions={{default: {node}}}")
+    fetch_models(config, HubCommits())
+    pinned = f"own/model@{commit}"
+    assert config.reward.functions["default"]["path"] == config.model.path == pinned
+    assert config.teacher.paths == {"a": pinned, "b": "/some/folder"}
+    # `plan` has read the config.json, which is small.
+    assert "a plan needs these sizes" in message_of(lambda: read_shape("model.path", "own/model"))
 
 
 def test_model_revision_belongs_to_a_name_on_the_hub(tmp_path, monkeypatch):
