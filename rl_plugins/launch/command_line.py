@@ -349,7 +349,7 @@ def run_recipe(
         )
         return folder
     # The driver of a cluster need not train; `train_on_ray` downloads on the machines of the run.
-    if not os.environ.get("RAY_ADDRESS"):
+    if config.launcher == "local" or not os.environ.get("RAY_ADDRESS"):
         fetch_weights(config)
     if when_checked is not None:
         when_checked(config)

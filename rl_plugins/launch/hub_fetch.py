@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError, DeadlineExceeded, StorageError
 from rl_plugins.hub import HubName, model_name
-from rl_plugins.hub_files import download, model_folder, repository_files
+from rl_plugins.hub_files import download, repository_files
 from rl_plugins.launch.hub_commits import SCHEME, HubCommits
 from rl_plugins.whole_file import link_or_copy
 
@@ -26,6 +26,7 @@ _DATA = re.compile(
     r"(?:@(?P<revision>refs/(?:convert|pr)/[\w.-]+|[\w.%-]+))?/(?P<path>[^?#]+)",
     re.ASCII,
 )
+_MODEL_REWARD = "rl_plugins.rewards.model.ModelReward"
 _SHOWN_FILES = 4
 _DIGITS = 12
 _SAY_EVERY_S = 10.0
@@ -111,17 +112,44 @@ def _copied(file: Path, copy: Path) -> Path:
 # Weights ----------------------------------------------------------------------------------------------------
 
 
+class _HubModel(NamedTuple):
+    """A model of the hub: option, name, and trust in the Python code of the model."""
+
+    option: str
+    path: str
+    trust_remote_code: bool
+
+
+def reward_models(config: RecipeConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the option and the node of each reward that is a model."""
+    for source, node in config.reward.functions.items():
+        if isinstance(node, dict) and node.get("_target_") == _MODEL_REWARD and isinstance(node.get("path"), str):
+            yield f"reward.functions.{source}.path", node
+
+
 def fetch_weights(config: RecipeConfig) -> None:
     """Download the weights of the models of the hub to this machine, and check them.
 
     Raises:
         ConfigError: the hub does not give a file, or the files do not fit each other.
     """
+    _fetch(_hub_models(config))
+
+
+def _hub_models(config: RecipeConfig) -> list[_HubModel]:
+    """Return the models of a run that have a name on the hub."""
+    trusted = config.model.trust_remote_code
+    models = [_HubModel(option, path, trusted) for option, path in config.model_paths.items()]
+    for option, node in reward_models(config):
+        models.append(_HubModel(option, node["path"], bool(node.get("trust_remote_code"))))
+    return [model for model in models if model_name(model.path) is not None]
+
+
+def _fetch(models: Sequence[_HubModel]) -> None:
     from rl_plugins.models.folder import check_model_folder
 
-    for option, path in config.model_paths.items():
-        if model_name(path) is not None:
-            check_model_folder(option, path, trust_remote_code=config.model.trust_remote_code)
+    for option, path, trusted in models:
+        check_model_folder(option, path, trust_remote_code=trusted)
 
 
 def fetch_on_machines(config: RecipeConfig, nodes: Sequence[Mapping[str, Any]]) -> None:
@@ -135,10 +163,11 @@ def fetch_on_machines(config: RecipeConfig, nodes: Sequence[Mapping[str, Any]]) 
         ConfigError: the hub does not give a file to a machine.
         DeadlineExceeded: a machine did not answer, or its download stands still.
     """
-    names = sorted({path for path in config.model_paths.values() if model_name(path) is not None})
+    models = _hub_models(config)
+    names = ", ".join(sorted({model.path for model in models}))
     kind = "GPU" if config.on_gpus else "CPU"
     places = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Resources"].get(kind, 0)}
-    if not names or not places:
+    if not models or not places:
         return
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -147,7 +176,7 @@ def fetch_on_machines(config: RecipeConfig, nodes: Sequence[Mapping[str, Any]]) 
     for node, address in places.items():
         place = NodeAffinitySchedulingStrategy(node, soft=False)
         fetch: Any = ray.remote(_fetch).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
-        waiting[fetch.remote(names, config.model.trust_remote_code)] = address
+        waiting[fetch.remote(models)] = address
     begun = time.monotonic()
     while waiting:
         done, _ = ray.wait(list(waiting), timeout=_SAY_EVERY_S)
@@ -161,11 +190,6 @@ def fetch_on_machines(config: RecipeConfig, nodes: Sequence[Mapping[str, Any]]) 
                 raise
         waited, machines = time.monotonic() - begun, ", ".join(sorted(waiting.values()))
         if waiting and waited > _DEADLINE_S:
-            raise DeadlineExceeded(f"the run waited {waited:.0f} s for {machines} to download {', '.join(names)}")
+            raise DeadlineExceeded(f"the run waited {waited:.0f} s for {machines} to download {names}")
         if waiting and not done:
-            print(f"{config.run.name}: waiting for {', '.join(names)} on {machines}, {waited:.0f} s", flush=True)
-
-
-def _fetch(names: Sequence[str], trust_remote_code: bool) -> None:
-    for name in names:
-        model_folder(name, trust_remote_code=trust_remote_code)
+            print(f"{config.run.name}: waiting for {names} on {machines}, {waited:.0f} s", flush=True)

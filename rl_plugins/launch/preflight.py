@@ -20,10 +20,11 @@ from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.rollout import check_cpu_head_size
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub import model_name
+from rl_plugins.hub_files import model_folder
 from rl_plugins.launch.gpu_checks import check_engine_weights, check_gpus
 from rl_plugins.launch.gpus import hidden_gpus, local_gpus, read_machine
 from rl_plugins.launch.hub_commits import HubCommits, pinned_model
-from rl_plugins.launch.hub_fetch import fetch_data_files, is_data_address
+from rl_plugins.launch.hub_fetch import fetch_data_files, is_data_address, reward_models
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.launch.ray_train import JOB_FOLDERS
@@ -33,8 +34,6 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.storage import fetch_copy, is_address
 from rl_plugins.tracking.registry import fetch_model, is_in_mlflow
 from rl_plugins.tracking.store import ARTIFACTS, STORE_FILE, check_store
-
-_MODEL_REWARD = "rl_plugins.rewards.model.ModelReward"
 
 
 def preflight(config: RecipeConfig) -> None:
@@ -370,9 +369,10 @@ def fetch_models(config: RecipeConfig, commits: HubCommits) -> None:
         return _copy_of(config, option, path, "models")
 
     config.replace_model_paths(fetched)
-    for source, node in config.reward.functions.items():
-        if isinstance(node, dict) and node.get("_target_") == _MODEL_REWARD and isinstance(node.get("path"), str):
-            node["path"] = pinned_model(commits, f"reward.functions.{source}.path", node["path"])
+    for option, node in reward_models(config):
+        node["path"] = pinned_model(commits, option, node["path"])
+        # The trial of the reward loads the model, and has a short deadline for the load.
+        model_folder(node["path"], option=option, trust_remote_code=bool(node.get("trust_remote_code")))
 
 
 def fetch_data(config: RecipeConfig, commits: HubCommits) -> None:
