@@ -18,11 +18,12 @@ from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient
 
 COMMIT = "0" * 40
-FILES = {
-    "config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}", "merges.txt": b"",
-    "chat_template.jinja": b"", "README.md": b"card", "modeling_own.py": b"raise SystemExit", "model.bin": b"pickle",
-    "onnx/config.json": b"{}", "consolidated.safetensors": b"again", "tokenizer.model": b"",
-}  # fmt: skip
+NAMES = (
+    "config.json", "model.safetensors", "tokenizer.json", "merges.txt", "chat_template.jinja", "README.md",
+    "modeling_own.py", "model.bin", "onnx/config.json", "consolidated.safetensors", "tokenizer.model",
+)  # fmt: skip
+# Files of equal content would be downloaded once.
+FILES = {name: f'{{"content": "{name}"}}'.encode() for name in NAMES}
 NEEDED = ["chat_template.jinja", "config.json", "merges.txt", "tokenizer.json", "tokenizer.model"]
 
 
@@ -79,7 +80,7 @@ def test_model_folder_fetches_the_needed_files_of_one_commit_once(hub: StandIn) 
     assert files_in(settings) == NEEDED and hub.downloads(".safetensors") == []
     folder = model_folder(name)
     assert folder == settings and files_in(folder) == sorted([*NEEDED, "model.safetensors"])
-    assert (Path(folder) / "config.json").read_bytes() == b"{}"
+    assert (Path(folder) / "config.json").read_bytes() == FILES["config.json"]
     hub.requests.clear()
     assert model_folder(name) == folder and hub.requests == []
     assert "modeling_own.py" in files_in(model_folder(name, trust_remote_code=True))
