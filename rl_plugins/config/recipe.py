@@ -233,7 +233,7 @@ class RecipeConfig(Settings):
         self.run.output_dir = _absolute(self.run.output_dir)
         if self.run.storage:
             self.run.storage = _absolute(self.run.storage)
-        self.data.replace_files(lambda option, path: _absolute(path))
+        self.data.replace_files(lambda option, path: [_absolute(path)])
         if self.debug.replay:
             self.debug.replay = _absolute(self.debug.replay)
         if self.strategy.offload.folder:
