@@ -17,7 +17,7 @@ from rl_plugins.tests.hub_server import StandIn, environment_of, serving
 pytestmark = pytest.mark.extended
 
 OPTIONS = (
-    "model.path=own/tiny", "model.revision=v1", "reference.path=own/tiny", "algorithm.kl.coefficient=0.05",
+    "model.path=own/tiny", "model.revision=v1", "reference.path=own/base", "algorithm.kl.coefficient=0.05",
     "data.train_files=[hf://datasets/own/sums/data/train.parquet]",
     "data.val_files=[hf://datasets/own/sums/data/test.parquet]", "batch.prompts_per_step=4",
     "batch.samples_per_prompt=4", "run.steps=2", "run.eval_every=0", "tracking.enabled=false",
@@ -30,7 +30,7 @@ def hub(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     """A hub with a model and data, which processes of this test use."""
     with serving() as hub:
         hub.add("models/own/tiny", workplace / "tiny", ref="v1")
-        hub.add("models/own/tiny", workplace / "tiny")
+        hub.add("models/own/base", workplace / "tiny")
         rows = {f"data/{file.name}": file.read_bytes() for file in (workplace / "data").iterdir()}
         hub.add("datasets/own/sums", rows)
         for name, value in environment_of(hub, tmp_path / "cache").items():
@@ -55,12 +55,12 @@ def test_recipe_trains_on_models_and_data_of_the_hub_on_a_cluster(
         assert recipe.wait() == 0, recipe.tail()
     folder = RunFolder(recipe.run)
     commits = json.loads(folder.hub.read_text())
-    assert commits.keys() == {"models/own/tiny@v1", "models/own/tiny@main", "datasets/own/sums@main"}
+    assert commits.keys() == {"models/own/tiny@v1", "models/own/base@main", "datasets/own/sums@main"}
     # Worker, engine and driver need each model, and one process of the machine downloads.
     weights = hub.downloads("model.safetensors")
     assert len(weights) == len(set(weights)) == 2
     config = OmegaConf.load(folder.config)
     assert config.model.path == f"own/tiny@{commits['models/own/tiny@v1']}"
-    assert config.reference.path == f"own/tiny@{commits['models/own/tiny@main']}"
+    assert config.reference.path == f"own/base@{commits['models/own/base@main']}"
     assert list(read_metrics(folder.metrics)["train/loss"]) == [1, 2]
     assert (folder.export / "model.safetensors").is_file()

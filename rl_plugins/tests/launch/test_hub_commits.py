@@ -96,44 +96,53 @@ def test_run_recipe_fetches_no_weights_of_the_hub_in_a_dry_run(hub: StandIn, che
     assert "not a whole safetensors file" in check("model.path=own/half")
 
 
-def test_run_recipe_names_the_fault_of_the_hub_before_the_start(
-    hub: StandIn, check: Check, workplace: Path, monkeypatch
-) -> None:
+def test_run_recipe_names_the_fault_of_a_model_of_the_hub(hub: StandIn, check: Check, workplace: Path) -> None:
     hub.add("models/own/private", workplace / "model", access="private")
     hub.add("models/own/gated", workplace / "model", access="gated")
     hub.add("models/own/no_weights", {"config.json": b"{}"})
     hub.add("models/own/code", workplace / "own_code")
-    hub.add("datasets/own/secret", {"a.parquet": b""}, access="private")
-    data = "data.train_files=[hf://datasets/own/"
     model = "model.path=own/model"
     wrong = []
     for overrides, words in (
         (["model.path=own/private"], "model.path=own/private: there is no such folder here, and"),
         (["model.path=own/gated"], "the repository is gated, and there is no token"),
         (["model.path=own/no_weights"], "no weights of transformers, such as model.safetensors (it has config.json)"),
-        (["model.path=own/model@v9"], "model.path=own/model@v9: the repository has no revision 'v9'"),
         ([model, "model.revision=v9"], "model.path=own/model@v9: the repository has no revision 'v9'"),
         ([model, "critic.path=own/nothing"], "critic.path=own/nothing: there is no such folder here"),
         ([model, "teacher.paths={a: own/gone}", "teacher.path=null"], "teacher.paths.a=own/gone: there is no such"),
         (["model.path=own/code"], "config.json names Python code of the model (auto_map)"),
-        ([model, data + "secret/a.parquet]"], "data.train_files=hf://datasets/own/secret: http"),
-        ([model, data + "rows@v9/data]"], "hf://datasets/own/rows@v9: the repository has no revision 'v9'"),
-        ([model, data + "rows/train.parquet]"], "the repository has no such file (it has data/train-0.parquet, data/"),
         (
-            [model, data + "rows/a.jsonl]"],
-            "a.jsonl is not a parquet file: convert it with `rl-plugins prepare`, or name",
+            [model, "data.train_files=[hf://datasets/own/rows/b]"],
+            "data.train_files=hf://datasets/own/rows/b: the repos",
         ),
-        ([model, data + "rows]"], "data.train_files=hf://datasets/own/rows: must be hf://datasets/OWNER/NAME/PATH"),
     ):
         message = check(*overrides)
         wrong += [f"{words!r} is not in {message!r}"] if words not in message or "\n" in message else []
     assert wrong == []
     hub.failing = 503
-    assert f"model.path=own/other: {hub.address} does not answer" in check(
-        "model.path=own/other", f"data.train_files=[{workplace}/train.parquet]"
-    )
+    local = f"data.train_files=[{workplace}/train.parquet]"
+    assert f"model.path=own/other: {hub.address} does not answer" in check("model.path=own/other", local)
+
+
+def test_fetch_data_files_names_the_fault_of_an_address(hub: StandIn, tmp_path: Path, monkeypatch) -> None:
+    hub.add("datasets/own/secret", {"a.parquet": b""}, access="private")
+
+    def refusal(address: str) -> str:
+        return message_of(lambda: fetch_data_files(HubCommits(), "data.val_files", address, tmp_path / "copies"))
+
+    wrong = []
+    for address, words in (
+        ("own/secret/a.parquet", f"data.val_files=hf://datasets/own/secret: {hub.address} has no such repository, or"),
+        ("own/rows@v9/data", "hf://datasets/own/rows@v9: the repository has no revision 'v9'"),
+        ("own/rows/train.parquet", "the repository has no such file (it has data/train-0.parquet, data/"),
+        ("own/rows/a.jsonl", "a.jsonl is not a parquet file: convert it with `rl-plugins prepare`, or name"),
+        ("own/rows", "data.val_files=hf://datasets/own/rows: must be hf://datasets/OWNER/NAME/PATH"),
+    ):
+        message = refusal(f"hf://datasets/{address}")
+        wrong += [f"{words!r} is not in {message!r}"] if words not in message or "\n" in message else []
+    assert wrong == []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "hf download own/other --repo-type dataset" in check(model, data + "other/a.parquet]")
+    assert "hf download own/other --repo-type dataset" in refusal("hf://datasets/own/other/a.parquet")
 
 
 def test_fetch_models_pins_the_model_of_a_reward_and_all_teachers(hub: StandIn) -> None:
