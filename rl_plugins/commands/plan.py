@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from rl_plugins.config.recipe import RecipeConfig
 
-WITH_VALUES = {"gae"}
+WITH_VALUES = {"gae", "bilevel_gae"}
 """Advantages that need a critic."""
 _ROWS = 12
 
