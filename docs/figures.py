@@ -27,7 +27,7 @@ FLOORS = (
     ("launch",),
     ("stages", "callbacks"),
     ("environments", "strategies", "rewards", "models", "evaluation"),
-    ("rollout", "weights", "sandbox", "data", "config", "algorithms", "planning", "report", "tracking"),
+    ("rollout", "weights", "sandbox", "data", "config", "hub", "algorithms", "planning", "report", "tracking"),
 )
 """Rooms from the highest floor to the lowest."""
 CALLS = {

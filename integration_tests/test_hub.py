@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from integration_tests.conftest import recipes_in
 from integration_tests.machines import Machines, machines
 from rl_plugins.run_folder import RunFolder, read_metrics
-from rl_plugins.tests.hub_server import StandIn, environment_of, serving
+from rl_plugins.tests.hub.hub_server import StandIn, environment_of, serving
 
 pytestmark = pytest.mark.extended
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_plugins.errors import CheckpointError, ConfigError
-from rl_plugins.hub_files import model_folder
-from rl_plugins.hub_push import PushTarget
+from rl_plugins.hub.files import model_folder
+from rl_plugins.hub.push import PushTarget
 from rl_plugins.launch.model_card import model_card
 from rl_plugins.manifest import find_damage
 from rl_plugins.run_folder import RunFolder

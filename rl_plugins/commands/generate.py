@@ -147,7 +147,7 @@ def _build_job(arguments: Namespace) -> Job:
 
 def _known_model(policy: str, cache: Path) -> str:
     """Return the folder of a model in MLflow, after a download into `cache`, or a name on the hub with its commit."""
-    from rl_plugins.hub import model_name, pin
+    from rl_plugins.hub.names import model_name, pin
     from rl_plugins.tracking.registry import fetch_model, is_in_mlflow
 
     if not is_in_mlflow(policy):
@@ -181,7 +181,7 @@ def _tokenize(
         load_tokenizer,
         tokenize_prompts,
     )
-    from rl_plugins.hub_files import model_folder
+    from rl_plugins.hub.files import model_folder
     from rl_plugins.launch.terminal import quiet_libraries
 
     quiet_libraries()

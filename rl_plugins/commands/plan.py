@@ -278,7 +278,7 @@ def read_shape(option: str, path: str) -> ModelShape:
     """
     file = Path(path)
     if not file.is_file():
-        from rl_plugins.hub_files import model_folder
+        from rl_plugins.hub.files import model_folder
 
         file = Path(model_folder(path, option=option, weights=False)) / "config.json"
     if not file.is_file():

@@ -25,7 +25,7 @@ from rl_plugins.config.settings import (
     shown,
 )
 from rl_plugins.errors import ConfigError
-from rl_plugins.hub import model_name
+from rl_plugins.hub.names import model_name
 
 _LAYERS = Range(
     "must be all-linear, a list of layers' names, or a regular expression",

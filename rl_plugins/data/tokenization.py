@@ -20,7 +20,7 @@ import numpy as np
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import PromptRows
 from rl_plugins.errors import ConfigError, RowError
-from rl_plugins.hub_files import model_folder
+from rl_plugins.hub.files import model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

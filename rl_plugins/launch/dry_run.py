@@ -108,7 +108,7 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
 
 def _policy_folder(config: RecipeConfig) -> Path:
     """Return the folder with the configuration and the tokenizer of the policy."""
-    from rl_plugins.hub_files import model_folder
+    from rl_plugins.hub.files import model_folder
 
     model = config.model
     return Path(model_folder(model.path, option="model.path", weights=False, trust_remote_code=model.trust_remote_code))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.hub import HubName, model_name, pin
+from rl_plugins.hub.names import HubName, model_name, pin
 from rl_plugins.launch.stored_run import StoredRun
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.whole_file import write_whole_text

@@ -16,8 +16,8 @@ from urllib.parse import unquote
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError, DeadlineExceeded, StorageError
-from rl_plugins.hub import HubName, model_name
-from rl_plugins.hub_files import download, repository_files
+from rl_plugins.hub.files import download, repository_files
+from rl_plugins.hub.names import HubName, model_name
 from rl_plugins.launch.hub_commits import SCHEME, HubCommits
 from rl_plugins.whole_file import link_or_copy
 

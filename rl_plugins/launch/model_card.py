@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rl_plugins.config.recipe import RecipeConfig, changed_options, parse_config
-from rl_plugins.hub import model_name
+from rl_plugins.hub.names import model_name
 from rl_plugins.launch.hub_commits import HubCommits
 from rl_plugins.redaction import redacted
 from rl_plugins.run_folder import RunFolder, checkpoint_step, read_metrics

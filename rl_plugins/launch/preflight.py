@@ -19,8 +19,8 @@ from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.rollout import check_cpu_head_size
 from rl_plugins.errors import ConfigError
-from rl_plugins.hub import model_name
-from rl_plugins.hub_files import model_folder
+from rl_plugins.hub.files import model_folder
+from rl_plugins.hub.names import model_name
 from rl_plugins.launch.gpu_checks import check_engine_weights, check_gpus
 from rl_plugins.launch.gpus import hidden_gpus, local_gpus, read_machine
 from rl_plugins.launch.hub_commits import HubCommits, pinned_model

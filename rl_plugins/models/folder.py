@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.hub import model_name
-from rl_plugins.hub_files import check_hub_weights, model_folder
+from rl_plugins.hub.files import check_hub_weights, model_folder
+from rl_plugins.hub.names import model_name
 from rl_plugins.model_json import AGAIN, read_json, read_model_config
 
 _WEIGHTS = (

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.hub_files import model_folder
+from rl_plugins.hub.files import model_folder
 from rl_plugins.models.folder import check_code_of_folder
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.hub import model_name
+from rl_plugins.hub.names import model_name
 from rl_plugins.weights.source import WeightMeta, WeightSource, full_tensor
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.hub_files import model_folder
+from rl_plugins.hub.files import model_folder
 from rl_plugins.models.folder import check_code_of_folder
 from rl_plugins.models.loading import LoadingOptions, device_map, prepared
 from rl_plugins.models.packing import pack

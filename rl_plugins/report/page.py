@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from rl_plugins.control_characters import without_controls
-from rl_plugins.hub import model_name
+from rl_plugins.hub.names import model_name
 from rl_plugins.redaction import redacted
 from rl_plugins.report.charts import (
     COLOURS,

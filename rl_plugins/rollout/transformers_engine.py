@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.hub_files import model_folder
+from rl_plugins.hub.files import model_folder
 from rl_plugins.memory import MemoryChange
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples

@@ -18,7 +18,7 @@ from typing import Any
 from rl_plugins.collector import collector_off
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost
-from rl_plugins.hub_files import model_folder
+from rl_plugins.hub.files import model_folder
 from rl_plugins.memory import MemoryChange
 from rl_plugins.rollout.engine import Generations, GroupRequest
 from rl_plugins.rollout.vllm.config import VLLMConfig

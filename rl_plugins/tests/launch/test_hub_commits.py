@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from rl_plugins.commands.plan import read_shape
 from rl_plugins.config.recipe import parse_config
-from rl_plugins.hub import HubName
+from rl_plugins.hub.names import HubName
 from rl_plugins.launch import ray_train, training
 from rl_plugins.launch.command_line import run_recipe
 from rl_plugins.launch.hub_commits import HubCommits
@@ -20,7 +20,7 @@ from rl_plugins.launch.hub_fetch import fetch_data_files
 from rl_plugins.launch.pipeline import run_pipeline
 from rl_plugins.launch.preflight import fetch_models
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tests.hub_server import StandIn, serving, use
+from rl_plugins.tests.hub.hub_server import StandIn, serving, use
 from rl_plugins.tests.launch.configurations import configured, message_of
 
 IN_ONE_PROCESS = (

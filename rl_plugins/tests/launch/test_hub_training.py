@@ -15,7 +15,7 @@ from rl_plugins.launch import training  # noqa: F401
 from rl_plugins.launch.command_line import run_recipe
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tests.hub_server import TOKEN, StandIn, serving, use
+from rl_plugins.tests.hub.hub_server import TOKEN, StandIn, serving, use
 from rl_plugins.tests.launch.configurations import configured, message_of
 
 SECRET = "sk-word-of-a-judge"

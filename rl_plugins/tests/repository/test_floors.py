@@ -15,6 +15,7 @@ FLOORS = {
     "algorithms": 1,
     "config": 1,
     "data": 1,
+    "hub": 1,
     "planning": 1,
     "report": 1,
     "rollout": 1,

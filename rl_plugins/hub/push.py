@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.hub import HubName, explained, model_name
+from rl_plugins.hub.names import HubName, explained, model_name
 
 _OPTION = "--push"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", "adapter_config.json")

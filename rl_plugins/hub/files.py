@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rl_plugins.errors import ConfigError, DeadlineExceeded
-from rl_plugins.hub import HubName, explained, model_name, pin
+from rl_plugins.hub.names import HubName, explained, model_name, pin
 
 _WEIGHTS = ("*.safetensors",)
 _PICKLES = ("*.bin",)

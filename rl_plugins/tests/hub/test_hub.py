@@ -11,9 +11,9 @@ import pytest
 from huggingface_hub import constants
 
 from rl_plugins.errors import ConfigError, DeadlineExceeded
-from rl_plugins.hub import HubName, model_name, pin
-from rl_plugins.hub_files import model_folder, only_download
-from rl_plugins.tests.hub_server import TOKEN, StandIn, serving, use
+from rl_plugins.hub.files import model_folder, only_download
+from rl_plugins.hub.names import HubName, model_name, pin
+from rl_plugins.tests.hub.hub_server import TOKEN, StandIn, serving, use
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient
 
@@ -158,7 +158,7 @@ def test_model_folder_works_offline_with_the_files_of_the_cache(hub: StandIn, mo
     model_folder("own/policy", weights=False)
     hub.failing = 500
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("rl_plugins.hub_files._commits_here", {})
+    monkeypatch.setattr("rl_plugins.hub.files._commits_here", {})
     hub.requests.clear()
     assert files_in(model_folder("own/policy", weights=False)) == NEEDED
     message = refusal("own/policy")
