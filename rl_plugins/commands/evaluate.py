@@ -10,8 +10,9 @@ second is compared with the first, prompt by prompt.
   rl-plugins evaluate outputs/run/policy --data test.parquet --output evaluation --samples 16 --reward math_verify
   rl-plugins evaluate MODEL outputs/run/policy --data test.parquet --output evaluation --reward outputs/run/config.yaml
 
---reward names a built-in scorer (exact_match, gsm8k, math_verify, correct_and_format, code_tests), a function in a
-file or in a module, or the config.yaml of a run, which has rewards for each data source.
+Conversations (--recipe, see `generate`) have the scores of their environment, and take no --reward. For other samples,
+--reward names a built-in scorer (exact_match, gsm8k, math_verify, correct_and_format, code_tests), a function in a file
+or in a module, or the config.yaml of a run, which has rewards for each data source.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,14 +42,16 @@ if TYPE_CHECKING:
     from rl_plugins.evaluation.results import PolicyComparison, Results, Samples
     from rl_plugins.rewards.inline import InlineScorer
     from rl_plugins.rewards.pool import RewardPool
+    from rl_plugins.rewards.records import Score, ScoringRequest
 
+_NO_REWARD = "name the reward of single responses with --reward, or the recipe of conversations with --recipe"
 _SAMPLING_OPTIONS = ("samples", "max_tokens", "temperature", "top_p", "seed", "engine", "device", "dtype", "save_every")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("inputs", nargs="+", metavar="SAMPLES_OR_POLICY", help="one input, or two to compare")
-    parser.add_argument("--reward", required=True, help="scorer, function or config.yaml, see above")
+    parser.add_argument("--reward", help="scorer, function or config.yaml, see above")
     parser.add_argument(
         "--right-from",
         type=number(float, FINITE),
@@ -98,24 +101,31 @@ def run(arguments: Namespace) -> int:
     """
     from rl_plugins.commands.terminal import Terminal
     from rl_plugins.evaluation.results import compare, evaluate, load_samples
-    from rl_plugins.rewards.calling import check_routes
 
     if len(arguments.inputs) > 2:
         raise ConfigError(f"there are {len(arguments.inputs)} inputs: give one, or two to compare")
-    reward, answer_of = reward_config(arguments.reward), _answer_function(arguments.answer)
+    if arguments.reward is None and not (
+        arguments.recipe or all(name.endswith(".parquet") for name in arguments.inputs)
+    ):
+        raise ConfigError(_NO_REWARD)
+    reward = None if arguments.reward is None else reward_config(arguments.reward)
+    answer_of = _answer_function(arguments.answer)
     files = [_samples_file(name, arguments) for name in arguments.inputs]
     console, results = Terminal(), []
     all_samples = [load_samples(path) for path in files]
-    reward = with_judges(reward, JudgeConfig(), max(1, arguments.workers))
-    check_deadline(reward, arguments.deadline, "--deadline")
-    check_routes(reward, frozenset().union(*(samples.sources for samples in all_samples)))
-    _try_reward(reward, all_samples, arguments)
-    with closing(_build_scorer(reward, arguments)) as scorer:
+    for samples in all_samples:
+        if samples.is_scored and reward is not None:
+            raise ConfigError(
+                f"{samples.path} has conversations with the scores of their environment: leave --reward out"
+            )
+        if not samples.is_scored and reward is None:
+            raise ConfigError(f"{samples.path}: {_NO_REWARD}")
+    with nullcontext() if reward is None else closing(_scorer(reward, all_samples, arguments)) as scorer:
         for samples in all_samples:
             try:
                 result = evaluate(
                     samples,
-                    scorer.score,
+                    _score_nothing if scorer is None else scorer.score,
                     answer_of,
                     right_from=arguments.right_from,
                     max_failure_rate=arguments.max_failure_rate,
@@ -128,7 +138,7 @@ def run(arguments: Namespace) -> int:
     if comparison is not None:
         _print_comparison(console, comparison, arguments.inputs)
     for path, result in zip(files, results, strict=True):
-        content = {"reward": arguments.reward, **result.plain()}
+        content = {"reward": arguments.reward or "environment", **result.plain()}
         if comparison is not None and result is results[-1]:
             content["against"] = {"samples": str(files[0]), **comparison.plain()}
         target = path.with_suffix(".evaluation.json")
@@ -172,8 +182,8 @@ def reward_config(name: str) -> Mapping[str, Any]:
         turns = (content.get("environment") or {}).get("max_turns", 1)
         if turns > 1:
             raise ConfigError(
-                f"--reward {name}: its run has conversations (environment.max_turns={turns}), but samples are single "
-                "responses: validate the policy in a recipe with model.path and run.eval_before=true"
+                f"--reward {name}: its run has conversations (environment.max_turns={turns}): sample them with "
+                f"--recipe {name}, and leave --reward out"
             )
         return dict(with_judges(functions, _judge(name, judge), 1))
     if ":" not in name and "." not in name:
@@ -224,6 +234,7 @@ def _samples_file(name: str, arguments: Namespace) -> Path:
     # A rollout engine needs a separate process, and ends with the process.
     command = [sys.executable, "-m", "rl_plugins", "generate", name, "--data", *arguments.data, "--output", str(path)]
     options += ["--trust-remote-code"] if arguments.trust_remote_code else []
+    options += ["--recipe", str(arguments.recipe)] if arguments.recipe is not None else []
     status = subprocess.run([*command, *options]).returncode
     if status:
         raise ConfigError(f"sampling from {name} ended with status {status}, see above; the same command continues")
@@ -247,6 +258,23 @@ def _try_reward(reward: Mapping[str, Any], all_samples: Sequence[Samples], argum
         for source, row in rows.items():
             truth = row["reward_model"]["ground_truth"]
             trial.score(ScoringRequest(source, str(truth), truth, row["extra_info"], row["prompt"]))
+
+
+def _score_nothing(_: Sequence[ScoringRequest]) -> Sequence[Score]:
+    raise AssertionError("conversations have scores")
+
+
+def _scorer(
+    reward: Mapping[str, Any], all_samples: Sequence[Samples], arguments: Namespace
+) -> InlineScorer | RewardPool:
+    """Check and try a reward, and return its scorer."""
+    from rl_plugins.rewards.calling import check_routes
+
+    reward = with_judges(reward, JudgeConfig(), max(1, arguments.workers))
+    check_deadline(reward, arguments.deadline, "--deadline")
+    check_routes(reward, frozenset().union(*(samples.sources for samples in all_samples)))
+    _try_reward(reward, all_samples, arguments)
+    return _build_scorer(reward, arguments)
 
 
 def _build_scorer(reward: Mapping[str, Any], arguments: Namespace) -> InlineScorer | RewardPool:

@@ -4,6 +4,10 @@ The output file has the rows and columns of the prompts, and for each row the li
 `response_lengths`. The command writes the file in parts: after a kill, the same command continues, and the file is the
 same as without the kill. A command with other settings is refused.
 
+With --recipe, the policy has conversations with the environment of a run: tools, a stateful environment, an agent, or a
+reward function that replies. The file gets further lists: `conversations` (messages in JSON), `answers` (last
+responses), `turns`, `scores` and `failures`.
+
 The policy may be in MLflow: `models:/NAME@ALIAS`, `models:/NAME/VERSION`, or an artifact `runs:/ID/FOLDER`. The store
 is MLFLOW_TRACKING_URI, or outputs/mlflow.db, the default of the recipes.
 
@@ -12,6 +16,7 @@ is MLFLOW_TRACKING_URI, or outputs/mlflow.db, the default of the recipes.
       --samples 16 --temperature 0.6 --top-p 0.95 --max-tokens 2048
   rl-plugins generate models:/adder@champion --data data/test.parquet --output samples.parquet
   rl-plugins generate outputs/run/policy --data data/test.parquet --output samples.parquet --engine transformers
+  rl-plugins generate outputs/run/policy --data test.parquet --output samples.parquet --recipe outputs/run/config.yaml
 """
 
 from __future__ import annotations
@@ -19,9 +24,10 @@ from __future__ import annotations
 import os
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_plugins.commands.main import number
 from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE
@@ -30,8 +36,11 @@ from rl_plugins.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rl_plugins.config.recipe import RecipeConfig
     from rl_plugins.data.parquet import PromptRows
     from rl_plugins.evaluation.generation import Job, Sample
+    from rl_plugins.rollout.transformers_engine import TransformersRollout
+    from rl_plugins.rollout.vllm.offline import OfflineVLLM
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -45,13 +54,16 @@ def add_arguments(parser: ArgumentParser) -> None:
 def add_sampling_arguments(parser: ArgumentParser) -> None:
     """Declare the sampling options, which `evaluate` has, too."""
     parser.add_argument(
+        "--recipe", type=Path, help="config.yaml of a run, with the environment of conversations (default: none)"
+    )
+    parser.add_argument(
         "--samples", type=number(int, AT_LEAST_1), default=1, help="responses per prompt (default: %(default)s)"
     )
     parser.add_argument(
         "--max-tokens",
         type=number(int, AT_LEAST_1),
         default=512,
-        help="longest response in tokens (default: %(default)s)",
+        help="longest response, or all turns of a conversation, in tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--temperature", type=number(float, NOT_NEGATIVE), help="0 is greedy (default: 0 for one sample, 1 for several)"
@@ -83,14 +95,21 @@ def run(arguments: Namespace) -> int:
     Raises:
         ConfigError: An argument is wrong, or a prompt is too long for the model.
     """
-    from rl_plugins.data.parquet import UNSCORED_COLUMNS, load_rows
+    from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, load_rows
     from rl_plugins.evaluation.generation import generate, open_samples
+    from rl_plugins.launch.environment import (
+        ConversationSampler,
+        open_conversations,
+        open_environment,
+        recipe_with_conversations,
+    )
     from rl_plugins.models.folder import check_model_folder
 
-    job = _build_job(arguments)
+    recipe = None if arguments.recipe is None else recipe_with_conversations(arguments.recipe)
+    job = _build_job(arguments, recipe)
     if arguments.output.suffix != ".parquet":
         raise ConfigError(f"--output {arguments.output}: must end in .parquet")
-    rows = load_rows(arguments.data, UNSCORED_COLUMNS)
+    rows = load_rows(arguments.data, UNSCORED_COLUMNS if recipe is None else COLUMNS)
     model = _known_model(arguments.policy, arguments.output.parent / ".models")
     trusted = arguments.trust_remote_code
     check_model_folder("policy", model, trust_remote_code=trusted)
@@ -99,25 +118,38 @@ def run(arguments: Namespace) -> int:
         print(f"{samples.path} is complete")
         return 0
     _prepare_process(job)
-    with samples.open():
+    with samples.open(), ExitStack() as stack:
         num_parts = len(samples.missing())
         print(f"{samples.path}: {len(rows)} prompts x {job.num_samples} samples, {num_parts} parts to make")
-        prompt_ids, tokenizer = _tokenize(rows, model, job, trusted)
+        environment = None if recipe is None else stack.enter_context(open_environment(recipe))
+        options = {} if environment is None else environment.template_options
+        prompt_ids, tokenizer = _tokenize(rows, model, job, trusted, options)
         longest_prompt = max(map(len, prompt_ids))
+        conversations = None
+        if recipe is not None and environment is not None:
+            conversations = stack.enter_context(open_conversations(recipe, environment, tokenizer))
+            # An environment may have first messages of its own.
+            longest_prompt = max(longest_prompt, recipe.data.max_prompt_tokens)
         engine = (
             _start_vllm(model, job, longest_prompt, trusted)
             if job.engine == "vllm"
             else _load_transformers(model, job, trusted)
         )
-        for progress in generate(samples, rows, prompt_ids, job, tokenizer, engine):
+        sample = _single_responses(engine) if conversations is None else ConversationSampler(conversations, engine)
+        for progress in generate(samples, rows, prompt_ids, job, tokenizer, sample):
             rates = f"{progress['samples_per_s']:.0f} samples/s, {progress['tokens_per_s']:.0f} tokens/s"
             print(f"  part {progress['parts']:.0f} of {num_parts}: {rates}", flush=True)
     print(f"{samples.path} is complete")
     return 0
 
 
-def _build_job(arguments: Namespace) -> Job:
+def _single_responses(engine: OfflineVLLM | TransformersRollout) -> Sample:
+    return lambda _, prompts, sampling, seeds: engine.generate(prompts, sampling, seeds)
+
+
+def _build_job(arguments: Namespace, recipe: RecipeConfig | None) -> Job:
     from rl_plugins.evaluation.generation import Job
+    from rl_plugins.launch.environment import digest
     from rl_plugins.launch.gpus import local_gpus
 
     temperature = arguments.temperature
@@ -142,6 +174,9 @@ def _build_job(arguments: Namespace) -> Job:
         top_p=arguments.top_p,
         seed=arguments.seed,
         prompts_per_part=arguments.save_every,
+        stop=() if recipe is None else tuple(recipe.sampling.stop),
+        stop_token_ids=() if recipe is None else tuple(recipe.sampling.stop_token_ids),
+        environment=None if recipe is None else digest(recipe),
     )
 
 
@@ -169,7 +204,7 @@ def _prepare_process(job: Job) -> None:
 
 
 def _tokenize(
-    rows: PromptRows, model: str, job: Job, trust_remote_code: bool
+    rows: PromptRows, model: str, job: Job, trust_remote_code: bool, template_options: Mapping[str, Any]
 ) -> tuple[Sequence[list[int]], PreTrainedTokenizerBase]:
     """Return the token ids of each prompt, and the tokenizer."""
     from transformers import AutoConfig
@@ -188,7 +223,8 @@ def _tokenize(
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     check_chat_template(tokenizer)
     check_round_trip(tokenizer, (row["prompt"] for row in rows))
-    prompt_ids = tokenize_prompts(accepted_messages(rows, tokenizer, {}), tokenizer, {})
+    messages = accepted_messages(rows, tokenizer, template_options)
+    prompt_ids = tokenize_prompts(messages, tokenizer, template_options)
     folder = model_folder(model, weights=False, trust_remote_code=trust_remote_code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     window = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -201,7 +237,7 @@ def _tokenize(
     return prompt_ids, tokenizer
 
 
-def _start_vllm(model: str, job: Job, longest_prompt: int, trust_remote_code: bool) -> Sample:
+def _start_vllm(model: str, job: Job, longest_prompt: int, trust_remote_code: bool) -> OfflineVLLM:
     from rl_plugins.rollout.vllm.config import VLLMConfig
     from rl_plugins.rollout.vllm.offline import OfflineVLLM
 
@@ -215,10 +251,10 @@ def _start_vllm(model: str, job: Job, longest_prompt: int, trust_remote_code: bo
         sleep="none",
         trust_remote_code=trust_remote_code,
     )
-    return OfflineVLLM(config).generate
+    return OfflineVLLM(config)
 
 
-def _load_transformers(model: str, job: Job, trust_remote_code: bool) -> Sample:
+def _load_transformers(model: str, job: Job, trust_remote_code: bool) -> TransformersRollout:
     import torch
 
     from rl_plugins.rollout.transformers_engine import TransformersRollout
@@ -227,4 +263,4 @@ def _load_transformers(model: str, job: Job, trust_remote_code: bool) -> Sample:
         model, dtype=getattr(torch, job.dtype), device=job.device, trust_remote_code=trust_remote_code
     )
     engine.connect(0, 1)
-    return engine.generate
+    return engine

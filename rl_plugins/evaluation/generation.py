@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.data.parquet import PromptRows
+from rl_plugins.data.parquet import PromptRows, Row
 from rl_plugins.errors import ConfigError
 from rl_plugins.whole_file import storing, write_whole, write_whole_text
 
@@ -152,9 +152,17 @@ def read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-Sample = Callable[[list[list[int]], "SamplingConfig", list[int]], "Generations"]
-COLUMNS = ("responses", "finish_reasons", "response_lengths")
+Sample = Callable[[Sequence[Row], list[list[int]], "SamplingConfig", list[int]], "Generations"]
+"""Samples responses to prompts, from the rows of the prompts, their token ids, settings, and a seed for each prompt."""
+_KINDS = {"responses": pa.string(), "finish_reasons": pa.string(), "response_lengths": pa.int64()}
+COLUMNS = tuple(_KINDS)
 """Columns added to the columns of a prompt: lists with one entry per sample."""
+_KINDS_OF_CONVERSATIONS = {
+    "conversations": pa.string(), "answers": pa.string(), "turns": pa.int64(), "scores": pa.float64(),
+    "failures": pa.string(),
+}  # fmt: skip
+SCORED_COLUMNS = ("answers", "scores", "failures")
+"""Further columns of conversations, for their measures."""
 
 _CHUNK = 1024
 _FINGERPRINT_BLOCKS, _BLOCK_BYTES = 64, 4096
@@ -175,6 +183,9 @@ class Job:
         top_p: probability of the nucleus.
         seed: seed of all samples.
         prompts_per_part: number of prompts to sample and write together.
+        stop: strings that end a response.
+        stop_token_ids: tokens that end a response, besides the end of the sequence.
+        environment: digest of the options of conversations; None for single responses.
     """
 
     policy: str
@@ -187,6 +198,9 @@ class Job:
     top_p: float
     seed: int
     prompts_per_part: int
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    environment: str | None = None
 
     def settings(self, rows: PromptRows, model: str) -> dict[str, Any]:
         """Return everything the samples depend on, with digests of the prompts and of the model's weights."""
@@ -202,7 +216,8 @@ class Job:
             num_samples=self.num_samples,
             temperature=self.temperature,
             top_p=self.top_p,
-            stop_token_ids=stop_token_ids,
+            stop=self.stop,
+            stop_token_ids=(*stop_token_ids, *self.stop_token_ids),
         )
 
 
@@ -218,7 +233,8 @@ def open_samples(path: Path, rows: PromptRows, job: Job, model: str) -> SampleFi
     Raises:
         ConfigError: the file was made with other settings, or the prompts already have a column of samples.
     """
-    taken = [name for name in COLUMNS if name in rows.rows[0]]
+    added = (*COLUMNS, *(() if job.environment is None else _KINDS_OF_CONVERSATIONS))
+    taken = [name for name in added if name in rows.rows[0]]
     if taken:
         raise ConfigError(f"{rows.location(0)}: there is a column {taken[0]!r} already: name a file of prompts")
     samples = SampleFile(path, -(-len(rows) // job.prompts_per_part), job.settings(rows, model))
@@ -242,7 +258,7 @@ def generate(
         prompt_ids: token ids of each prompt.
         job: settings of the samples.
         tokenizer: tokenizer of the policy.
-        sample: Function of the engine that samples responses to prompts.
+        sample: samples responses or conversations.
 
     Yields:
         For each part: the number of `parts` made by this call so far, `samples_per_s` and `tokens_per_s` of the part.
@@ -255,21 +271,41 @@ def generate(
         part = slice(number * job.prompts_per_part, (number + 1) * job.prompts_per_part)
         prompts = list(prompt_ids[part])
         seeds = [_seed(job.seed, part.start + position) for position in range(len(prompts))]
-        generations = sample(prompts, sampling, seeds)
-        texts = tokenizer.batch_decode(generations.responses(), skip_special_tokens=True)
-        columns = dict(zip(COLUMNS, (texts, generations.finish_reasons, generations.lengths.tolist()), strict=True))
-        made = pa.Table.from_pylist([dict(rows.rows[part.start + n]) for n in range(len(prompts))], schema)
-        for name, values in columns.items():
-            kind = pa.list_(pa.int64() if name == "response_lengths" else pa.string())
-            made = made.append_column(name, pa.array(_grouped(values, job.num_samples), kind))
+        asked = [dict(rows.rows[part.start + n]) for n in range(len(prompts))]
+        generations = sample(asked, prompts, sampling, seeds)
+        made = pa.Table.from_pylist(asked, schema)
+        for name, (kind, values) in _columns(generations, tokenizer).items():
+            made = made.append_column(name, pa.array(_grouped(values, job.num_samples), pa.list_(kind)))
         samples.write_part(number, made)
         seconds = time.perf_counter() - start
         yield {
             "parts": made_so_far,
-            "samples_per_s": len(texts) / seconds,
+            "samples_per_s": len(generations.lengths) / seconds,
             "tokens_per_s": float(generations.lengths.sum()) / seconds,
         }
     samples.finish()
+
+
+def _columns(
+    generations: Generations, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, tuple[pa.DataType, Sequence[Any]]]:
+    """Return type and values of each column of samples. The response of a conversation is its text."""
+    endings = generations.endings
+    values: dict[str, Sequence[Any]] = {
+        "responses": [ending.transcript() for ending in endings]
+        or tokenizer.batch_decode(generations.responses(), skip_special_tokens=True),
+        "finish_reasons": generations.finish_reasons,
+        "response_lengths": generations.lengths.tolist(),
+    }
+    if endings:
+        values |= {
+            "conversations": [json.dumps([*map(dict, (*(one.prompt or ()), *one.said))]) for one in endings],
+            "answers": [ending.last for ending in endings],
+            "turns": [ending.turns for ending in endings],
+            "scores": [ending.score.value for ending in endings],
+            "failures": [ending.score.failure for ending in endings],
+        }
+    return {name: ((_KINDS | _KINDS_OF_CONVERSATIONS)[name], column) for name, column in values.items()}
 
 
 def fingerprint(model: str) -> str:

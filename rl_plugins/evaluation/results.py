@@ -20,6 +20,7 @@ import numpy as np
 from rl_plugins.data.parquet import COLUMNS, PromptRows, Row, load_rows
 from rl_plugins.errors import ConfigError
 from rl_plugins.evaluation.generation import COLUMNS as SAMPLE_COLUMNS
+from rl_plugins.evaluation.generation import SCORED_COLUMNS
 from rl_plugins.evaluation.measures import (
     Interval,
     Summary,
@@ -28,7 +29,7 @@ from rl_plugins.evaluation.measures import (
     sizes_up_to,
     summarize_columns,
 )
-from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate, failure_counts
+from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate, failed, failure_counts
 
 ALL = "all"
 """Name of the data source for all prompts together."""
@@ -45,12 +46,14 @@ class Samples:
         rows: one row per prompt, with the lists of its samples.
         size: number of samples per prompt.
         sources: data sources of the prompts.
+        is_scored: True for conversations, which their environment has scored.
     """
 
     path: Path
     rows: PromptRows
     size: int
     sources: frozenset[str]
+    is_scored: bool
 
 
 @dataclass(frozen=True)
@@ -97,12 +100,14 @@ def load_samples(path: Path) -> Samples:
         ConfigError: a column is missing, a row is malformed, or rows differ in the number of responses.
     """
     rows = load_rows(path, (*COLUMNS, *SAMPLE_COLUMNS))
+    is_scored = set(SCORED_COLUMNS) <= set(rows.columns)
+    lists = (*SAMPLE_COLUMNS, *(SCORED_COLUMNS if is_scored else ()))
     size, sources = len(rows.rows[0]["responses"] or ()), set()
     for number, row in enumerate(rows):
-        if not size or any(len(row[name] or ()) != size for name in SAMPLE_COLUMNS):
+        if not size or any(len(row[name] or ()) != size for name in lists):
             raise ConfigError(f"{path}, row {number}: every row must have as many responses as the first, {size}")
         sources.add(row["data_source"])
-    return Samples(path, rows, size, frozenset(sources))
+    return Samples(path, rows, size, frozenset(sources), is_scored)
 
 
 def evaluate(
@@ -117,7 +122,7 @@ def evaluate(
 
     Args:
         samples: the samples.
-        score: Function that scores samples, such as a scorer's `score`.
+        score: Function that scores samples, such as a scorer's `score`; not called for samples with scores.
         answer_of: Function that returns the answer in a response, for maj@k.
         right_from: score from which a sample is right.
         max_failure_rate: largest share of all samples with a failed reward.
@@ -131,13 +136,13 @@ def evaluate(
     failed, examples = list[Score](), dict[str, Score]()
     reasons, tokens = Counter[str](), 0
     for rows in samples.rows.chunks(_CHUNK):
-        scores = score(_requests(rows))
+        scores = _scores(rows) if samples.is_scored else score(_requests(rows))
         # To save memory, all failures of a kind share one message.
         failed += [examples.setdefault(result.failure, result) for result in scores if result.failure is not None]
         check_failure_rate(failed, max_failure_rate, total)
         for number, row in enumerate(rows):
             row_scores = [result.value for result in scores[number * size : (number + 1) * size]]
-            answers = [str(answer_of(response)) for response in row["responses"]]
+            answers = [str(answer_of(answer)) for answer in row["answers" if samples.is_scored else "responses"]]
             measures = measure(row_scores, answers, sizes_up_to(size), right_from=right_from)
             names = list(measures)
             values.extend(measures.values())
@@ -156,6 +161,15 @@ def evaluate(
         prompts=prompts,
         measures=columns,
     )
+
+
+def _scores(rows: Sequence[Row]) -> list[Score]:
+    """Return the scores in the rows."""
+    return [
+        Score(value) if failure is None else failed(failure, "the environment gave no score")
+        for row in rows
+        for value, failure in zip(row["scores"], row["failures"], strict=True)
+    ]
 
 
 def _requests(rows: Sequence[Row]) -> list[ScoringRequest]:

@@ -39,20 +39,15 @@ from rl_plugins.callbacks.target_reward import TargetReward
 from rl_plugins.callbacks.throughput import Throughput
 from rl_plugins.config.models import RewardModelConfig, RewardModelOptions
 from rl_plugins.config.recipe import RecipeConfig, write_config
-from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
-from rl_plugins.environments.agent import AgentEnvironment
-from rl_plugins.environments.stateful import StatefulEnvironment
-from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.errors import DataError
 from rl_plugins.intact_checkpoint import newest_intact
-from rl_plugins.launch.agent import agent_environment
+from rl_plugins.launch.environment import open_environment
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes, training_data
 from rl_plugins.launch.resume import note_end
-from rl_plugins.launch.stateful import stateful_environment
 from rl_plugins.launch.terminal import quiet_libraries, redraw_interval_s
-from rl_plugins.launch.tools import tool_environment
 from rl_plugins.launch.tracking import best_upload, register, tracking_logger
 from rl_plugins.models.pool import ModelPool
 from rl_plugins.rewards.inline import InlineScorer
@@ -60,7 +55,7 @@ from rl_plugins.rewards.pool import RewardPool
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.critic_pool import CriticPool
-from rl_plugins.stages.sampling import Scorer, greedy
+from rl_plugins.stages.sampling import AnyEnvironment, Scorer, greedy
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import COST_CRITIC, CRITIC, TEACHER
 from rl_plugins.tracking.loggers import JsonLinesLogger, mlflow_loggers
@@ -105,6 +100,7 @@ class TrainingRun:
     started: float
     pools: Sequence[ModelPool] = ()
     trainer_options: Mapping[str, Any] = field(default_factory=dict)
+    _open: ExitStack = field(default_factory=ExitStack, init=False)
 
     def call_recipe(self) -> None:
         """Call `train` of the recipe for the option `stage`."""
@@ -116,9 +112,7 @@ class TrainingRun:
         try:
             import_module(f"rl_plugins.recipes.{_RECIPES[self.config.stage]}").train(self)
         finally:
-            for name in ("tools", "stateful", "agent"):
-                if environment := vars(self).get(name):
-                    environment.close()
+            self._open.close()
 
     # Arguments of stages ----------------------------------------------------------------------------------------
 
@@ -155,28 +149,14 @@ class TrainingRun:
         return {
             "scorer": self.scorer,
             "eval_sampling": eval_sampling,
-            "environment": self.tools or self.stateful or self.agent or self._conversation_limits(),
+            "environment": self.environment,
             "seed": self.config.run.seed,
         }
 
-    def _conversation_limits(self) -> EnvironmentConfig:
-        limits = {name: getattr(self.config.environment, name) for name in ("max_turns", "max_observation_tokens")}
-        return EnvironmentConfig(**limits, template_options=self.config.data.chat_template_kwargs)
-
     @cached_property
-    def tools(self) -> ToolEnvironment | None:
-        """Tools of the policy; None without tools."""
-        return tool_environment(self.config)
-
-    @cached_property
-    def stateful(self) -> StatefulEnvironment | None:
-        """Stateful environment of the policy; None without one."""
-        return stateful_environment(self.config)
-
-    @cached_property
-    def agent(self) -> AgentEnvironment | None:
-        """Agent of the user; None without one."""
-        return agent_environment(self.config)
+    def environment(self) -> AnyEnvironment:
+        """Environment of the policy."""
+        return self._open.enter_context(open_environment(self.config))
 
     def preference_options(self) -> dict[str, Any]:
         """Return the arguments of stages with a preference loss."""
@@ -223,7 +203,7 @@ class TrainingRun:
             "prompts_per_step": config.prompts_drawn,
             "eval_batch_size": data.eval_batch_size,
             "overlong_prompts": data.overlong_prompts,
-            "chat_template_kwargs": self.tools.template_options if self.tools else data.chat_template_kwargs,
+            "chat_template_kwargs": self.environment.template_options,
             "seed": config.run.seed,
             "max_prompt_tokens": data.max_prompt_tokens,
         }

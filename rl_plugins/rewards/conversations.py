@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
 from rl_plugins.rewards.trajectory import Ending, LastWords, Reply, Start, Trajectory, Turn
-from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, RolloutEngine, sample_seed
+from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RemoteSamples, sample_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,9 +119,9 @@ class Conversations:
         """True if the environment may reward each turn."""
         return isinstance(self._environment, StartingEnvironment)
 
-    def by(self, engine: RolloutEngine) -> Conversations:
+    def by(self, engine: GroupSampler) -> Conversations:
         """Set the rollout engine that samples, and return this object."""
-        self._engine: RolloutEngine = engine
+        self._engine: GroupSampler = engine
         return self
 
     def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:

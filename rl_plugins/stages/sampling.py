@@ -235,27 +235,27 @@ class SamplingSetup:
         self._scorer = scorer if scorer is None or isinstance(scorer, Scorer) else default_scorer(scorer)
         self.eval_sampling = with_stop_token(eval_sampling, tokenizer)
         self._tokenizer, self._seed = tokenizer, seed
-        self._conversations = None
+        self.conversations: Conversations | None = None
         if isinstance(environment, StatefulEnvironment):
             objects = StatefulConversations(environment.host, tokenizer, environment)
-            self._conversations = Conversations(objects, tokenizer, environment.max_turns)
+            self.conversations = Conversations(objects, tokenizer, environment.max_turns)
         elif isinstance(environment, AgentEnvironment):
-            self._conversations = Conversations(environment.connect(tokenizer), tokenizer, environment.max_turns)
+            self.conversations = Conversations(environment.connect(tokenizer), tokenizer, environment.max_turns)
         elif environment is not None and environment.max_turns > 1:
             answering = (
                 ReplyingReward(self._scorer, tokenizer, environment)
                 if isinstance(environment, EnvironmentConfig)
                 else environment.connect(self._scorer, tokenizer)
             )
-            self._conversations = Conversations(answering, tokenizer, environment.max_turns)
+            self.conversations = Conversations(answering, tokenizer, environment.max_turns)
 
     def sampler(self, strategy: Strategy) -> PromptSampler:
         """Return a sampler of responses."""
-        return PromptSampler(strategy, self._tokenizer, self._seed, self._conversations)
+        return PromptSampler(strategy, self._tokenizer, self._seed, self.conversations)
 
     def scorer(self, strategy: Strategy) -> SampleScorer:
         """Return a scorer of the sampler's responses."""
-        return SampleScorer(self._scorer, self._conversations, strategy.phase_log)
+        return SampleScorer(self._scorer, self.conversations, strategy.phase_log)
 
 
 def _check_scorer(scorer: Scorer | Reward | None, environment: AnyEnvironment | None) -> None:

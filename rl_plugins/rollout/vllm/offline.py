@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Coroutine, Mapping, Sequence
+from threading import Thread
+from typing import Any, TypeVar
 
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.rollout.engine import Generations
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
 from rl_plugins.rollout.vllm.config import VLLMConfig
+
+R = TypeVar("R")
 
 
 class OfflineVLLM:
-    """The engine of training, in the calling process. A process can have one OfflineVLLM.
+    """The engine of training, in the calling process: a `GroupSampler`. A process can have one OfflineVLLM.
+
+    The engine runs in a thread, so the engine samples while the caller does other work.
 
     Args:
         config: settings of the engine. Environment variables with a value keep the value.
@@ -24,7 +31,11 @@ class OfflineVLLM:
 
         self._engine = VLLMActor(config)
         self._events = asyncio.new_event_loop()
-        self._events.run_until_complete(self._engine.begin_session())
+        Thread(target=self._events.run_forever, name="vllm", daemon=True).start()
+        self._run(self._engine.begin_session())
+
+    def _run(self, call: Coroutine[Any, Any, R]) -> R:
+        return asyncio.run_coroutine_threadsafe(call, self._events).result()
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int]) -> Generations:
         """Sample responses without caches of earlier calls. The same call gives the same responses.
@@ -34,9 +45,36 @@ class OfflineVLLM:
             sampling: options of sampling.
             seeds: one seed per prompt.
         """
-        return self._events.run_until_complete(self._generate(prompts, sampling, seeds))
+        return self._run(self._generate(prompts, sampling, seeds))
 
     async def _generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int]) -> Generations:
         await self._engine.drop_prefixes()
         generations, _ = await self._engine.generate(0, [0], prompts, sampling, seeds)
         return generations
+
+    # Groups, see `GroupSampler` -------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
+        """Start groups, without waiting."""
+        self._run(self._engine.submit(0, [0] if together else [], requests, sampling))
+
+    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations]:
+        """Wait for groups, and return the finished groups by ticket."""
+        return self._run(self._collect(required, count))
+
+    async def _collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations]:
+        lengths, _ = await self._engine.collect(0, required, count)
+        _, generations = await self._engine.fetch([(0, ticket) for ticket in lengths])
+        return dict(zip(lengths, generations.split([len(of_group) for of_group in lengths.values()]), strict=True))
+
+    def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
+        """Return the responses, which are already in this process."""
+        return [responses for responses in finished if isinstance(responses, Generations)]
+
+    def drop(self, tickets: Sequence[int]) -> None:
+        """End and remove groups."""
+        self._run(self._engine.drop(0, tickets))
+
+    def lost_tickets(self) -> list[int]:
+        """Return an empty list: the engine ends with this process."""
+        return []

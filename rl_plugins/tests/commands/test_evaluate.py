@@ -156,5 +156,5 @@ def test_reward_config_names_a_wrong_option_of_a_judge(tmp_path):
 def test_reward_config_refuses_the_reward_of_a_conversation(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("reward: {functions: {default: {_target_: game.play}}}\nenvironment: {max_turns: 4}")
-    with pytest.raises(ConfigError, match=r"environment.max_turns=4\), but samples are single responses"):
+    with pytest.raises(ConfigError, match=r"environment.max_turns=4\): sample them with --recipe"):
         reward_config(str(config))

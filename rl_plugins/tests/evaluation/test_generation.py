@@ -36,7 +36,7 @@ class Engine:
     def __init__(self, calls=100):
         self.calls, self.prompts = calls, []
 
-    def __call__(self, prompts, sampling, seeds):
+    def __call__(self, rows, prompts, sampling, seeds):
         if not self.calls:
             raise Killed
         self.calls -= 1

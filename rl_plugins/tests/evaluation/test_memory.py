@@ -68,7 +68,7 @@ def at_most(mebibytes: float) -> Iterator[None]:
     assert peak < mebibytes, f"{peak:.0f} MiB"
 
 
-def sample(prompts: list[list[int]], sampling: object, seeds: list[int]) -> Generations:
+def sample(rows: object, prompts: list[list[int]], sampling: object, seeds: list[int]) -> Generations:
     return Generations.from_responses([[1]] * len(prompts), [[0.0]] * len(prompts), ["stop"] * len(prompts), 0)
 
 

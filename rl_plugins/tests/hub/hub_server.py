@@ -22,7 +22,7 @@ import pytest
 from huggingface_hub import constants
 from typing_extensions import override
 
-from rl_plugins import hub_files
+from rl_plugins.hub import files as hub_files
 
 TOKEN = "hf_" + "t" * 20
 _API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|preupload|commit)/(.+))?")

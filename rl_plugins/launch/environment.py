@@ -1,0 +1,159 @@
+"""Environment of a recipe: tools, a stateful environment, an agent, or a reward function that replies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_plugins.config.recipe import RecipeConfig, parse_config, written
+from rl_plugins.config.sampling import EnvironmentConfig
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch.agent import agent_environment
+from rl_plugins.launch.stateful import stateful_environment
+from rl_plugins.launch.tools import tool_environment
+from rl_plugins.redaction import REMOVED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rl_plugins.config.sampling import SamplingConfig
+    from rl_plugins.data.parquet import Row
+    from rl_plugins.rewards.conversations import Conversations
+    from rl_plugins.rollout.engine import Generations, GroupSampler
+    from rl_plugins.stages.sampling import AnyEnvironment
+
+
+@contextmanager
+def open_environment(config: RecipeConfig) -> Iterator[AnyEnvironment]:
+    """Start the environment of a recipe, and end its processes at the end.
+
+    Raises:
+        ConfigError: the environment cannot be used; see `ToolEnvironment`, `StatefulEnvironment` and
+            `AgentEnvironment`.
+    """
+    environment = tool_environment(config) or stateful_environment(config) or agent_environment(config)
+    if environment is None:
+        options = config.environment
+        yield EnvironmentConfig(
+            options.max_turns, options.max_observation_tokens, template_options=config.data.chat_template_kwargs
+        )
+        return
+    try:
+        yield environment
+    finally:
+        environment.close()
+
+
+# Conversations without training ---------------------------------------------------------------------------------------
+
+
+def recipe_with_conversations(file: Path) -> RecipeConfig:
+    """Read the configuration of a run whose policy has conversations.
+
+    Args:
+        file: `config.yaml` of a run, or a file with the same options.
+
+    Raises:
+        ConfigError: the file or an option is wrong, the file lacks a secret, or the policy has no conversations.
+    """
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
+
+    try:
+        config = parse_config(OmegaConf.load(file))
+    except OSError as error:
+        raise ConfigError(f"--recipe {file}: {error.strerror}: name the config.yaml of a run") from None
+    except YAMLError:
+        raise ConfigError(f"--recipe {file}: the file is no YAML: name the config.yaml of a run") from None
+    except ConfigError as error:
+        raise ConfigError(f"--recipe {file}: {error}") from None
+    options = config.environment
+    if not config.generates or not (options.tools or options.scores_itself or options.max_turns > 1):
+        raise ConfigError(
+            f"--recipe {file}: its policy has no conversations: leave --recipe out, and score single responses with "
+            "`rl-plugins evaluate`"
+        )
+    if repr(REMOVED) in repr(_used(config)):
+        raise ConfigError(
+            f"--recipe {file}: files of a run have {REMOVED} in place of a secret: copy the file, and name the "
+            "variable with the secret, as in api_key: ${oc.env:SEARCH_KEY}"
+        )
+    return config
+
+
+def digest(config: RecipeConfig) -> str:
+    """Return a digest of the options on which a conversation depends."""
+    return blake2b(dumps(_used(config), sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+def _used(config: RecipeConfig) -> Mapping[str, Any]:
+    options = written(config)
+    return {
+        "environment": options["environment"],
+        "reward": options["reward"],
+        "chat_template_kwargs": options["data"]["chat_template_kwargs"],
+        "stop": options["sampling"]["stop"],
+        "stop_token_ids": options["sampling"]["stop_token_ids"],
+    }
+
+
+class ConversationSampler:
+    """Samples conversations with the rows of a file.
+
+    Args:
+        conversations: conversations with the environment.
+        engine: rollout engine.
+    """
+
+    def __init__(self, conversations: Conversations, engine: GroupSampler) -> None:
+        self._conversations, self._engine = conversations, engine
+
+    def __call__(
+        self, rows: Sequence[Row], prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int]
+    ) -> Generations:
+        """Hold `num_samples` conversations with each prompt, and return the conversations prompt by prompt.
+
+        Raises:
+            RewardError: too many conversations failed.
+        """
+        from rl_plugins.rewards.conversations import Opening
+        from rl_plugins.rollout.engine import Generations
+        from rl_plugins.stages.sampling import scoring_request
+
+        openings = [
+            Opening(ticket, prompt, seed, about=scoring_request("", row))
+            for ticket, (row, prompt, seed) in enumerate(zip(rows, prompts, seeds, strict=True))
+        ]
+        groups = self._conversations.by(self._engine)
+        groups.submit(openings, sampling)
+        ended = groups.collect([opening.ticket for opening in openings], 0)
+        generations = Generations.concat([ended[opening.ticket] for opening in openings])
+        groups.scores(generations.endings)
+        return generations
+
+
+@contextmanager
+def open_conversations(
+    config: RecipeConfig, environment: AnyEnvironment, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Conversations]:
+    """Start the reward of a recipe, if the environment does not return the rewards, and connect the environment.
+
+    Raises:
+        ConfigError: the environment does not fit the tokenizer.
+    """
+    from rl_plugins.config.sampling import SamplingConfig
+    from rl_plugins.launch.training import scorer_of
+    from rl_plugins.stages.sampling import SamplingSetup
+
+    scorer = scorer_of(config)
+    try:
+        setup = SamplingSetup(scorer, tokenizer, SamplingConfig(), environment, config.run.seed)
+        assert setup.conversations is not None, "the recipe has conversations"
+        yield setup.conversations
+    finally:
+        if scorer is not None:
+            scorer.close()

@@ -1,0 +1,110 @@
+"""`rl-plugins generate --recipe`: conversations with the environment of a run, and their measures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from omegaconf import OmegaConf
+
+from rl_plugins.commands.main import main
+from rl_plugins.data.prepare.files import write_splits
+from rl_plugins.data.prepare.tasks import addition_rows
+from rl_plugins.errors import ConfigError
+from rl_plugins.launch.environment import recipe_with_conversations
+from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.redaction import REMOVED
+
+OBJECTS = "rl_plugins.tests.environments.sample_environments"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """Configuration of a run; an untrained policy ends few responses by itself."""
+    environment = {"stateful": f"{OBJECTS}.Lengths", "max_turns": 2, "max_objects": 4}
+    return write_recipe(tmp_path, environment=environment)
+
+
+def write_recipe(folder: Path, **groups: Any) -> Path:
+    values = {
+        "stage": "policy_optimization",
+        "model": {"path": str(folder / "tiny")},
+        "run": {"name": "talk"},
+        "data": {"max_prompt_tokens": 40},
+        "sampling": {"stop_token_ids": list(range(60, 200))},
+        **groups,
+    }
+    file = folder / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(values)), encoding="utf-8")
+    return file
+
+
+def test_generate_holds_conversations_that_evaluate_measures(
+    tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
+    save_tiny_policy(tmp_path / "tiny", **sizes)
+    write_splits(addition_rows(below=20, num_train=4, num_test=1, seed=0), tmp_path / "data")
+    command = [
+        "generate", str(tmp_path / "tiny"), "--data", str(tmp_path / "data/train.parquet"), "--engine", "transformers",
+        "--samples", "3", "--max-tokens", "60", "--save-every", "2", "--recipe", str(recipe), "--output",
+    ]  # fmt: skip
+    assert main([*command, str(tmp_path / "a.parquet")]) == 0, capsys.readouterr().err
+    rows = pq.read_table(tmp_path / "a.parquet").to_pylist()
+    assert len(rows) == 4 and all(len(row["scores"]) == 3 for row in rows)
+    for row in rows:
+        for place, text in enumerate(row["conversations"]):
+            messages = json.loads(text)
+            said = [message["content"] for message in messages if message["role"] == "assistant"]
+            # The object starts with the prompt of the row and a message of its own.
+            assert messages[0]["content"] == row["prompt"][0]["content"] and messages[1]["role"] == "user"
+            assert row["scores"][place] == sum(1.0 + len(response) for response in said)
+            assert row["turns"][place] == len(said) and row["answers"][place] == said[-1]
+            assert row["failures"][place] is None
+    assert max(max(row["turns"]) for row in rows) == 2
+    # The same command gives the same conversations.
+    assert main([*command, str(tmp_path / "b.parquet")]) == 0
+    assert pq.read_table(tmp_path / "b.parquet").to_pylist() == rows
+
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "a.parquet")]) == 0
+    content = json.loads((tmp_path / "a.evaluation.json").read_text())
+    assert content["reward"] == "environment"
+    mean = sum(sum(row["scores"]) for row in rows) / 12
+    assert content["measures"]["addition"]["mean@3"]["value"] == pytest.approx(mean)
+    assert main(["evaluate", str(tmp_path / "a.parquet"), "--reward", "exact_match"]) == 2
+    assert "has conversations with the scores of their environment: leave --reward out" in capsys.readouterr().err
+
+    write_recipe(tmp_path, environment={"stateful": f"{OBJECTS}.Lengths", "max_turns": 1})
+    assert main([*command, str(tmp_path / "a.parquet")]) == 2
+    assert "was made with other settings: environment was" in capsys.readouterr().err
+
+
+def test_evaluate_asks_for_the_reward_of_a_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "policy", "--data", "a.parquet", "--output", "b"]) == 2
+    assert "name the reward of single responses with --reward" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ({"stage": "sft"}, "its policy has no conversations: leave --recipe out"),
+        ({}, "its policy has no conversations: leave --recipe out"),
+        ({"environment": {"max_turn": 2}}, "max_turn"),
+        ({"environment": {"tools": ["{}"], "memory_mb": 0}}, "memory_mb"),
+        ({"environment": {"stateful": {"_target_": "a.B", "api_key": REMOVED}}}, "in place of a secret"),
+    ],
+)
+def test_recipe_with_conversations_refuses_a_file_in_one_line(tmp_path: Path, groups: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        recipe_with_conversations(write_recipe(tmp_path, **groups))
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert str(refused.value).startswith(f"--recipe {tmp_path / 'config.yaml'}: ")
+
+
+def test_recipe_with_conversations_names_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"No such file or directory: name the config\.yaml of a run"):
+        recipe_with_conversations(tmp_path / "none.yaml")
