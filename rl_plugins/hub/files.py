@@ -1,6 +1,6 @@
 """Files of a repository of the Hugging Face hub on this machine: the needed files alone, and one download.
 
-A process that holds the lock of a repository downloads, and the other processes of the machine wait.
+The process with the lock of a repository downloads, and the other processes of the machine wait.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm")
 _LEFT_OUT = ("*/*", "consolidated*")
 _STALL_S = 300.0
 _PAUSE_S = 0.2
-# A cache that is read-only, or on a file system without locks, has no lock.
+# A read-only cache, or a file system without locks, has no lock.
 _NO_LOCKS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _commits_here: dict[HubName, HubName] = {}
-"""Commit of each name that this process has looked up."""
+"""Commits of names, looked up by this process."""
 
 
 def model_folder(path: str, *, option: str | None = None, weights: bool = True, trust_remote_code: bool = False) -> str:
@@ -63,7 +63,7 @@ def model_folder(path: str, *, option: str | None = None, weights: bool = True, 
 
 
 def check_hub_weights(path: str, *, option: str | None = None, trust_remote_code: bool = False) -> None:
-    """Check by the list of files that a repository has weights, before a download of the weights.
+    """Check by the list of files if a repository has weights, before a download of the weights.
 
     Args:
         path: name on the hub, whose configuration is downloaded.
@@ -121,7 +121,7 @@ def download(
         name: name with a commit.
         patterns: patterns of the needed files.
         option: option or argument with the name, for messages.
-        left_out: patterns of files that are not needed.
+        left_out: patterns of unneeded files.
 
     Raises:
         ConfigError: see `model_folder`.
@@ -165,7 +165,7 @@ def download(
 
 @contextmanager
 def only_download(name: str, folder: Path, stall_s: float = _STALL_S) -> Iterator[None]:
-    """Hold the lock of a repository, so that this process alone downloads. The lock ends with the process.
+    """Hold the lock of a repository, so this process alone downloads. The lock ends with the process.
 
     Args:
         name: name of the repository, for messages.
@@ -193,7 +193,7 @@ def only_download(name: str, folder: Path, stall_s: float = _STALL_S) -> Iterato
             time.sleep(_PAUSE_S)
         yield
     finally:
-        # A process that was forked meanwhile shares the lock.
+        # A process forked meanwhile shares the lock.
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
@@ -222,12 +222,12 @@ def _lock(descriptor: int) -> bool:
 
 
 def _bytes(folder: Path) -> int:
-    """Return the bytes of the files that are downloaded, also of incomplete files."""
+    """Return the bytes of the downloaded files, also of incomplete files."""
     total = 0
     for file in (folder / "blobs").glob("*"):
         try:
             total += file.stat().st_size
         except FileNotFoundError:
-            # A download that is complete gets another name.
+            # A complete download gets another name.
             continue
     return total

@@ -1,7 +1,7 @@
 """Names on the Hugging Face hub: the commit of a name, and one line for a refusal of the hub.
 
-A name is `OWNER/NAME` or `OWNER/NAME@REVISION`. The process that starts a run asks the hub for the commit once, and
-hands on `OWNER/NAME@COMMIT`, so that all machines and a resumed run read the same files. A local folder comes before a
+A name is `OWNER/NAME` or `OWNER/NAME@REVISION`. The process at the start of a run asks the hub for the commit once, and
+hands on `OWNER/NAME@COMMIT`, so all machines and a resumed run read the same files. A local folder comes before a
 name.
 
 Requests, cache, token (HF_TOKEN), offline mode (HF_HUB_OFFLINE) and progress bars are those of huggingface_hub.
@@ -57,7 +57,7 @@ class HubName:
 
 
 def model_name(path: str) -> HubName | None:
-    """Return the name on the hub; None for a local folder, and for text that is no name."""
+    """Return the name on the hub; None for a local folder, and for other text."""
     found = None if Path(path).is_dir() else _NAME.fullmatch(path)
     return None if found is None else HubName(found[1], found[2])
 

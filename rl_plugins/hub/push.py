@@ -14,7 +14,7 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 @dataclass(frozen=True)
 class PushTarget:
-    """Repository that takes a model.
+    """Repository for a model.
 
     Attributes:
         name: name of the repository.
