@@ -27,6 +27,10 @@ ALLOWED: dict[str, tuple[float, str]] = {
         10.0,
         "a process of the tools starts three times, and imports transformers for the schemas",
     ),
+    "rl_plugins/tests/repository/test_site.py::test_site_has_a_page_for_every_file_of_docs": (
+        10.0,
+        "builds the whole site",
+    ),
     "rl_plugins/tests/test_gpu_cases.py::test_cases_of_all_sections_run_on_cpu": (
         10.0,
         "a training in each section of the program",
