@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,8 +74,7 @@ def _train_all(arguments: dict[str, Any]) -> None:
     from ray.train.lightning import RayLightningEnvironment
 
     from rl_plugins.launch.ray_train import ray_strategy
-    from rl_plugins.launch.training import TrainingRun
-    from rl_plugins.rewards.pool import RewardPool
+    from rl_plugins.launch.training import TrainingRun, scorer_of
     from rl_plugins.rollout.transformers_engine import TransformersRollout
 
     torch.set_num_threads(1)
@@ -83,18 +82,14 @@ def _train_all(arguments: dict[str, Any]) -> None:
     for values in arguments["configs"]:
         config = parse_config(values)
         folder = RunFolder(Path(config.run.output_dir) / config.run.name)
-        samples = config.generates
         rollout: RolloutEngine | None = None
         if with_vllm(config):
             rollout = arguments["rollout"]
-        elif samples:
+        elif config.generates:
             rollout = TransformersRollout(config.model.path, check_updates=config.rollout.check_updates)
         strategy = ray_strategy(config, rollout)
-        functions, deadline_s = config.reward.functions, config.reward.deadline_s
-        # A stateful environment has no reward functions.
-        scored = samples and functions
-        pool = RewardPool(functions, num_workers=1, deadline_s=deadline_s) if scored else nullcontext()
-        with pool as scorer:
+        scorer = scorer_of(config)
+        with nullcontext() if scorer is None else closing(scorer):
             TrainingRun(
                 config=config,
                 folder=folder,

@@ -50,6 +50,11 @@ class RunFolder:
         return self.path / "environment.txt"
 
     @property
+    def hub(self) -> Path:
+        """File with the commit of each model and data set of the Hugging Face hub."""
+        return self.path / "hub.json"
+
+    @property
     def git_state(self) -> Path:
         """File with the git commit at the start, and the names of changed files."""
         return self.path / "git.json"

@@ -52,6 +52,11 @@ INPUTS: dict[str, str] = {
         "reward of each turn of a conversation on its last token, if the environment rewards turns; the sum is the "
         "score by the environment."
     ),
+    "turns_BT": "int64 number of the turn of each token in its conversation, from 0.",
+    "states_BT": (
+        "int64 number of the state in which the turn of each token begins: equal for equal messages of the environment "
+        "before the turn, and in the first turn for equal prompts."
+    ),
     "process_rewards_BT": "reward of each token by a process reward model (`implicit_process_reward`).",
     "outcomes_B": "outcome of each sample, from 0 (failure) to 1 (success).",
     # Log-probabilities of the sampled tokens
@@ -105,7 +110,7 @@ ALWAYS_GIVEN_TO_ADVANTAGES = frozenset({
 })  # fmt: skip
 COMPUTED_FOR_ADVANTAGES = frozenset({
     "old_log_probs_BT", "ref_log_probs_BT", "teacher_log_probs_BT", "entropy_BT", "sum_pi_squared_BT", "values_BT",
-    "baseline_rewards_B", "component_rewards_BK", "process_rewards_BT", "rollout_weights_BT",
+    "baseline_rewards_B", "component_rewards_BK", "process_rewards_BT", "rollout_weights_BT", "turns_BT", "states_BT",
 })  # fmt: skip
 OF_REWARDS_ONLY = frozenset({
     "baseline_rewards_B", "component_rewards_BK", "process_rewards_BT", "turn_rewards_BT", "teacher_log_probs_BT",

@@ -7,6 +7,7 @@ for earlier checkpoints.
 
   rl-plugins export outputs/run/checkpoint_00000050 outputs/step_50
   rl-plugins export outputs/run/checkpoint_00000050 outputs/adapter --lora adapter
+  rl-plugins export outputs/run/checkpoint_00000050 outputs/step_50 --push OWNER/NAME
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_plugins.errors import CheckpointError, ConfigError
+from rl_plugins.hub_files import model_folder
+from rl_plugins.hub_push import PushTarget
+from rl_plugins.launch.model_card import model_card
 from rl_plugins.manifest import find_damage
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.whole_file import write_whole_text
 
 if TYPE_CHECKING:
     import torch
@@ -46,18 +51,32 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run Python code that the model's config.json names"
     )
+    parser.add_argument(
+        "--push", metavar="OWNER/NAME", help="send the folder with a model card to the Hugging Face hub (HF_TOKEN)"
+    )
+    parser.add_argument("--public", action="store_true", help="make a new repository public (default: private)")
 
 
 def run(arguments: Namespace) -> int:
-    """Export the checkpoint."""
-    export_checkpoint(
+    """Export the checkpoint.
+
+    Raises:
+        ConfigError: `--public` without `--push`.
+    """
+    if arguments.public and arguments.push is None:
+        raise ConfigError("--public is for a new repository on the hub: add --push OWNER/NAME, or leave it out")
+    pushed = export_checkpoint(
         arguments.checkpoint,
         arguments.output,
         arguments.model,
         lora=arguments.lora,
         trust_remote_code=arguments.trust_remote_code,
+        push=arguments.push,
+        public=arguments.public,
     )
     print(f"{arguments.checkpoint} is now {arguments.output}")
+    if pushed is not None:
+        print(f"{arguments.output} is now {pushed}")
     return 0
 
 
@@ -68,7 +87,9 @@ def export_checkpoint(
     *,
     lora: Literal["merged", "adapter"] | None = None,
     trust_remote_code: bool = False,
-) -> None:
+    push: str | None = None,
+    public: bool = False,
+) -> str | None:
     """Write the trained model of a checkpoint as a Hugging Face folder, in the dtype of the exports of the run.
 
     Args:
@@ -79,12 +100,17 @@ def export_checkpoint(
             the run.
         trust_remote_code: Run Python code that the model's config.json names (`auto_map`). The config.yaml beside the
             checkpoint cannot allow such code, because the folder may come from somebody else.
+        push: Repository of the Hugging Face hub, `OWNER/NAME`, that gets the folder with a model card.
+        public: Make a new repository public.
+
+    Returns:
+        Address of the commit on the hub; None without `push`.
 
     Raises:
         CheckpointError: a file of `checkpoint` is missing or damaged.
         ConfigError: `checkpoint` is not a checkpoint, or its weights are those of another model; the architecture
             cannot be found; an adapter is requested from a run without one; the average is stored in parts of tensors;
-            or `out` exists.
+            `out` exists; or the hub refuses the push.
     """
     if out.exists():
         raise ConfigError(f"{out} exists: give another folder, or remove it")
@@ -94,6 +120,25 @@ def export_checkpoint(
     trained = _read_trained_model(checkpoint, model, trust_remote_code)
     if (damage := find_damage(checkpoint)) is not None:
         raise CheckpointError(f"{damage}: export another checkpoint")
+    lora_config, as_adapter = _read_lora_options(checkpoint)
+    if lora is not None:
+        as_adapter = lora == "adapter"
+    if lora == "adapter" and lora_config is None:
+        raise ConfigError(f"{checkpoint} is of a run without an adapter (model.lora.rank=0): leave --lora out")
+    target = None if push is None else PushTarget.open(push, public=public)
+    _write_folder(checkpoint, out, trained, lora_config, as_adapter=as_adapter)
+    if target is None:
+        return None
+    is_adapter = lora_config is not None and as_adapter
+    card = model_card(target.name.repository, checkpoint, is_adapter=is_adapter)
+    write_whole_text(out / "README.md", card)
+    return target.push(out, f"{checkpoint.name} of {checkpoint.absolute().parent.name}")
+
+
+def _write_folder(
+    checkpoint: Path, out: Path, trained: _TrainedModel, lora_config: LoraConfig | None, *, as_adapter: bool
+) -> None:
+    state = checkpoint / "state"
 
     # transformers imports DeepSpeed, which would look for a device and print the result.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -102,11 +147,6 @@ def export_checkpoint(
     from rl_plugins.models.export import save_adapter, save_policy, write_policy
 
     quiet_libraries()
-    lora_config, as_adapter = _read_lora_options(checkpoint)
-    if lora is not None:
-        as_adapter = lora == "adapter"
-    if lora == "adapter" and lora_config is None:
-        raise ConfigError(f"{checkpoint} is of a run without an adapter (model.lora.rank=0): leave --lora out")
     read_weights = _read_sharded_weights if state.is_dir() else _read_unsharded_weights
     weights = read_weights(state, trained.engine)
     weights |= read_average(checkpoint, {name: tensor.shape for name, tensor in weights.items()})
@@ -176,7 +216,8 @@ def _read_trained_model(checkpoint: Path, model: str | None, trust_remote_code: 
         raise ConfigError(
             f"{origin} names {path}, which does not exist: name a folder of the architecture with --model"
         )
-    check_code_of_folder(path, trust_remote_code=trust_remote_code)
+    folder = model_folder(path, option="--model", weights=False, trust_remote_code=trust_remote_code)
+    check_code_of_folder(folder, trust_remote_code=trust_remote_code)
     engine = REWARD_MODEL if OmegaConf.select(config, "stage") == "reward_modeling" else POLICY
     return _TrainedModel(path, OmegaConf.select(config, "model.precision") or "32-true", engine, trust_remote_code)
 
@@ -230,11 +271,12 @@ def _build_architecture(trained: _TrainedModel) -> PreTrainedModel:
         if not trained.is_policy:
             config = scalar_head_config(trained.path, **trust)
             return AutoModelForTokenClassification.from_config(config, dtype=trained.dtype, **trust)
-        config = AutoConfig.from_pretrained(trained.path, **trust)
+        folder = model_folder(trained.path, weights=False, trust_remote_code=trained.trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, **trust)
         model = AutoModelForCausalLM.from_config(config, dtype=trained.dtype, **trust)
     # A model need not have this file.
     with suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(trained.path)
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 

@@ -91,7 +91,7 @@ def run(arguments: Namespace) -> int:
     if arguments.output.suffix != ".parquet":
         raise ConfigError(f"--output {arguments.output}: must end in .parquet")
     rows = load_rows(arguments.data, UNSCORED_COLUMNS)
-    model = _local_model(arguments.policy, arguments.output.parent / ".models")
+    model = _known_model(arguments.policy, arguments.output.parent / ".models")
     trusted = arguments.trust_remote_code
     check_model_folder("policy", model, trust_remote_code=trusted)
     samples = open_samples(arguments.output, rows, job, model)
@@ -145,12 +145,14 @@ def _build_job(arguments: Namespace) -> Job:
     )
 
 
-def _local_model(policy: str, cache: Path) -> str:
-    """Return the folder of a model in MLflow, after a download into `cache`. Other names are returned unchanged."""
+def _known_model(policy: str, cache: Path) -> str:
+    """Return the folder of a model in MLflow, after a download into `cache`, or a name on the hub with its commit."""
+    from rl_plugins.hub import model_name, pin
     from rl_plugins.tracking.registry import fetch_model, is_in_mlflow
 
     if not is_in_mlflow(policy):
-        return policy
+        name = model_name(policy)
+        return policy if name is None else str(pin(name, "policy"))
     store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path('outputs', 'mlflow.db').absolute()}"
     return str(fetch_model("policy", policy, store, cache))
 
@@ -179,6 +181,7 @@ def _tokenize(
         load_tokenizer,
         tokenize_prompts,
     )
+    from rl_plugins.hub_files import model_folder
     from rl_plugins.launch.terminal import quiet_libraries
 
     quiet_libraries()
@@ -186,7 +189,8 @@ def _tokenize(
     check_chat_template(tokenizer)
     check_round_trip(tokenizer, (row["prompt"] for row in rows))
     prompt_ids = tokenize_prompts(accepted_messages(rows, tokenizer, {}), tokenizer, {})
-    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    folder = model_folder(model, weights=False, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     window = getattr(config.get_text_config(), "max_position_embeddings", None)
     longest = max(range(len(prompt_ids)), key=lambda index: len(prompt_ids[index]))
     if window is not None and len(prompt_ids[longest]) + job.max_tokens > window:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from rl_plugins.config.recipe import RecipeConfig
 
-WITH_VALUES = {"gae"}
+WITH_VALUES = {"gae", "bilevel_gae"}
 """Advantages that need a critic."""
 _ROWS = 12
 
@@ -271,26 +271,21 @@ def read_shape(option: str, path: str) -> ModelShape:
 
     Args:
         option: Name of the option, for the message of an error.
-        path: Folder of the model, a file like config.json, or a name in the cache of the Hugging Face hub.
+        path: Folder of the model, a file like config.json, or a name on the Hugging Face hub.
 
     Raises:
-        ConfigError: The model or the architecture is unknown, or the file is damaged.
+        ConfigError: The model or the architecture is unknown, the file is damaged, or the hub does not give the model.
     """
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    file = Path(path)
     if not file.is_file():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
+        from rl_plugins.hub_files import model_folder
 
-        try:
-            cached = try_to_load_from_cache(path, "config.json")
-        except HFValidationError:
-            cached = None
-        if not isinstance(cached, str):
-            raise ConfigError(
-                f"{option}={path}: there is no such folder or file, and the cache of the Hugging Face hub does not "
-                "have the model: name a folder, or save the model's config.json and name the file"
-            )
-        file = Path(cached)
+        file = Path(model_folder(path, option=option, weights=False)) / "config.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"{option}={path}: there is no such folder or file: name a folder, a model of the Hugging Face hub, or a "
+            "file like config.json"
+        )
     return shape_of(read_model_config(file), f"{option}={path}")
 
 

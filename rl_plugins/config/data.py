@@ -62,7 +62,8 @@ class DataConfig(Settings):
     """Prompts of training and validation.
 
     Attributes:
-        train_files: parquet files with the columns prompt, data_source, ability, reward_model, extra_info.
+        train_files: parquet files with the columns prompt, data_source, ability, reward_model, extra_info: paths,
+            addresses in storage, or `hf://datasets/OWNER/NAME[@REVISION]/PATH` on the Hugging Face hub.
         mixture: replaces `train_files` by parts in given shares: a mapping of names to `files` and `weight`.
         curriculum: prompts by their difficulty; off by default.
         val_files: parquet files for validation; may be empty.
@@ -98,16 +99,20 @@ class DataConfig(Settings):
     labels_key: str = "extra_info.labels"
     dataset: Annotated[Any, NODE_OR_FILE_OR_NULL] = None
 
-    def replace_files(self, new: Callable[[str, str], str]) -> None:
+    def replace_files(self, new: Callable[[str, str], Sequence[str]]) -> None:
         """Replace the path of each file.
 
         Args:
-            new: function of an option and a path; returns the new path.
+            new: function of an option and a path; returns the new paths.
         """
-        self.train_files = [new("data.train_files", path) for path in self.train_files]
-        self.val_files = [new("data.val_files", path) for path in self.val_files]
+
+        def replaced(option: str, paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+            return [path for old in paths for path in new(option, os.fspath(old))]
+
+        self.train_files = replaced("data.train_files", self.train_files)
+        self.val_files = replaced("data.val_files", self.val_files)
         for name, part in (self.mixture or {}).items():
-            part.files = [new(f"data.mixture.{name}.files", os.fspath(path)) for path in part.paths]
+            part.files = replaced(f"data.mixture.{name}.files", part.paths)
 
 
 @dataclass

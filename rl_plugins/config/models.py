@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from omegaconf import MISSING
@@ -25,6 +25,7 @@ from rl_plugins.config.settings import (
     shown,
 )
 from rl_plugins.errors import ConfigError
+from rl_plugins.hub import model_name
 
 _LAYERS = Range(
     "must be all-linear, a list of layers' names, or a regular expression",
@@ -76,7 +77,8 @@ class ModelConfig(Settings):
     """Policy.
 
     Attributes:
-        path: Hugging Face name or folder.
+        path: Hugging Face name or folder; a name may have a revision, `OWNER/NAME@REVISION`.
+        revision: branch, tag or commit of a name on the hub; null is the main branch, or the revision in `path`.
         precision: Lightning's precision flag: `32-true`, `bf16-true` or `bf16-mixed`. Null is `bf16-mixed` on GPUs,
             with master weights in float32, and `32-true` on CPU.
         gradient_checkpointing: compute activations again in the backward pass.
@@ -92,6 +94,7 @@ class ModelConfig(Settings):
     """
 
     path: str = MISSING
+    revision: str | None = None
     precision: Annotated[str | None, one_of(None, "32-true", "bf16-true", "bf16-mixed")] = None
     gradient_checkpointing: bool = False
     compile: bool = False
@@ -99,6 +102,25 @@ class ModelConfig(Settings):
     attention: str | None = None
     trust_remote_code: bool = False
     lora: LoraConfig = field(default_factory=no_adapter)
+
+    def __post_init__(self) -> None:
+        """Check the settings, and join the revision to the name.
+
+        Raises:
+            ConfigError: a setting is out of range, or the path has a revision or is a folder.
+        """
+        super().__post_init__()
+        if self.revision is None:
+            return
+        name = model_name(self.path)
+        if name is None:
+            raise ConfigError(
+                f"revision={self.revision}: path={self.path} is a folder or an address, and only names on the hub have "
+                "revisions: leave revision out"
+            )
+        if name.revision not in (None, self.revision):
+            raise ConfigError(f"revision={self.revision}: path={self.path} has a revision, too: leave one of them out")
+        self.path, self.revision = str(replace(name, revision=self.revision)), None
 
 
 @dataclass

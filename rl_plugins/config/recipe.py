@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -233,7 +233,7 @@ class RecipeConfig(Settings):
         self.run.output_dir = _absolute(self.run.output_dir)
         if self.run.storage:
             self.run.storage = _absolute(self.run.storage)
-        self.data.replace_files(lambda option, path: _absolute(path))
+        self.data.replace_files(lambda option, path: [_absolute(path)])
         if self.debug.replay:
             self.debug.replay = _absolute(self.debug.replay)
         if self.strategy.offload.folder:
@@ -284,7 +284,7 @@ def parse_config(values: object) -> RecipeConfig:
     # MLflow sets the variable for later runs of a process.
     config.tracking.uri = tracking_address(config.tracking.uri)
     config.make_paths_absolute()
-    options = _plain(config)
+    options = asdict(config)
     config.from_environment = {path: (text, value_at(options, path)) for path, text in expressions.items()}
     return config
 
@@ -322,7 +322,7 @@ def tracking_address(uri: str | None) -> str | None:
 
 def unresolved(config: RecipeConfig) -> dict[str, Any]:
     """Return the options as plain values. An unchanged option from the environment has its expression as the value."""
-    options = _plain(config)
+    options = asdict(config)
     for path, (expression, value) in config.from_environment.items():
         if value_at(options, path) == value:
             value_at(options, path[:-1])[path[-1]] = expression
@@ -360,10 +360,6 @@ def changed_options(config: RecipeConfig) -> dict[str, Any]:
 def write_config(config: RecipeConfig, file: Path) -> None:
     """Write a configuration that `parse_config` reads, without secrets."""
     write_whole_text(file, OmegaConf.to_yaml(OmegaConf.create(written(config))))
-
-
-def _plain(config: RecipeConfig) -> Any:
-    return OmegaConf.to_container(OmegaConf.structured(config))
 
 
 def _mixture_parts(parts: object) -> dict[str, MixturePart]:

@@ -29,8 +29,8 @@ from rl_plugins.whole_file import write_whole
 COMPUTED_FIELDS = (
     "token_level_rewards", "old_log_probs", "ref_log_probs", "teacher_log_probs", "teacher_top_ids",
     "teacher_top_log_probs", "teacher_top_weights", "entropy", "sum_pi_squared", "values", "cost_values",
-    "process_rewards", "turn_rewards", "rollout_weights", "advantages", "returns", "cost_returns", "loss_mask",
-    "selected",
+    "process_rewards", "turn_rewards", "turns", "states", "rollout_weights", "advantages", "returns", "cost_returns",
+    "loss_mask", "selected",
 )  # fmt: skip
 TOKEN_FIELDS = ("responses", "response_mask", "rollout_log_probs", "policy_versions", *COMPUTED_FIELDS)
 SAMPLE_FIELDS = (
@@ -126,6 +126,8 @@ class Experience(TensorClass, shadow=True):
         process_rewards: float32 [B, T], a process reward model's reward of each token.
         turn_rewards: float32 [B, T], reward of each turn at its last token, with the final score at the last turn; None
             without an environment that rewards turns.
+        turns: int64 [B, T], number of the turn of each token.
+        states: int64 [B, T], number of the state in which the turn of each token begins.
         rollout_weights: float32 [B, T], importance weights for the gap between trainer and sampler.
         advantages: float32 [B, T], advantage of each token.
         returns: float32 [B, T], the critic's target.
@@ -163,6 +165,8 @@ class Experience(TensorClass, shadow=True):
     cost_values: Tensor | None = None
     process_rewards: Tensor | None = None
     turn_rewards: Tensor | None = None
+    turns: Tensor | None = None
+    states: Tensor | None = None
     rollout_weights: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -326,6 +330,8 @@ class Experience(TensorClass, shadow=True):
             "cost_values_BT": self.cost_values,
             "process_rewards_BT": self.process_rewards,
             "turn_rewards_BT": self.turn_rewards,
+            "turns_BT": self.turns,
+            "states_BT": self.states,
             "rollout_weights_BT": self.rollout_weights,
             "advantages_BT": self.advantages,
             "returns_BT": self.returns,

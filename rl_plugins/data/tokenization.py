@@ -20,6 +20,7 @@ import numpy as np
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import PromptRows
 from rl_plugins.errors import ConfigError, RowError
+from rl_plugins.hub_files import model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +55,9 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     """
     from transformers import AutoTokenizer
 
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    folder = model_folder(path, weights=False, trust_remote_code=trust_remote_code)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    tokenizer.name_or_path = path
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer in {path} has no eos_token: the policy could never end a response")
     if tokenizer.pad_token_id is None:

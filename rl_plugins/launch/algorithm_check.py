@@ -83,6 +83,8 @@ def check_algorithm(config: RecipeConfig) -> None:
         "top_log_probs_BTK": torch.full((4, 2, 2), -1.0),
         "component_rewards_BK": torch.rand(4, len(algorithm.reward_components)),
         "response_mask_BT": ones_BT,
+        "turns_BT": torch.zeros(4, 2, dtype=torch.int64),
+        "states_BT": torch.zeros(4, 2, dtype=torch.int64),
         "response_lengths_B": torch.full((4,), 2),
         "groups_B": torch.tensor([0, 0, 1, 1]),
         "valid_B": torch.ones(4, dtype=torch.bool),

@@ -312,6 +312,8 @@ def run_recipe(
     """
     from rl_plugins.launch.build_lock import clear_stale_build_locks, extensions_folder
     from rl_plugins.launch.dry_run import set_steps
+    from rl_plugins.launch.hub_commits import HubCommits
+    from rl_plugins.launch.hub_fetch import fetch_weights
     from rl_plugins.launch.preflight import fetch_data, fetch_models, preflight, tracking_uri
     from rl_plugins.launch.resume import finished_step
     from rl_plugins.launch.stored_run import stored_run
@@ -319,10 +321,11 @@ def run_recipe(
     if config.launcher == "local":
         # Set before the checks import torch: spinning threads make other threads up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    fetch_data(config)
-    set_steps(config)
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     stored = stored_run(config, folder)
+    commits = HubCommits.of_run(folder, stored) if config.run.resume else HubCommits()
+    fetch_data(config, commits)
+    set_steps(config)
     if stored is not None and config.run.resume:
         stored.restore()
     copied = nullcontext() if stored is None else stored.copied()
@@ -336,7 +339,7 @@ def run_recipe(
             return folder
     with collector_off():
         config.tracking.uri = tracking_uri(config)
-        fetch_models(config)
+        fetch_models(config, commits)
         preflight(config)
     if config.run.dry_run:
         print(
@@ -345,6 +348,9 @@ def run_recipe(
             flush=True,
         )
         return folder
+    # The driver of a cluster need not train; `train_on_ray` downloads on the machines of the run.
+    if config.launcher == "local" or not os.environ.get("RAY_ADDRESS"):
+        fetch_weights(config)
     if when_checked is not None:
         when_checked(config)
     for lock in clear_stale_build_locks(extensions_folder()):
@@ -354,6 +360,7 @@ def run_recipe(
     with owned(folder):
         shutil.rmtree(folder.linked, ignore_errors=True)
         with copied:
+            commits.write(folder.hub)
             _train(config, folder, recipe)
     if folder.stopped.is_file():
         raise RunStopped(f"{config.run.name}: stopped {folder.stopped.read_text(encoding='utf-8')}")

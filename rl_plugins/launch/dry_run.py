@@ -93,7 +93,7 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     # Loads transformers.
     for path, model in models.items():
         check_model_type(path, model)
-    if not (Path(config.model.path) / "tokenizer.json").is_file():
+    if not (_policy_folder(config) / "tokenizer.json").is_file():
         check_tools(config, None)
         check_stateful(config, first_of_source, None)
         check_agent(config, first_of_source, None)
@@ -104,6 +104,14 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     template_options = check_tools(config, tokenizer)
     for rows in filter(None, (training, validation)):
         rows.check_lengths(tokenizer, template_options)
+
+
+def _policy_folder(config: RecipeConfig) -> Path:
+    """Return the folder with the configuration and the tokenizer of the policy."""
+    from rl_plugins.hub_files import model_folder
+
+    model = config.model
+    return Path(model_folder(model.path, option="model.path", weights=False, trust_remote_code=model.trust_remote_code))
 
 
 def kinds_of(config: RecipeConfig) -> tuple[str, str]:
@@ -219,7 +227,7 @@ def _load_tokenizer(config: RecipeConfig, replies: Iterable[Message]) -> PreTrai
     path = config.model.path
     try:
         # The import of AutoTokenizer would take several seconds. The token ids are not used.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(_policy_folder(config))
     # The library tokenizers raises plain exceptions.
     except Exception as error:
         reason = " ".join(str(error).split())[:200]

@@ -19,20 +19,21 @@ from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.rollout import check_cpu_head_size
 from rl_plugins.errors import ConfigError
+from rl_plugins.hub import model_name
+from rl_plugins.hub_files import model_folder
 from rl_plugins.launch.gpu_checks import check_engine_weights, check_gpus
 from rl_plugins.launch.gpus import hidden_gpus, local_gpus, read_machine
+from rl_plugins.launch.hub_commits import HubCommits, pinned_model
+from rl_plugins.launch.hub_fetch import fetch_data_files, is_data_address, reward_models
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.launch.ray_train import JOB_FOLDERS
 from rl_plugins.launch.resume import check_resume
-from rl_plugins.model_json import read_model_config
 from rl_plugins.redaction import without_password
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.storage import fetch_copy, is_address
 from rl_plugins.tracking.registry import fetch_model, is_in_mlflow
 from rl_plugins.tracking.store import ARTIFACTS, STORE_FILE, check_store
-
-_HUB_TIMEOUT_S = 5.0
 
 
 def preflight(config: RecipeConfig) -> None:
@@ -208,7 +209,7 @@ def check_models(
 ) -> dict[str, dict[str, Any]]:
     """Check that all models exist, that processes can share the policy's heads, and the context window of each model.
 
-    Only JSON files are read, and each config.json once.
+    Only headers and files of configuration and tokenizer are read, and each config.json once.
 
     Args:
         config: Configuration of the run.
@@ -223,18 +224,16 @@ def check_models(
             the heads, the weights do not fit into an engine's share of a GPU, or prompt and response do not fit into a
             context window.
     """
-    from rl_plugins.models.folder import check_model_folder, check_remote_code
+    from rl_plugins.models.folder import check_model_folder
 
     models: dict[str, dict[str, Any]] = {}
     for option, path in config.model_paths.items():
         if is_left_out(path):
             continue
-        trusted = config.model.trust_remote_code
-        model = check_model_folder(option, path, trust_remote_code=trusted)
-        if model is None:
-            model = _config_in_hub(option, path)
-            check_remote_code(f"{option}={path}", model, trust_remote_code=trusted)
-        models[path] = model
+        # Weights of the hub come after all checks, because their download takes time.
+        model = models[path] = check_model_folder(
+            option, path, weights=model_name(path) is None, trust_remote_code=config.model.trust_remote_code
+        )
         if option == "model.path":
             _check_heads(config, model)
             if _engine_on_cpu(config):
@@ -280,26 +279,6 @@ def _check_heads(config: RecipeConfig, model: dict[str, Any]) -> None:
                 f"{option}={size}: {size} processes cannot share the heads of model.path={config.model.path} "
                 f"(num_attention_heads={heads}, num_key_value_heads={key_heads}): use {fitting}"
             )
-
-
-def _config_in_hub(option: str, name: str) -> dict[str, Any]:
-    """Return the content of a model's config.json, from the cache of the hub, or from the hub."""
-    import httpx2
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-
-    try:
-        # One request with a short deadline comes first: a download would try again for half a minute.
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
-        file = Path(hf_hub_download(name, "config.json"))
-    # A wrong name is a ValueError. Refusals by the hub and failures of the network are OSError or HTTPError.
-    except (OSError, ValueError, httpx2.HTTPError) as error:
-        reason = str(error).strip().splitlines()[0].partition(". ")[0].rstrip(".:")
-        raise ConfigError(
-            f"{option}={name}: there is no such folder, and the Hugging Face hub does not give it "
-            f"({reason}): correct the name, or download the model and name its folder"
-        ) from None
-    return read_model_config(file)
 
 
 def _context_window(model: dict[str, Any]) -> int | None:
@@ -365,8 +344,14 @@ def _store_beside(output: Path) -> str:
     return f"sqlite:///{output.absolute() / STORE_FILE}"
 
 
-def fetch_models(config: RecipeConfig) -> None:
+def fetch_models(config: RecipeConfig, commits: HubCommits) -> None:
     """Download the models in MLflow and in storage, replace their paths by the folders, and print each folder.
+
+    A name on the Hugging Face hub is replaced by the name with its commit. `check_models` fetches the files.
+
+    Args:
+        config: Configuration of the run.
+        commits: Commits of the run on the hub.
 
     Raises:
         ConfigError: There is no such model, the store does not answer, or the model is in another format.
@@ -377,18 +362,39 @@ def fetch_models(config: RecipeConfig) -> None:
             folder = fetch_model(option, path, tracking_uri(config), _cache(config, "models"))
             print(f"{config.run.name}: {path} is {folder}", flush=True)
             return str(folder)
+        pinned = pinned_model(commits, option, path)
+        if pinned != path:
+            print(f"{config.run.name}: {path} is {pinned}", flush=True)
+            return pinned
         return _copy_of(config, option, path, "models")
 
     config.replace_model_paths(fetched)
+    for option, node in reward_models(config):
+        node["path"] = pinned_model(commits, option, node["path"])
+        # The trial of the reward loads the model, and has a short deadline for the load.
+        model_folder(node["path"], option=option, trust_remote_code=bool(node.get("trust_remote_code")))
 
 
-def fetch_data(config: RecipeConfig) -> None:
-    """Download the data files in storage, replace their addresses by paths, and print each path.
+def fetch_data(config: RecipeConfig, commits: HubCommits) -> None:
+    """Download the data files in storage and on the hub, replace their addresses by paths, and print each path.
+
+    Args:
+        config: Configuration of the run.
+        commits: Commits of the run on the hub.
 
     Raises:
         ConfigError: There is no such file, or the storage does not answer.
     """
-    config.data.replace_files(lambda option, path: _copy_of(config, option, path, "data"))
+
+    def fetched(option: str, path: str) -> list[str]:
+        if not is_data_address(path):
+            return [_copy_of(config, option, path, "data")]
+        files = fetch_data_files(commits, option, path, _cache(config, "data"))
+        for file in files:
+            print(f"{config.run.name}: {path} is {file}", flush=True)
+        return files
+
+    config.data.replace_files(fetched)
 
 
 def _copy_of(config: RecipeConfig, option: str, path: str, kind: str) -> str:

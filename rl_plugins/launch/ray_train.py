@@ -23,6 +23,7 @@ from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.launch.gpu_checks import check_nodes
 from rl_plugins.launch.gpus import local_gpus
+from rl_plugins.launch.hub_fetch import fetch_on_machines
 from rl_plugins.launch.own_ray import LEAST_BYTES, object_store_bytes, set_own_ray_up, start_own_ray
 from rl_plugins.launch.placement import (
     ENGINES,
@@ -90,6 +91,8 @@ def train_on_ray(config: RecipeConfig, folder: RunFolder) -> None:
         wait_until_project_is_unpacked(started_in, [node for node in ray.nodes() if node["Alive"]])
         if config.on_gpus:
             check_nodes(config, alive_nodes())
+        if os.environ.get("RAY_ADDRESS"):
+            fetch_on_machines(config, alive_nodes())
         _start_roles_and_fit(config, folder, roles, places)
 
 

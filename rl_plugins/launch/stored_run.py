@@ -91,6 +91,14 @@ class StoredRun:
             self._storage.send(nothing, name)
         self._storage.remove(name)
 
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a file of the run; None if the storage does not have the file.
+
+        Raises:
+            StorageError: the storage does not answer.
+        """
+        return self._storage.read(name) if name in self._storage.files() else None
+
     # Fetch ----------------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:

@@ -69,7 +69,7 @@ def describe_run(config: RecipeConfig, folder: RunFolder) -> RunDescription:
     return RunDescription(
         params={**params, "workers": config.num_workers},
         tags={"run_folder": str(folder.path), **source_tags(folder)},
-        files=(folder.config, folder.environment, folder.git_state, folder.git_diff),
+        files=(folder.config, folder.environment, folder.git_state, folder.git_diff, folder.hub),
         data={
             "training": [Path(path) for path in [*config.data.train_files, *mixed]],
             "validation": [Path(path) for path in config.data.val_files],

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.hub import model_name
+from rl_plugins.hub_files import check_hub_weights, model_folder
 from rl_plugins.model_json import AGAIN, read_json, read_model_config
 
 _WEIGHTS = (
@@ -21,30 +23,42 @@ _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.wei
 _LAYER = re.compile(r"(?P<blocks>(?:^|.*\.)(?:layers|h|blocks))\.(?P<number>\d+)\.")
 
 
-def check_model_folder(option: str, path: str, *, trust_remote_code: bool = False) -> dict[str, Any] | None:
-    """Check the files of a local model folder against each other; return the content of its config.json.
+def check_model_folder(
+    option: str, path: str, *, weights: bool = True, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Check the files of a model's folder against each other; return the content of its config.json.
 
-    A name of the Hugging Face hub is not checked, and gives None.
+    Of a model of the hub, the files of configuration and tokenizer are downloaded and checked first.
 
     Args:
         option: Option or argument with the path, for messages.
-        path: Folder or name.
+        path: Folder, or name on the hub.
+        weights: Check the weights, too. Missing weights of a model of the hub are downloaded.
         trust_remote_code: See `LoadingOptions`.
 
     Raises:
-        ConfigError: A file is missing, damaged, or does not fit config.json; or the model needs code of its folder, and
-            the code is not trusted.
+        ConfigError: A file is missing, damaged, or does not fit config.json; the model needs code of its folder, and
+            the code is not trusted; or the hub does not give the model.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise ConfigError(f"{option}={path}: no such folder")
-        return None
+    on_hub = model_name(path) is not None
+    if not on_hub and not Path(path).is_dir():
+        is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
+        hint = "" if is_path else ", and this is no name of the hub (OWNER/NAME or OWNER/NAME@REVISION)"
+        raise ConfigError(f"{option}={path}: no such folder{hint}")
+    folder = Path(model_folder(path, option=option, weights=False, trust_remote_code=trust_remote_code))
+    if on_hub:
+        check_hub_weights(path, option=option, trust_remote_code=trust_remote_code)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{option}={path}: the folder has no config.json, so it is not a Hugging Face model")
+        if on_hub:
+            raise ConfigError(f"{option}={path}: the repository has no config.json: name a model of transformers")
+        raise ConfigError(
+            f"{option}={path}: the folder has no config.json, so it is not a Hugging Face model{_like_a_name(folder)}"
+        )
     config = read_model_config(folder / "config.json")
     check_remote_code(f"{option}={path}", config, trust_remote_code=trust_remote_code)
-    _check_weights(folder, config)
+    if weights:
+        model_folder(path, option=option, trust_remote_code=trust_remote_code)
+        _check_weights(folder, config)
     vocabulary = (config.get("text_config") or config).get("vocab_size")
     if (folder / "tokenizer.json").is_file():
         last = _last_token(folder / "tokenizer.json")
@@ -57,6 +71,16 @@ def check_model_folder(option: str, path: str, *, trust_remote_code: bool = Fals
         if (folder / name).is_file():
             read_json(folder / name)
     return config
+
+
+def _like_a_name(folder: Path) -> str:
+    """Return a hint if the folder's path in the working directory is a name on the hub, too."""
+    try:
+        parts = folder.absolute().relative_to(Path.cwd()).parts
+    except ValueError:
+        return ""
+    name = "/".join(parts)
+    return f"; a folder comes before a name of the hub: rename the folder to use {name}" if len(parts) == 2 else ""
 
 
 def check_remote_code(model: str, config: Mapping[str, Any], *, trust_remote_code: bool) -> None:
@@ -81,7 +105,7 @@ def check_remote_code(model: str, config: Mapping[str, Any], *, trust_remote_cod
 
 
 def check_code_of_folder(path: str, *, trust_remote_code: bool) -> None:
-    """Do `check_remote_code` for a local folder. Names of the Hugging Face hub are left to transformers."""
+    """Do `check_remote_code` for a local folder with a config.json."""
     file = Path(path) / "config.json"
     if file.is_file():
         check_remote_code(path, read_model_config(file), trust_remote_code=trust_remote_code)

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.hub_files import model_folder
 from rl_plugins.models.folder import check_code_of_folder
 
 if TYPE_CHECKING:
@@ -63,11 +64,12 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOp
     from transformers import AutoModelForCausalLM
 
     trust_remote_code = options.get("trust_remote_code", False)
-    check_code_of_folder(path, trust_remote_code=trust_remote_code)
+    folder = model_folder(path, trust_remote_code=trust_remote_code)
+    check_code_of_folder(folder, trust_remote_code=trust_remote_code)
     model: PreTrainedModel
     # The types of transformers know nothing of output_loading_info.
     model, loaded = cast(Any, AutoModelForCausalLM).from_pretrained(
-        path,
+        folder,
         dtype=dtype,
         device_map=device_map(),
         attn_implementation=options.get("attention"),
@@ -85,6 +87,7 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOp
             f"{path}: {name} has the shape {list(shape)}, and config.json needs {list(needed)}: use the config.json of "
             "these weights"
         )
+    model.name_or_path = path
     return prepared(model, options)
 
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.hub import model_name
 from rl_plugins.weights.source import WeightMeta, WeightSource, full_tensor
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
             f"LoraConfig: target_modules={targets} does not fit {type(model).__name__}: {error}"
         ) from None
     adapted_layers(adapted)
+    if (name := model_name(pretrained.name_or_path or "")) is not None:
+        # peft loads the base model of an adapter by these two.
+        settings.base_model_name_or_path, settings.revision = name.repository, name.revision
     trained: PeftModel = adapted.train(model.training)
     return trained
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.hub_files import model_folder
 from rl_plugins.models.folder import check_code_of_folder
 from rl_plugins.models.loading import LoadingOptions, device_map, prepared
 from rl_plugins.models.packing import pack
@@ -53,7 +54,7 @@ def load_scalar_head(
     model: PreTrainedModel
     with _without_load_report():
         model, loaded = AutoModelForTokenClassification.from_pretrained(
-            path,
+            model_folder(path, trust_remote_code=trust_remote_code),
             config=scalar_head_config(path, trust_remote_code=trust_remote_code),
             dtype=dtype,
             device_map=device_map(),
@@ -79,6 +80,7 @@ def load_scalar_head(
             "with this head, or a causal language model"
         )
     _zero([parameter for parameter in missing.values() if parameter is not None])
+    model.name_or_path = path
     return prepared(model, options)
 
 
@@ -95,8 +97,9 @@ def scalar_head_config(path: str, *, trust_remote_code: bool = False) -> PreTrai
     """
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig
 
-    check_code_of_folder(path, trust_remote_code=trust_remote_code)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    folder = model_folder(path, weights=False, trust_remote_code=trust_remote_code)
+    check_code_of_folder(folder, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     architecture = (config.architectures or ["a causal language model"])[0]
     if architecture.endswith("Classification") and config.num_labels != 1:
         raise ConfigError(

@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from rl_plugins.control_characters import without_controls
+from rl_plugins.hub import model_name
 from rl_plugins.redaction import redacted
 from rl_plugins.report.charts import (
     COLOURS,
@@ -35,6 +36,7 @@ from rl_plugins.report.summary import pair_samples, read_samples, summarize_metr
 from rl_plugins.run_folder import RunFolder, count_damaged_lines, read_metrics
 from rl_plugins.whole_file import only_printed, write_whole_text
 
+_COMMIT_DIGITS = 8
 _PACKAGES = re.compile(
     r"(rl-plugins|torch|lightning|ray|deepspeed|vllm(-cpu)?|transformers|peft|mlflow)==.*", re.IGNORECASE
 )
@@ -158,9 +160,16 @@ def _about(config: Mapping[str, Any], changes: str | None) -> str:
     if changes is not None:
         parts.append(changes.partition("\n")[0].removeprefix("# "))
     if stage := config.get("stage"):
-        # The two last parts are the whole name of a model on the hub.
-        parts.append(f"{stage.replace('_', ' ')} of {'/'.join(Path(config['model']['path']).parts[-2:])}")
+        parts.append(f"{stage.replace('_', ' ')} of {_short_name(config['model']['path'])}")
     return ", ".join(parts)
+
+
+def _short_name(model: str) -> str:
+    """Return a name on the hub with the first digits of its commit, or the last two parts of a folder."""
+    name = model_name(model)
+    if name is None or name.revision is None:
+        return "/".join(Path(model).parts[-2:])
+    return f"{name.repository}@{name.revision[:_COMMIT_DIGITS]}"
 
 
 def _figures(series: Series, folder: RunFolder, steps: int | None) -> dict[str, str]:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.hub_files import model_folder
 from rl_plugins.memory import MemoryChange
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
@@ -115,8 +116,9 @@ class TransformersRollout(SynchronousGroups):
         """Load the copy of the policy."""
         from transformers import AutoModelForCausalLM
 
+        folder = model_folder(self._path, trust_remote_code=self._trust_remote_code)
         model: Any = AutoModelForCausalLM.from_pretrained(
-            self._path, dtype=self._dtype, trust_remote_code=self._trust_remote_code
+            folder, dtype=self._dtype, trust_remote_code=self._trust_remote_code
         )
         self._model = model.to(self._device).eval()
         self._parameters = dict(self._model.named_parameters())

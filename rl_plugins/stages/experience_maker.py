@@ -19,6 +19,7 @@ from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.off_policy import ratio_to_rollout
 from rl_plugins.stages.process_rewards import ProcessRewards
 from rl_plugins.stages.teachers import Teachers
+from rl_plugins.stages.turns import add_turns
 from rl_plugins.strategies.contract import POLICY, REFERENCE
 
 
@@ -73,6 +74,8 @@ class ExperienceMaker:
             # A correct response stays correct, however its length changes its reward.
             self._process_rewards.add_outcomes(samples, step)
         shape_rewards(samples, self._algorithm)
+        if self._algorithm.needs & {"turns_BT", "states_BT"}:
+            add_turns(samples)
         self._add_log_probs(samples)
         self._add_values(samples)
         self._mask_old_tokens(samples, step)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
 
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import Experience
@@ -21,8 +20,8 @@ from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.inline import Reward, default_scorer
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rewards.replies import ReplyingReward
-from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, sample_seed
+from rl_plugins.stages.turns import turn_rewards
 from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.phase_log import PhaseLog
 
@@ -193,7 +192,7 @@ class SampleScorer:
         samples.valid = torch.tensor([score.failure is None for score in scores])
         samples.response_mask = samples.response_mask * samples.valid[:, None]
         if self.conversations is not None and self.conversations.rewards_turns:
-            samples.turn_rewards = _turn_rewards(samples)
+            samples.turn_rewards = turn_rewards(samples)
         return scores
 
     def _scores(self, columns: Mapping[str, list[Any]]) -> list[Score]:
@@ -205,18 +204,6 @@ class SampleScorer:
         ]
         assert self.scorer is not None, "without conversations there is a scorer"
         return self.scorer.score([scoring_request(row["response"], row) for row in rows])
-
-
-def _turn_rewards(samples: Experience) -> Tensor:
-    """Return the reward of each turn at the last token of the turn, [B, T]."""
-    rewards_BT = torch.zeros_like(samples.rollout_log_probs)
-    ended: list[Ending] = samples.columns["ending"]
-    for row_T, ending in zip(rewards_BT, ended, strict=True):
-        for position, reward in zip(ending.turn_ends, ending.turn_rewards, strict=True):
-            # A policy may end its turn without a token.
-            if position >= 0:
-                row_T[position] += reward
-    return rewards_BT
 
 
 class SamplingSetup:

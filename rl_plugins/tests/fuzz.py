@@ -45,10 +45,11 @@ from rl_plugins.data.formats import FORMATS, RowKeys
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.prepare.files import read_records
 from rl_plugins.errors import CheckpointError, UserError
+from rl_plugins.launch.hub_commits import HubCommits
 from rl_plugins.manifest import MANIFEST, find_damage
 from rl_plugins.models.folder import check_model_folder, check_model_type
 from rl_plugins.plain_file import load_plain, save_plain
-from rl_plugins.run_folder import read_metrics
+from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.tests.files import rewrite_manifest
 
 OUTCOMES = ("clear", "accepted", "unclear", "traceback", "wrongly accepted")
@@ -342,6 +343,10 @@ def _read_json_lines(file: Path) -> None:
         pass
 
 
+def _read_commits(file: Path) -> None:
+    HubCommits.of_run(RunFolder(file.parent))
+
+
 @cache
 def targets(folder: Path) -> Mapping[str, Target]:
     """Return all targets by name.
@@ -403,6 +408,9 @@ def targets(folder: Path) -> Mapping[str, Target]:
     found["manifest"] = Target(some, _manifest_check(checkpoint), [checkpoint.name])
     metrics = "".join(json.dumps({"step": step, "time": 1.0, "train/loss": 0.5}) + "\n" for step in range(3)).encode()
     found["metrics"] = Target(damaged(metrics), _file_check(folder / "metrics.jsonl", read_metrics), ["metrics.jsonl"])
+    commits = {"models/own/model@main": "0" * 40, "datasets/own/rows@v1": "1" * 40}
+    hub = damaged(json.dumps(commits).encode()) | as_json(changed(commits) | VALUES)
+    found["commits of the hub"] = Target(hub, _file_check(folder / "hub.json", _read_commits), ["hub.json"])
     return found
 
 

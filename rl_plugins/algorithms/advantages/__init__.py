@@ -32,6 +32,7 @@ from rl_plugins.algorithms.advantages.returns import (
     reverse_kl,
     tir_optimal_token_baseline,
 )
+from rl_plugins.algorithms.advantages.turns import bilevel_gae, gigpo, mt_grpo
 from rl_plugins.algorithms.registry import Registry
 
 __all__ = ["ADVANTAGES", "AdvantageEstimator", "grpo"]
@@ -55,6 +56,9 @@ _OWN: dict[str, AdvantageEstimator] = {
     "reverse_kl": reverse_kl,
     "optimal_token_baseline": optimal_token_baseline,
     "tir_optimal_token_baseline": tir_optimal_token_baseline,
+    "gigpo": gigpo,
+    "mt_grpo": mt_grpo,
+    "bilevel_gae": bilevel_gae,
 }
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("rl_plugins.advantages", _OWN)

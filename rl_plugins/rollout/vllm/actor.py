@@ -18,6 +18,7 @@ from typing import Any
 from rl_plugins.collector import collector_off
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost
+from rl_plugins.hub_files import model_folder
 from rl_plugins.memory import MemoryChange
 from rl_plugins.rollout.engine import Generations, GroupRequest
 from rl_plugins.rollout.vllm.config import VLLMConfig
@@ -85,7 +86,8 @@ class VLLMActor:
         from rl_plugins.rollout.vllm.executor import end_with
 
         self._config = config
-        self._llm = LLM(**config.engine_arguments())
+        folder = model_folder(config.model, trust_remote_code=config.trust_remote_code)
+        self._llm = LLM(**config.engine_arguments() | {"model": folder})
         self._llm.update_weight_version("0")
         # On CUDA the engine core has a process of its own.
         if children := multiprocessing.active_children():

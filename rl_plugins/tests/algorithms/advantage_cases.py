@@ -48,9 +48,16 @@ CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
         {},
         ("old_log_probs_BT", "sum_pi_squared_BT", "rollout_weights_BT"),
     ),
+    "gigpo": ("gigpo", {}, ("turns_BT", "states_BT")),
+    "gigpo, none": ("gigpo", {"scale": "none", "turn_weight": 0.5}, ("turns_BT", "states_BT")),
+    "mt_grpo": ("mt_grpo", {"outcome_weight": 0.5}, ("turns_BT",)),
+    "bilevel_gae": ("bilevel_gae", {"lam": 0.9}, ("values_BT", "turns_BT")),
+    "bilevel_gae, plain": ("bilevel_gae", {"turn_lam": 0.8, "normalize": False}, ("values_BT", "turns_BT")),
 }
 
-BY_POSITION = {"reinforce_plus_plus", "remax", "gae", "optimal_token_baseline", "tir_optimal_token_baseline"}
+BY_POSITION = {
+    "reinforce_plus_plus", "remax", "gae", "optimal_token_baseline", "tir_optimal_token_baseline", "bilevel_gae",
+}  # fmt: skip
 """Estimators that ignore rewards at masked positions; the other estimators sum the rewards of all positions."""
 
 OVER_THE_BATCH = {
@@ -65,6 +72,7 @@ OVER_THE_BATCH = {
     "reinforce_plus_plus_baseline",
     "gae",
     "prime",
+    "bilevel_gae",
 }
 """Cases with a statistic of the batch of all ranks."""
 
@@ -75,6 +83,8 @@ def make_inputs(case: str, seed: int) -> Inputs:
     invalid = ~batch.valid[:, None]
     mask = torch.where(invalid, (torch.arange(batch.mask.shape[1]) < batch.lengths[:, None]).double(), batch.mask)
     probs = batch.log_probs.exp()
+    # Turns of one to five tokens, in two states.
+    turns = (batch.old - batch.ref > 0.5).long().cumsum(dim=-1)
     extras = {
         "component_rewards_BK": torch.stack([batch.scores, batch.advantages.sum(dim=-1)], dim=-1),
         "baseline_rewards_B": batch.ref[:, 0],
@@ -84,6 +94,8 @@ def make_inputs(case: str, seed: int) -> Inputs:
         "teacher_log_probs_BT": batch.old,
         "sum_pi_squared_BT": probs.square() + (1 - probs).square() * batch.advantages.sigmoid(),
         "rollout_weights_BT": (0.3 * batch.advantages).exp(),
+        "turns_BT": turns,
+        "states_BT": (turns + batch.groups[:, None]) % 2,
     }
     return {
         "token_level_rewards_BT": batch.rewards() + 0.1 * batch.advantages * batch.mask,

@@ -51,7 +51,7 @@ def test_advantages_ignore_values_at_masked_positions(case: str, garbage: float)
         if name == "token_level_rewards_BT" and CASES[case][0] not in BY_POSITION:
             dirty[name] = tensor.masked_fill(~inputs["valid_B"][:, None], garbage)
         elif name.endswith("_BT") and name != "response_mask_BT":
-            dirty[name] = tensor.masked_fill(~learned, garbage)
+            dirty[name] = tensor.masked_fill(~learned, garbage if tensor.is_floating_point() else 7)
         elif name in ("component_rewards_BK", "baseline_rewards_B"):
             dirty[name] = tensor.clone()
             dirty[name][~inputs["valid_B"]] = garbage

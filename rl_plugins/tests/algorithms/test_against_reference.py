@@ -23,6 +23,7 @@ from rl_plugins.tests.algorithms.reference import kl as reference_kl
 from rl_plugins.tests.algorithms.reference import policy_losses as reference_losses
 from rl_plugins.tests.algorithms.reference import reward_shaping as reference_shaping
 from rl_plugins.tests.algorithms.reference import rollout_correction as reference_correction
+from rl_plugins.tests.algorithms.reference import turns as reference_turns
 from rl_plugins.tests.algorithms.reference import value_loss as reference_value
 from rl_plugins.tests.algorithms.reference.inputs import Inputs, make_inputs, pick, with_garbage
 from rl_plugins.tests.loops import for_each
@@ -64,7 +65,17 @@ ADVANTAGE_CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     *((name, OPTIMAL, {}) for name in ("optimal_token_baseline", "tir_optimal_token_baseline")),
     ("optimal_token_baseline", OPTIMAL, {"zero_tail": False}),
     *((f"{kind}optimal_token_baseline", (*OPTIMAL, "rollout_weights_BT"), {}) for kind in ("", "tir_")),
+    *(
+        ("gigpo", ("turns_BT", "states_BT"), options)
+        for options in ({}, {"gamma": 1.0, "turn_weight": 0.3}, {"scale": "none"}, {"gamma": 0.0})
+    ),
+    *(("mt_grpo", ("turns_BT",), {"outcome_weight": weight}) for weight in (1.0, 0.4)),
+    *(
+        ("bilevel_gae", ("values_BT", "turns_BT"), options)
+        for options in ({}, {"gamma": 0.9, "lam": 0.8, "turn_gamma": 0.7, "turn_lam": 0.6, "normalize": False})
+    ),
 ]
+REFERENCES = {**vars(reference_advantages), **vars(reference_turns)}
 
 
 @for_each("seed", SEEDS)
@@ -76,7 +87,7 @@ def test_advantages_agree_with_the_second_implementation(
     if name == "max_rl":
         # Defined for rewards of at least 0.
         inputs["token_level_rewards_BT"] = np.abs(inputs["token_level_rewards_BT"])
-    expected = getattr(reference_advantages, name)(**inputs, **options)
+    expected = REFERENCES[name](**inputs, **options)
     got = ADVANTAGES[name](**tensors(inputs), **options)
     for actual, expected_BT in zip(got, expected, strict=True):
         np.testing.assert_allclose(actual.numpy(), expected_BT, **TOLERANCE)

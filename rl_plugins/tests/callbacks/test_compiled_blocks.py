@@ -73,7 +73,10 @@ def compare(rank: int, name: str, world_size: int, blocks: int) -> None:
         torch.testing.assert_close(found[key], weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "world_size", "blocks"), [("single", 1, 3), ("zero", 1, 1), ("fsdp", 2, 1)])
+@pytest.mark.parametrize(
+    ("name", "world_size", "blocks"),
+    [("single", 1, 3), ("zero", 1, 1), pytest.param("fsdp", 2, 1, marks=pytest.mark.extended)],
+)
 def test_compiled_blocks_train_to_the_same_weights(name: str, world_size: int, blocks: int) -> None:
     run_ranks(compare, name, world_size, blocks, world_size=world_size)
 

@@ -179,7 +179,7 @@ def test_drop_closes_the_objects_of_conversations() -> None:
         assert talk.collect((), 0) == {}
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+@pytest.mark.parametrize("advantage", ["gigpo", "bilevel_gae"])
 def test_policy_learns_from_rewards_at_the_last_tokens_of_turns(tmp_path: Any, advantage: str) -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
     save_tiny_policy(tmp_path, **sizes)
@@ -204,6 +204,16 @@ def test_policy_learns_from_rewards_at_the_last_tokens_of_turns(tmp_path: Any, a
     torch.testing.assert_close(samples.token_level_rewards.sum(dim=1), samples.scores)
     assert metrics["train/turns"] > 1 and (samples.turn_rewards > 0).sum() == metrics["train/turns"] * len(samples)
     assert samples.response_mask[samples.turn_rewards > 0].all()
+    # Each turn ends at the token with its reward, and the second begins in the same state in all samples.
+    assert samples.turns is not None and samples.states is not None and samples.advantages is not None
+    ends = (samples.turn_rewards > 0).long()
+    sampled = samples.response_mask.bool()
+    assert torch.equal(samples.turns[sampled], (ends.cumsum(dim=1) - ends)[sampled])
+    assert len(samples.states[sampled & (samples.turns == 1)].unique()) == 1
+    assert len(samples.states[sampled & (samples.turns == 0)].unique()) == 2
+    for advantages, turns, learned in zip(samples.advantages, samples.turns, sampled, strict=True):
+        numbers = [len(advantages[learned & (turns == turn)].unique()) for turn in turns[learned].unique()]
+        assert numbers == [1] * len(numbers) or advantage == "bilevel_gae"
     # The trainer gives each token the log-prob from its sampling, after the prompt of the object.
     assert metrics["train/rollout_gap_max"] < 1e-4
     assert all(len(messages) == 2 for messages in samples.columns["prompt"])

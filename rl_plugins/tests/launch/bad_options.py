@@ -234,7 +234,10 @@ CHECKS: dict[str, list[Case]] = {
     ],
     "model": [
         (["model.path=./missing"], ["model.path=./missing", "no such folder"]),
-        (["model.path=nobody/nothing"], ["model.path=nobody/nothing", "no such folder", "correct"]),
+        (["model.path=nobody/nothing"], ["model.path=nobody/nothing", "no such folder", "HF_HUB_OFFLINE"]),
+        (["model.path=no body"], ["model.path=no body: no such folder", "no name of the hub", "OWNER/NAME"]),
+        (["model.path=hf://own/model"], ["model.path=hf://own/model", "has no address", "OWNER/NAME@REVISION"]),
+        (["data.train_files=[hf://own/rows]"], ["data.train_files=hf://own/rows: must be hf://datasets/OWNER/NAME"]),
         (["model.path=no_config"], ["no_config", "no config.json"]),
         (["model.path=few_embeddings"], ["ids up to 256", "100 embeddings"]),
         (["model.path=half_weights"], ["half_weights/model.safetensors: not a whole safetensors file", "download"]),

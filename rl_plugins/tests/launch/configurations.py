@@ -64,6 +64,10 @@ def _is_for_hydra(override: str) -> bool:
 @cache
 def _own_values(recipe: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Return the groups of a recipe with changes to the schema: `parse_config` is faster with fewer values."""
-    defaults: Any = OmegaConf.to_container(OmegaConf.structured(RecipeConfig))
     values: Any = OmegaConf.to_container(compose_config_once(recipe, overrides))
-    return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
+    return {name: value for name, value in values.items() if name not in _defaults() or value != _defaults()[name]}
+
+
+@cache
+def _defaults() -> Any:
+    return OmegaConf.to_container(OmegaConf.structured(RecipeConfig))

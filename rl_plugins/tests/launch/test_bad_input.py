@@ -8,9 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
@@ -190,40 +188,6 @@ def test_check_data_calls_rewards_without_gpus(monkeypatch):
     assert "CUDA_VISIBLE_DEVICES='0,1'" in check(*IN_ONE_PROCESS, "reward.num_workers=0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert "CUDA_VISIBLE_DEVICES=''" in check() and "CUDA_VISIBLE_DEVICES" not in os.environ
-
-
-def test_run_recipe_asks_a_hub_that_cannot_be_reached_once(started, monkeypatch, refused_address):
-    asked: list[str] = []
-
-    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            asked.append(function.__name__)
-            return function(*args, **options)
-
-        return call
-
-    for function in (huggingface_hub.get_hf_file_metadata, huggingface_hub.hf_hub_download):
-        monkeypatch.setattr(huggingface_hub, function.__name__, noting(function))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"http://{refused_address}/{{repo_id}}")
-    message = check("model.path=nobody/nothing")
-    assert message.startswith("model.path=nobody/nothing: there is no such folder") and "(" in message
-    # A download would ask again and again.
-    assert asked == ["get_hf_file_metadata"] and started == []
-
-
-def test_run_recipe_refuses_code_of_a_model_of_the_hub(started, monkeypatch, tmp_path):
-    for file, content in {
-        "refs/main": "1",
-        "snapshots/1/config.json": '{"model_type": "unknown", "auto_map": {"AutoModelForCausalLM": "own.Policy"}}',
-    }.items():
-        cached = tmp_path / "models--own--policy" / file
-        cached.parent.mkdir(parents=True)
-        cached.write_text(content)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert check("model.path=own/policy").startswith("model.path=own/policy: config.json names Python code")
-    assert started == []
 
 
 def test_recipe_main_ends_with_one_line_of_error_and_status_2(grpo, started, capsys):

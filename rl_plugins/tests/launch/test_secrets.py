@@ -91,7 +91,7 @@ def test_files_of_a_failed_run_have_no_secret(
     config: RecipeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = tmp_path / "project"
-    project.mkdir()
+    (project / "tiny").mkdir(parents=True)
     (project / "judge.py").write_text("API_KEY = None\n")
     (project / ".env").write_text("")
     git = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com"]

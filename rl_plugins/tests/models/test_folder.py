@@ -69,8 +69,6 @@ def change(file: Path, **values: Any) -> None:
 
 def test_check_model_folder_accepts_whole_folders(folder: Path) -> None:
     check_model_folder("model.path", str(folder))
-    # A name of the hub.
-    check_model_folder("model.path", "Qwen/Qwen3-0.6B")
     # Blocks beyond num_hidden_layers, and a smaller stack of an encoder.
     weights = load_file(folder / "model.safetensors")
     extra = {f"model.layers.2.{name}": np.ones(2, np.float32) for name in ("norm.weight", "head.weight")}
@@ -80,6 +78,15 @@ def test_check_model_folder_accepts_whole_folders(folder: Path) -> None:
     check_model_folder("model.path", str(folder))
     change(folder / "config.json", text_config={**CONFIG}, vocab_size=None, rope_scaling=None)
     check_model_folder("model.path", str(folder))
+
+
+def test_check_model_folder_names_a_folder_with_the_name_of_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
+    hint = "a folder comes before a name of the hub: rename the folder to use Qwen/Qwen3-0.6B"
+    for path in ("Qwen/Qwen3-0.6B", str(tmp_path / "Qwen" / "Qwen3-0.6B")):
+        with pytest.raises(ConfigError, match=re.escape(hint)):
+            check_model_folder("model.path", path)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,16 @@ def test_save_policy_and_save_adapter_load_with_transformers_and_peft(policy: st
     torch.testing.assert_close(log_probs(whole), log_probs(model), rtol=0, atol=1e-5)
     again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(policy), tmp_path / "adapter")
     assert torch.equal(log_probs(again), log_probs(model))
+
+
+def test_save_adapter_names_base_model_and_commit_of_the_hub(policy: str, tmp_path: Path) -> None:
+    base, commit = load_causal_lm(policy, dtype=torch.float32), "0" * 40
+    base.name_or_path = f"own/tiny@{commit}"
+    model = add_adapter(base, CONFIG)
+    source = MergedWeightSource(ModuleWeightSource(model), model)
+    save_adapter(model, source.adapter(), build_tokenizer(), tmp_path / "adapter", is_writer=True)
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["revision"]) == ("own/tiny", commit)
 
 
 def test_add_adapter_refuses_missing_and_nonlinear_layers(policy: str) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 from rl_plugins.config.judge import JudgeConfig
 from rl_plugins.rewards import ScoringRequest
 
+KEY = "sk-very-secret"
+
 
 @dataclass(frozen=True)
 class Said:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,18 @@ import pytest
 import rl_plugins as rl
 from rl_plugins.config.judge import JudgeConfig, with_judges
 from rl_plugins.errors import ConfigError, RewardError
-from rl_plugins.rewards import InlineScorer, RewardPool, Score, judge_server
+from rl_plugins.rewards import InlineScorer, RewardPool, Score
 from rl_plugins.rewards.judge import Judge
 from rl_plugins.rewards.trial import RewardTrial, trial_deadline_s
 from rl_plugins.stages.metrics import mean_details, sum_details
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient
-from rl_plugins.tests.rewards.judge_stub import OVERLOADED, JudgeStub, Said, judge_stub, request, settings
+from rl_plugins.tests.rewards.judge_stub import KEY, OVERLOADED, JudgeStub, Said, judge_stub, request, settings
 
 TARGET = "rl_plugins.rewards.judge.Judge"
 DEADLINE_S = patient(60)
-KEY = "sk-very-secret"
 
-
-@pytest.fixture(autouse=True)
-def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_server, "FIRST_DELAY_S", 0.01)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
-@pytest.fixture
-def stub() -> Iterator[JudgeStub]:
-    with judge_stub() as server:
-        yield server
+pytestmark = pytest.mark.usefixtures("short_delays")
 
 
 def score(stub: JudgeStub, *solutions: str, **options: Any) -> list[Score]:

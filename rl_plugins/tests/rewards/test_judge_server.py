@@ -8,7 +8,6 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,22 +15,11 @@ import pytest
 from rl_plugins.rewards import judge_server
 from rl_plugins.rewards.judge_server import JudgeReply, JudgeServer, NoAnswer, RequestLimits
 from rl_plugins.tests.patience import patient
-from rl_plugins.tests.rewards.judge_stub import OVERLOADED, JudgeStub, Said, judge_stub
+from rl_plugins.tests.rewards.judge_stub import KEY, OVERLOADED, JudgeStub, Said, judge_stub
 
 BODY = {"model": "judge", "messages": []}
-KEY = "sk-very-secret"
 
-
-@pytest.fixture(autouse=True)
-def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_server, "FIRST_DELAY_S", 0.01)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
-@pytest.fixture
-def stub() -> Iterator[JudgeStub]:
-    with judge_stub() as server:
-        yield server
+pytestmark = pytest.mark.usefixtures("short_delays")
 
 
 def ask(url: str, *, questions: int = 1, time_s: float = 60.0, key: str | None = None, **limits: Any) -> list[Any]:

@@ -132,6 +132,9 @@ def make_inputs(
     old_values_BT[near_BT] = values_BT[near_BT] + 0.3 * rng.uniform(-1, 1, int(near_BT.sum()))
     entropy_BT = np.abs(normal())
     entropy_BT[15:18] = 0.4
+    # Turns of one to four tokens, and three states.
+    turns_BT = np.cumsum(rng.random((samples, width)) < 0.4, axis=1, dtype=np.int64)
+    states_BT = np.take_along_axis(rng.integers(0, 3, (samples, width + 1)), turns_BT, axis=1)
     inputs: Inputs = {
         "token_level_rewards_BT": rewards_BT,
         "response_mask_BT": mask_BT,
@@ -155,6 +158,8 @@ def make_inputs(
         "values_BT": values_BT,
         "old_values_BT": old_values_BT,
         "returns_BT": normal(),
+        "turns_BT": turns_BT,
+        "states_BT": states_BT,
         "selected_BT": (rng.random((samples, width)) < 0.2) & (loss_mask_BT != 0),
     }
     order = rng.permutation(samples)

@@ -1,0 +1,233 @@
+"""Files of a repository of the Hugging Face hub on this machine: the needed files alone, and one download.
+
+A process that holds the lock of a repository downloads, and the other processes of the machine wait.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from rl_plugins.errors import ConfigError, DeadlineExceeded
+from rl_plugins.hub import HubName, explained, model_name, pin
+
+_WEIGHTS = ("*.safetensors",)
+_PICKLES = ("*.bin",)
+_SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm")
+"""Files of configuration and tokenizer."""
+# Folders with other formats of the same model, and the weights of Mistral's own programs.
+_LEFT_OUT = ("*/*", "consolidated*")
+_STALL_S = 300.0
+_PAUSE_S = 0.2
+# A cache that is read-only, or on a file system without locks, has no lock.
+_NO_LOCKS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_commits_here: dict[HubName, HubName] = {}
+"""Commit of each name that this process has looked up."""
+
+
+def model_folder(path: str, *, option: str | None = None, weights: bool = True, trust_remote_code: bool = False) -> str:
+    """Return the local folder of a model, after a download by one process of this machine if files are missing.
+
+    The download has the files of transformers alone: safetensors, configuration and tokenizer. Python files, and
+    weights in pickles (`.bin`) if there are no others, are left out unless the code is trusted.
+
+    Args:
+        path: folder, or name on the hub. A folder is returned unchanged.
+        option: option or argument with the path, for messages.
+        weights: download the weights, too.
+        trust_remote_code: run Python code of the model.
+
+    Raises:
+        ConfigError: the hub does not answer or refuses, or a file is missing in offline mode.
+        DeadlineExceeded: another process of this machine downloads the model, and its download stands still.
+    """
+    name = model_name(path)
+    if name is None:
+        return path
+    if not name.is_pinned:
+        # The model and the tokenizer of a process are of one commit.
+        if name not in _commits_here:
+            _commits_here[name] = pin(name, option)
+        name = _commits_here[name]
+    settings = [*_SETTINGS, *(("*.py",) if trust_remote_code else ())]
+    folder = download(name, settings, option)
+    if weights:
+        folder = download(name, [*settings, *_patterns_of_weights(name, option, trust_remote_code)], option)
+    return str(folder)
+
+
+def check_hub_weights(path: str, *, option: str | None = None, trust_remote_code: bool = False) -> None:
+    """Check by the list of files that a repository has weights, before a download of the weights.
+
+    Args:
+        path: name on the hub, whose configuration is downloaded.
+        option: option or argument with the path, for messages.
+        trust_remote_code: see `model_folder`.
+
+    Raises:
+        ConfigError: there are no weights, or the only weights are pickles and not trusted.
+    """
+    name = model_name(path)
+    if name is not None:
+        _patterns_of_weights(_commits_here.get(name, name), option, trust_remote_code)
+
+
+def _patterns_of_weights(name: HubName, option: str | None, trust_remote_code: bool) -> Sequence[str]:
+    files = [file for file in repository_files(name) if "/" not in file]
+    # The cache does not have the list of a download by an older version of huggingface_hub.
+    if not files or any(fnmatchcase(file, pattern) for file in files for pattern in _WEIGHTS):
+        return _WEIGHTS
+    if not any(fnmatchcase(file, pattern) for file in files for pattern in _PICKLES):
+        others = ", ".join(sorted(file for file in files if not file.startswith("."))[:4]) or "nothing"
+        raise ConfigError(
+            f"{name.shown(option)}: the repository has no weights of transformers, such as model.safetensors (it has "
+            f"{others}): name a repository with weights"
+        )
+    if not trust_remote_code:
+        raise ConfigError(
+            f"{name.shown(option)}: the repository has its weights in pickles (.bin), which may run code: name a "
+            "repository or a revision with safetensors, or trust the files with model.trust_remote_code=true "
+            "(commands: --trust-remote-code, Python: trust_remote_code=True)"
+        )
+    return _PICKLES
+
+
+def repository_files(name: HubName) -> list[str]:
+    """Return the paths of all files of a downloaded commit on the hub; nothing if the cache does not have the list."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        files = get_cached_repo_tree(name.repository, repo_type=name.kind, revision=name.revision)
+    except CachedRepoTreeNotFoundError:
+        return []
+    return [file.path for file in files]
+
+
+def download(
+    name: HubName, patterns: Sequence[str], option: str | None = None, left_out: Sequence[str] = _LEFT_OUT
+) -> Path:
+    """Return the folder with the files of a commit in the cache, after a download of the missing files.
+
+    One process of this machine downloads, and the others wait.
+
+    Args:
+        name: name with a commit.
+        patterns: patterns of the needed files.
+        option: option or argument with the name, for messages.
+        left_out: patterns of files that are not needed.
+
+    Raises:
+        ConfigError: see `model_folder`.
+        DeadlineExceeded: see `model_folder`.
+    """
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.file_download import repo_folder_name
+
+    assert name.is_pinned
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name.repository, repo_type=name.kind)
+
+    def fetch(*, local_files_only: bool) -> Path:
+        snapshot = snapshot_download(
+            name.repository,
+            repo_type=name.kind,
+            revision=name.revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(left_out),
+            local_files_only=local_files_only,
+        )
+        return Path(snapshot)
+
+    def cached() -> Path | None:
+        # Without the list of all files, the library would take a part of the files for the whole.
+        if repository_files(name):
+            with suppress(LocalEntryNotFoundError):
+                return fetch(local_files_only=True)
+        return None
+
+    with explained(name, option):
+        if (snapshot := cached()) is not None:
+            return snapshot
+        with only_download(str(name), folder):
+            # Another process may have downloaded meanwhile.
+            return cached() or fetch(local_files_only=False)
+
+
+# One download ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def only_download(name: str, folder: Path, stall_s: float = _STALL_S) -> Iterator[None]:
+    """Hold the lock of a repository, so that this process alone downloads. The lock ends with the process.
+
+    Args:
+        name: name of the repository, for messages.
+        folder: folder of the repository in the cache of the hub.
+        stall_s: longest wait in seconds while the folder does not grow.
+
+    Raises:
+        DeadlineExceeded: another process holds the lock, and the folder has not grown.
+    """
+    descriptor = _open(folder.parent / ".locks" / folder.name / "rl_plugins.lock")
+    if descriptor is None:
+        yield
+        return
+    try:
+        size, since = -1, time.monotonic()
+        while not _lock(descriptor):
+            if (now := _bytes(folder)) != size:
+                size, since = now, time.monotonic()
+            if time.monotonic() - since > stall_s:
+                raise DeadlineExceeded(
+                    f"this process waited for another process of this machine to download {name} from the hub, and for "
+                    f"{stall_s:g} s {folder} has not grown beyond {size} bytes: end the other process, or correct its "
+                    "network"
+                )
+            time.sleep(_PAUSE_S)
+        yield
+    finally:
+        # A process that was forked meanwhile shares the lock.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _open(file: Path) -> int | None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+
+
+def _lock(descriptor: int) -> bool:
+    """Return True if this process has the lock, or the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def _bytes(folder: Path) -> int:
+    """Return the bytes of the files that are downloaded, also of incomplete files."""
+    total = 0
+    for file in (folder / "blobs").glob("*"):
+        try:
+            total += file.stat().st_size
+        except FileNotFoundError:
+            # A download that is complete gets another name.
+            continue
+    return total

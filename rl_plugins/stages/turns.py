@@ -1,0 +1,62 @@
+"""Turns of conversations as tensors: rewards, numbers and states."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from rl_plugins.data.experience import Experience
+from rl_plugins.rewards.trajectory import Ending
+
+
+def turn_rewards(samples: Experience) -> Tensor:
+    """Return the reward of each turn at the last token of the turn, [B, T]."""
+    rewards_BT = torch.zeros_like(samples.rollout_log_probs)
+    ended: list[Ending] = samples.columns["ending"]
+    for row_T, ending in zip(rewards_BT, ended, strict=True):
+        for position, reward in zip(ending.turn_ends, ending.turn_rewards, strict=True):
+            # A policy may end its turn without a token.
+            if position >= 0:
+                row_T[position] += reward
+    return rewards_BT
+
+
+def add_turns(samples: Experience) -> None:
+    """Fill `turns` and `states`. A response without an environment is one turn.
+
+    Turns of equal states have equal messages of the environment before the turn, and first turns equal prompts. The
+    number of a state is a hash, equal on all ranks and in all runs.
+    """
+    turns_BT = torch.zeros_like(samples.policy_versions)
+    states_BT = torch.zeros_like(turns_BT)
+    positions_T = torch.arange(turns_BT.shape[1], device=turns_BT.device)
+    ended: list[Ending] = samples.columns.get("ending", [])
+    for turns_T, states_T, ending in zip(turns_BT, states_BT, ended, strict=False):
+        ends_K = torch.tensor(ending.turn_ends, dtype=torch.int64, device=turns_BT.device)
+        states_K = torch.tensor(_states(ending), dtype=torch.int64, device=turns_BT.device)
+        if len(ends_K):
+            # Observations after the last turn are masked.
+            turns_T[:] = torch.searchsorted(ends_K, positions_T).clamp(max=len(ends_K) - 1)
+            states_T[:] = states_K[turns_T]
+    samples.turns, samples.states = turns_BT, states_BT
+
+
+def _states(ending: Ending) -> list[int]:
+    """Return the number of the state before each turn."""
+    states, before = [], list(ending.prompt or ())
+    for message in ending.said:
+        if message["role"] == "assistant":
+            states.append(_hash(before))
+            before = []
+        else:
+            before.append(message)
+    return states
+
+
+def _hash(messages: Sequence[Mapping[str, object]]) -> int:
+    text = json.dumps([*map(dict, messages)], sort_keys=True, default=str)
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)

@@ -1,0 +1,113 @@
+"""A run on a model and data of the Hugging Face hub trains, exports, and pushes an export with a model card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard, constants
+from safetensors.numpy import load
+
+from rl_plugins.commands.export import export_checkpoint
+from rl_plugins.launch import training  # noqa: F401
+from rl_plugins.launch.command_line import run_recipe
+from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.tests.hub_server import TOKEN, StandIn, serving, use
+from rl_plugins.tests.launch.configurations import configured, message_of
+
+SECRET = "sk-word-of-a-judge"
+REWARD = """
+import zlib
+
+def score(solution_str, api_key):
+    return zlib.crc32(solution_str.encode()) % 97 / 97
+"""
+OPTIONS = (
+    "launcher=local", "rollout.engine=transformers", "reward.num_workers=0", "tracking.enabled=false",
+    "placement.device=cpu", "sampling.max_tokens=2", "data.max_prompt_tokens=32", "batch.prompts_per_step=2",
+    "batch.samples_per_prompt=2", "run.steps=2", "run.checkpoint_every=2", "run.eval_every=0", "optimizer.lr=1e-3",
+    "algorithm.kl.coefficient=0.05", "data.train_files=[hf://datasets/own/rows/train.parquet]",
+    f"reward.functions.default={{path: rewards.py, name: score, api_key: {SECRET}}}",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, workplace: Path) -> Iterator[tuple[StandIn, RunFolder]]:
+    """The hub, and a run of two steps on its model and its data."""
+    folder = tmp_path_factory.mktemp("trained")
+    model = save_tiny_policy(folder / "tiny")
+    (folder / "rewards.py").write_text(REWARD)
+    with serving() as hub, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        for name, value in {"OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}.items():
+            patch.setenv(name, value)
+        use(hub, folder / "cache", patch)
+        hub.add("models/own/tiny", model)
+        hub.add("datasets/own/rows", {"train.parquet": (workplace / "train.parquet").read_bytes()})
+        yield hub, run_recipe(configured("grpo", *OPTIONS, "model.path=own/tiny", "run.name=taught"), "grpo")
+
+
+def test_run_recipe_trains_a_model_of_the_hub_on_data_of_the_hub(trained: tuple[StandIn, RunFolder]) -> None:
+    hub, run = trained
+    model = hub.repositories["models/own/tiny"]
+    before = load(model.commits[model.refs["main"]]["model.safetensors"])
+    after = load((run.export / "model.safetensors").read_bytes())
+    assert before.keys() == after.keys() and any((before[name] != after[name]).any() for name in before)
+    assert len(hub.downloads("model.safetensors")) == 1
+    assert "snapshots" not in (run.export / "tokenizer_config.json").read_text()
+
+
+def test_export_checkpoint_pushes_a_folder_with_a_model_card(trained, tmp_path, monkeypatch) -> None:
+    hub, run = trained
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    checkpoint, out = run.checkpoint(2), tmp_path / "out"
+    (run.tracking_run).write_text("1234abcd")
+    address = export_checkpoint(checkpoint, out, push="own/taught")
+    repository = hub.repositories["models/own/taught"]
+    commit = repository.refs["main"]
+    assert repository.access == "private" and address == f"{hub.address}/own/taught/commit/{commit}"
+    pushed = repository.commits[commit]
+    assert pushed == {file.name: file.read_bytes() for file in out.iterdir()}
+    assert pushed["model.safetensors"] == (run.export / "model.safetensors").read_bytes()
+    text = pushed["README.md"].decode()
+    card: Any = ModelCard(text)
+    base = hub.repositories["models/own/tiny"].refs["main"]
+    assert (card.data.base_model, card.data.datasets) == ("own/tiny", ["own/rows"])
+    rows = hub.repositories["datasets/own/rows"].refs["main"]
+    for line in (
+        "- recipe: grpo", f"- base model: own/tiny@{base}", f"- data set of the hub: own/rows@main, commit {rows}",
+        "- step: 2", "- MLflow run: 1234abcd", "optimizer.lr: 0.001", "run.steps: 2", "default.path: \"rewards.py\"",
+    ):  # fmt: skip
+        assert line in text, line
+    assert "| `train/reward` | " in text and "transformers " in text
+    assert SECRET not in text and TOKEN not in text and str(run.path.parent) not in text and "output_dir" not in text
+    # A second push leaves no weights of the first one behind.
+    repository.add({**pushed, "model-00001-of-00002.safetensors": b"", "notes.txt": b""})
+    export_checkpoint(checkpoint, tmp_path / "again", push="own/taught")
+    assert set(repository.commits[repository.refs["main"]]) == {*pushed, "notes.txt"}
+
+
+def test_export_checkpoint_names_the_fault_of_a_push_before_the_export(trained, tmp_path, monkeypatch) -> None:
+    hub, run = trained
+
+    def refusal(push: str) -> str:
+        message = message_of(lambda: export_checkpoint(run.checkpoint(2), tmp_path / "out", push=push))
+        assert not (tmp_path / "out").exists() and "\n" not in message
+        return message
+
+    assert "--push own/new: there is no token of the hub: set HF_TOKEN" in refusal("own/new")
+    assert "--push new: must be OWNER/NAME" in refusal("new") and "without a revision" in refusal("own/new@main")
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "refuses the token (status 401): set HF_TOKEN to a token that may write to the repository" in refusal(
+        "own/new"
+    )
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.failing = 503
+    assert "--push=own/new: " in refusal("own/new") and "does not answer" in refusal("own/new")
+    hub.failing = 0
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE forbids requests" in refusal("own/new") and "models/own/new" not in hub.repositories
