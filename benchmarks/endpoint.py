@@ -60,7 +60,10 @@ class Recorder(TransformersRollout):
 def times_of_agents(engine: Any, tokenizer: Any, trajectories: int, calls: int, agents: int) -> list[float]:
     """Return the time of each call but the first of each agent, in milliseconds."""
     environment = AgentEnvironment(
-        {"_target_": "benchmarks.endpoint.ask", "calls": calls}, max_turns=calls, max_objects=agents
+        {"_target_": "benchmarks.endpoint.ask", "calls": calls},
+        max_turns=calls,
+        max_objects=agents,
+        load_timeout_s=600.0,
     )
     talk = Conversations(environment.connect(tokenizer), tokenizer, calls).by(engine)
     about = ScoringRequest("products", "", "29842", {}, QUESTION)

@@ -157,6 +157,8 @@ class AgentConversations:
 
     def _take_calls(self, answers: dict[int, Reply | Score | Start | LastWords]) -> None:
         """Read the calls that have arrived, and add the turns that they begin to `answers`."""
+        from jinja2 import TemplateError
+
         for received in self._endpoint.take():
             key, talk = received.trajectory, self._talks[received.trajectory]
             if received.is_repeated and talk.received is not None and received.body == talk.received.body:
@@ -166,7 +168,10 @@ class AgentConversations:
             try:
                 call = read_chat_call(received.body)
                 answers[key] = self._read(talk, call)
-            except Refused as refused:
+            except (Refused, TemplateError, TypeError, ValueError) as error:
+                # Templates and tools are not the package's, and a template raises what its expressions raise.
+                reason = f"the chat template refuses the messages or the tools: {str(error) or type(error).__name__}"
+                refused = error if isinstance(error, Refused) else Refused(reason)
                 self._count(talk, refused)
                 self._endpoint.refuse(received, str(refused))
                 continue
@@ -197,14 +202,7 @@ class AgentConversations:
         return self._next(talk, call, tools) if talk.turns else self._first(talk, call, tools)
 
     def _first(self, talk: _AgentTalk, call: ChatCall, tools: _Tools) -> Start:
-        from jinja2 import TemplateError
-
-        messages = for_template(call.messages)
-        try:
-            (tokens,) = encode_prompts([messages], self._tokenizer, tools.options)
-        except TemplateError as error:
-            roles = ", ".join(str(message["role"]) for message in messages)
-            raise Refused(f"the chat template refuses messages of the roles {roles}: {error}") from error
+        (tokens,) = encode_prompts([for_template(call.messages)], self._tokenizer, tools.options)
         if len(tokens) > self._limits.max_prompt_tokens:
             raise Refused(
                 f"the messages of the first call have {len(tokens)} tokens, more than max_prompt_tokens="

@@ -83,13 +83,12 @@ def read_chat_call(body: bytes) -> ChatCall:
         raise Refused(str(error)) from error
     _check(request)
     tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
-    longest = request.max_completion_tokens or content.get("max_tokens")
     return ChatCall(
         messages=messages,
         tools=tools,
         may_call=bool(tools) and request.tool_choice != "none",
         one_call=request.parallel_tool_calls is False,
-        max_tokens=longest,
+        max_tokens=_longest(request),
         logprobs=bool(request.logprobs),
         stream=bool(request.stream),
         stream_usage=bool(request.stream_options and request.stream_options.include_usage),
@@ -107,9 +106,17 @@ def _check(request: ChatCompletionRequest) -> None:
             raise Refused(f"{name}: {reason}")
     if request.tool_choice not in (None, "none", "auto"):
         raise Refused(f"tool_choice: a forced call is not sampled from the policy, and {_OF_THE_RUN}: use auto or none")
-    longest = request.max_completion_tokens or request.model_dump(include={"max_tokens"})["max_tokens"]
+    longest = _longest(request)
     if longest is not None and longest < 1:
         raise Refused(f"max_tokens={longest}: must be at least 1")
+
+
+def _longest(request: ChatCompletionRequest) -> int | None:
+    """Return the longest answer of a request, in tokens; None without a limit."""
+    # The attribute of the older name warns.
+    limits = request.model_dump(include={"max_tokens", "max_completion_tokens"})
+    newer, older = limits["max_completion_tokens"], limits["max_tokens"]
+    return older if newer is None else newer
 
 
 def completion(call: ChatCall, answer: ChatAnswer) -> tuple[str, bytes]:

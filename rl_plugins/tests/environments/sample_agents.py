@@ -130,6 +130,9 @@ def break_rules(row: Row, base_url: str, api_key: str) -> float:
             model="m",
             messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
         )
+        # The template shows the names of parameters, which this tool lacks.
+        bare: Any = {"type": "function", "function": {"name": "bare"}}
+        assert "parameters" in refused(create, model="m", messages=first, tools=[bare])
         assert "more than max_prompt_tokens" in refused(
             create, model="m", messages=[{"role": "user", "content": "x" * 500}]
         )
