@@ -69,6 +69,35 @@ def test_generate_with_vllm_resumes_after_kill(workplace: Path, tmp_path: Path) 
     assert len(rows) == 64 and all(len(set(row["responses"])) > 1 for row in rows)
 
 
+@pytest.mark.extended
+def test_evaluate_holds_conversations_of_a_recipe_with_vllm(workplace: Path, tmp_path: Path) -> None:
+    recipe = {
+        "stage": "policy_optimization",
+        "model": {"path": str(workplace / "tiny")},
+        "run": {"name": "talk"},
+        "data": {"max_prompt_tokens": 40},
+        # The policy almost never ends a response.
+        "sampling": {"stop": list("abcdefghijklmnopqrstuvwxyz")},
+        "environment": {"stateful": "rl_plugins.tests.environments.sample_environments.Lengths", "max_turns": 3},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(recipe))
+    done = run(
+        tmp_path, "evaluate", workplace / "tiny", "--data", workplace / "data" / "test.parquet", "--output", "evaluation",
+        "--recipe", "config.yaml", "--samples", 2, "--max-tokens", 48, "--save-every", 32,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (file,) = (tmp_path / "evaluation").glob("*.parquet")
+    rows = pq.read_table(file).to_pylist()
+    assert len(rows) == 64 and max(max(row["turns"]) for row in rows) == 3
+    for row in rows:
+        for text, score in zip(row["conversations"], row["scores"], strict=True):
+            said = [message["content"] for message in json.loads(text) if message["role"] == "assistant"]
+            assert score == sum(1.0 + len(response) for response in said)
+    (result,) = (tmp_path / "evaluation").glob("*.evaluation.json")
+    mean = sum(sum(row["scores"]) for row in rows) / 128
+    assert json.loads(result.read_text())["measures"]["addition"]["mean@2"]["value"] == pytest.approx(mean)
+
+
 def test_evaluate_samples_and_compares_two_policies(workplace: Path, tmp_path: Path) -> None:
     """One policy is in MLflow; workers of Ray score."""
     save_tiny_policy(tmp_path / "other", seed=3)

@@ -96,7 +96,7 @@ class StatefulEnvironment:
         self.max_turns, self.max_failure_rate = max_turns, max_failure_rate
         self.max_observation_tokens, self.max_prompt_tokens = max_observation_tokens, max_prompt_tokens
         self.template_options = dict(template_options or {})
-        limits = WorkerLimits.of(pass_env, memory_mb, "environment.pass_env")
+        limits = WorkerLimits.of(pass_env, memory_mb, option="pass_env")
         config = plain(environment) if isinstance(environment, Mapping) else {"_target_": environment}
         self.host = ObjectHost(ObjectTask(config, limits, deadline_s), max_objects, load_timeout_s)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch.argument_errors import errors_with_options
 from rl_plugins.launch.stateful import check_alone
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ _ARGUMENTS = (
     "pass_env",
     "endpoint_host",
 )
-_NAMED = re.compile(rf"^(?P<name>{'|'.join(_ARGUMENTS)})(?==)")
-"""Argument of `AgentEnvironment` at the beginning of an error."""
 
 
 def agent_environment(config: RecipeConfig) -> AgentEnvironment | None:
@@ -50,7 +47,7 @@ def agent_environment(config: RecipeConfig) -> AgentEnvironment | None:
     check_alone(config, "agent", "an agent returns the reward of its trajectory")
     from rl_plugins.environments.agent import AgentEnvironment
 
-    with _errors_with_options():
+    with errors_with_options(_ARGUMENTS, group="environment"):
         return AgentEnvironment(
             **{name: getattr(options, name) for name in _ARGUMENTS},
             max_prompt_tokens=config.data.max_prompt_tokens,
@@ -78,7 +75,7 @@ def check_agent(
     try:
         if tokenizer is None:
             return
-        with _errors_with_options():
+        with errors_with_options(_ARGUMENTS, group="environment"):
             conversations = environment.connect(tokenizer)
         for number, (source, row) in enumerate(first_of_source.items()):
             _try_out(conversations, number, source, row)
@@ -106,12 +103,3 @@ def _try_out(conversations: AgentConversations, number: int, source: str, row: R
             f"the agent fails on a row of data_source {source!r} before its first call: {answer.failure}: "
             f"{answer.message}"
         )
-
-
-@contextmanager
-def _errors_with_options() -> Iterator[None]:
-    """Name options in place of the arguments of `AgentEnvironment` in errors."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(_NAMED.sub(r"environment.\g<name>", str(error))) from None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch.argument_errors import errors_with_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from rl_plugins.environments.stateful import StatefulEnvironment
     from rl_plugins.rewards.records import ScoringRequest
 
+_ARGUMENTS = (
+    "max_turns", "max_objects", "deadline_s", "load_timeout_s", "memory_mb", "pass_env", "max_observation_tokens",
+)  # fmt: skip
 # A response without an answer, as an untrained policy may give.
 _NO_ANSWER = "?"
 
@@ -38,19 +42,14 @@ def stateful_environment(config: RecipeConfig) -> StatefulEnvironment | None:
     check_alone(config, "stateful", "a stateful environment scores its conversations by itself")
     from rl_plugins.environments.stateful import StatefulEnvironment
 
-    return StatefulEnvironment(
-        options.stateful,
-        max_turns=options.max_turns,
-        max_objects=options.max_objects,
-        deadline_s=options.deadline_s,
-        load_timeout_s=options.load_timeout_s,
-        memory_mb=options.memory_mb,
-        pass_env=options.pass_env,
-        max_observation_tokens=options.max_observation_tokens,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_failure_rate=config.reward.max_failure_rate,
-        template_options=config.data.chat_template_kwargs,
-    )
+    with errors_with_options(_ARGUMENTS, group="environment"):
+        return StatefulEnvironment(
+            options.stateful,
+            **{name: getattr(options, name) for name in _ARGUMENTS},
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_failure_rate=config.reward.max_failure_rate,
+            template_options=config.data.chat_template_kwargs,
+        )
 
 
 def check_alone(config: RecipeConfig, option: str, reason: str) -> None:

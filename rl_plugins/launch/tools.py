@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch.argument_errors import errors_with_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from rl_plugins.environments.tools import ToolEnvironment
 
 _ARGUMENTS = ("tools", "parser", "max_turns", "deadline_s", "max_characters", "load_timeout_s", "memory_mb", "pass_env")
-_NAMED = re.compile(rf"(?P<before>^|or raise )(?P<name>{'|'.join(_ARGUMENTS)})(?=[=:]|$)")
-"""Argument of `ToolEnvironment` in an error: at the beginning, or in the way out."""
 
 
 def tool_environment(config: RecipeConfig) -> ToolEnvironment | None:
@@ -63,8 +61,8 @@ def check_tools(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase | None)
 def _errors_with_options() -> Iterator[None]:
     """Name options in place of the arguments of `ToolEnvironment` in errors."""
     try:
-        yield
+        with errors_with_options(_ARGUMENTS, group="environment"):
+            yield
     except ConfigError as error:
-        message = _NAMED.sub(r"\g<before>environment.\g<name>", str(error))
-        preset = ", or environment=tools, which sets 8" if message.startswith("environment.max_turns=") else ""
-        raise ConfigError(f"{message}{preset}") from None
+        preset = ", or environment=tools, which sets 8" if str(error).startswith("environment.max_turns=") else ""
+        raise ConfigError(f"{error}{preset}") from None

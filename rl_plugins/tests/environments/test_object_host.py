@@ -31,7 +31,7 @@ def host_of(
     memory_mb: int | None = None,
     **options: Any,
 ) -> ObjectHost:
-    limits = WorkerLimits.of((), memory_mb, "environment.pass_env")
+    limits = WorkerLimits.of((), memory_mb, "pass_env")
     task = ObjectTask({"_target_": target, **options}, limits, patient(deadline_s))
     return ObjectHost(task, max_objects, patient(30), grace_s=patient(grace_s))
 

@@ -237,7 +237,7 @@ def test_stage_needs_a_scorer_or_a_stateful_environment(counting: StatefulEnviro
         ({"max_objects": 0}, "max_objects=0: must be at least 1"),
         ({"deadline_s": 0.0}, "deadline_s=0.0: must be above 0"),
         ({"max_failure_rate": 2.0}, "max_failure_rate=2.0: must be between 0 and 1"),
-        ({"pass_env": ["NO_SUCH_KEY"]}, "environment.pass_env=[NO_SUCH_KEY]"),
+        ({"pass_env": ["NO_SUCH_KEY"]}, "pass_env=[NO_SUCH_KEY]"),
         ({"environment": f"{HERE}.Cuont"}, "did you mean 'Count'"),
         ({"environment": {"path": "no_such_file.py", "name": "Game"}}, "environment file 'no_such_file.py' does not"),
         ({"environment": {"size": 3}}, "names no function: give `_target_`, or `path` and `name`"),

@@ -444,6 +444,10 @@ CHECKS: dict[str, list[Case]] = {
         (["environment.stateful=my.Game"], ["choose reward=environment"]),
         (["reward=environment"], ["no reward is configured"]),
         ([*STATEFUL, f"environment.stateful={ENVIRONMENTS}.Cuont"], ["did you mean 'Count'"]),
+        (
+            [*STATEFUL, f"environment.stateful={ENVIRONMENTS}.Judge", "environment.pass_env=[NO_SUCH_KEY]"],
+            ["environment.pass_env=[NO_SUCH_KEY]: the environment has no NO_SUCH_KEY"],
+        ),
         ([*STATEFUL, f"environment.stateful={ENVIRONMENTS}.WithoutClose"], ["write `async def close(self)`"]),
         ([*STATEFUL, f"environment.stateful={ENVIRONMENTS}.NeedsSize"], ["missing a required argument: 'size'"]),
         (

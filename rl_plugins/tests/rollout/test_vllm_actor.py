@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,11 +60,11 @@ class LLM:
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """Start an actor without an engine."""
     monkeypatch.setattr(vllm, "LLM", LLM)
     monkeypatch.setattr(multiprocessing, "active_children", lambda: [])
-    return lambda **settings: VLLMActor(VLLMConfig("model", device="cuda", **settings))
+    return lambda **settings: VLLMActor(VLLMConfig(str(tmp_path), device="cuda", **settings))
 
 
 @pytest.mark.parametrize(
