@@ -82,8 +82,8 @@ def test_evaluate_holds_conversations_of_a_recipe_with_vllm(workplace: Path, tmp
     }
     (tmp_path / "config.yaml").write_text(json.dumps(recipe))
     done = run(
-        tmp_path, "evaluate", workplace / "tiny", "--data", workplace / "data" / "test.parquet", "--output", "evaluation",
-        "--recipe", "config.yaml", "--samples", 2, "--max-tokens", 48, "--save-every", 32,
+        tmp_path, "evaluate", workplace / "tiny", "--data", workplace / "data" / "test.parquet", "--output",
+        "evaluation", "--recipe", "config.yaml", "--samples", 2, "--max-tokens", 48, "--save-every", 32,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (file,) = (tmp_path / "evaluation").glob("*.parquet")
