@@ -222,7 +222,9 @@ def test_update_weights_through_shared_memory_changes_groups_in_flight(
     source, before = ModuleWeightSource(policy), deepcopy(policy)
     bfloat16_engine.update_weights(source, version=3)
     last = hold_after(bfloat16_engine, 20)
-    bfloat16_engine.submit([GroupRequest(0, prompt, seed=0)], SamplingConfig(num_samples=4, max_tokens=100))
+    # A response may otherwise end earlier, because samples in bfloat16 differ between processors.
+    sampling = SamplingConfig(num_samples=4, max_tokens=100, vllm={"min_tokens": 100})
+    bfloat16_engine.submit([GroupRequest(0, prompt, seed=0)], sampling)
     wait_until(lambda: steps_taken(bfloat16_engine) == last, "20 steps of the engine")
     change(policy, seed=4)
     bfloat16_engine.update_weights(source, version=4)
