@@ -83,7 +83,7 @@ class Endpoint:
 
     def __init__(self, host: str, models: bytes, error_body: Callable[[int, str], bytes]) -> None:
         self._models, self._error_body = models, error_body
-        self._socket = _listening(host)
+        self._socket = listening_on(host)
         shown = f"[{host}]" if ":" in host else host
         self.base_url = f"http://{shown}:{self._socket.getsockname()[1]}/v1"
         self._lock = threading.Lock()
@@ -256,16 +256,25 @@ def check_host(host: str) -> None:
         )
 
 
-def _listening(host: str) -> socket.socket:
+def listening_on(host: str) -> socket.socket:
+    """Return a socket that listens on a free port of an address of this machine.
+
+    Raises:
+        ConfigError: no socket can listen on the address.
+    """
     check_host(host)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, 0), family=family, backlog=2048)
+        listening = socket.create_server((host, 0), family=family, backlog=2048)
     except OSError as error:
         raise ConfigError(
             f"endpoint_host={host}: the endpoint cannot listen there ({error.strerror}): use 127.0.0.1, or an "
             "address of this machine"
         ) from None
+    # Connections inherit this option. asyncio sets the option for sockets of another kind only, and without the option
+    # the body of an answer waits 40 ms for the client to confirm the headers.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def _response(answer: HttpAnswer) -> Response:

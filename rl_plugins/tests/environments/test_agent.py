@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
@@ -168,6 +169,13 @@ def test_call_after_the_end_of_a_trajectory_gets_a_clear_error() -> None:
             client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
         client.close()
     assert ended.value.status_code == 410
+
+
+def test_connections_of_the_endpoint_send_without_delay() -> None:
+    from rl_plugins.environments.endpoint import listening_on
+
+    with listening_on("127.0.0.1") as server, socket.create_connection(server.getsockname()), server.accept()[0] as end:
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_policy_learns_from_the_rewards_of_agents(tmp_path: Any) -> None:
