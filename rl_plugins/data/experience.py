@@ -29,8 +29,8 @@ from rl_plugins.whole_file import write_whole
 COMPUTED_FIELDS = (
     "token_level_rewards", "old_log_probs", "ref_log_probs", "teacher_log_probs", "teacher_top_ids",
     "teacher_top_log_probs", "teacher_top_weights", "entropy", "sum_pi_squared", "values", "cost_values",
-    "process_rewards", "turn_rewards", "turns", "states", "rollout_weights", "advantages", "returns", "cost_returns",
-    "loss_mask", "selected",
+    "process_rewards", "turn_rewards", "turns", "states", "sequences", "rollout_weights", "advantages", "returns",
+    "cost_returns", "loss_mask", "selected",
 )  # fmt: skip
 TOKEN_FIELDS = ("responses", "response_mask", "rollout_log_probs", "policy_versions", *COMPUTED_FIELDS)
 SAMPLE_FIELDS = (
@@ -128,6 +128,8 @@ class Experience(TensorClass, shadow=True):
             without an environment that rewards turns.
         turns: int64 [B, T], number of the turn of each token.
         states: int64 [B, T], number of the state in which the turn of each token begins.
+        sequences: int64 [B, T], number of the sequence of each token: 0 continues the prompt, and every other number
+            is a sequence with a prompt of its own among the response tokens. None if all responses continue the prompt.
         rollout_weights: float32 [B, T], importance weights for the gap between trainer and sampler.
         advantages: float32 [B, T], advantage of each token.
         returns: float32 [B, T], the critic's target.
@@ -167,6 +169,7 @@ class Experience(TensorClass, shadow=True):
     turn_rewards: Tensor | None = None
     turns: Tensor | None = None
     states: Tensor | None = None
+    sequences: Tensor | None = None
     rollout_weights: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None

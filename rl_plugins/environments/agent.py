@@ -34,7 +34,9 @@ class AgentEnvironment:
     mapping with `score` and further numbers. The row has `prompt`, `data_source`, `ground_truth`, `extra_info` and
     `seed`, which is equal for all samples of a group.
 
-    Each call continues the call before: it has the same messages, the answer, and new messages.
+    A call continues an earlier call if it has the same messages, the answer, and new messages. Any other call begins a
+    sequence of its own, as after a summary of the history. All sequences of a trajectory share its reward, and count as
+    one sample.
 
     Example:
         async def solve(row, base_url, api_key):
@@ -50,6 +52,8 @@ class AgentEnvironment:
         parser: reader of calls of tools: the name of a tool parser of vLLM, or a function, or its dotted name, from the
             text of a response to a list of calls, which are mappings with `name` and `arguments`.
         max_turns: largest number of answers of the policy in a trajectory.
+        max_sequences: largest number of sequences of a trajectory. A call that would begin a further sequence is
+            refused.
         max_objects: largest number of agents at once; further agents wait.
         deadline_s: seconds for an agent, without the time in which the policy answers.
         load_timeout_s: seconds for loading the function.
@@ -73,6 +77,7 @@ class AgentEnvironment:
         *,
         parser: Parser = "hermes",
         max_turns: int = 16,
+        max_sequences: int = 8,
         max_objects: int = 64,
         deadline_s: float = 300.0,
         load_timeout_s: float = 30.0,
@@ -83,7 +88,8 @@ class AgentEnvironment:
         max_failure_rate: float = 0.0,
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
-        check_ranges(int, AT_LEAST_1, max_turns=max_turns, max_objects=max_objects, max_prompt_tokens=max_prompt_tokens)
+        check_ranges(int, AT_LEAST_1, max_turns=max_turns, max_sequences=max_sequences)
+        check_ranges(int, AT_LEAST_1, max_objects=max_objects, max_prompt_tokens=max_prompt_tokens)
         check_ranges(float, ABOVE_0, deadline_s=deadline_s, load_timeout_s=load_timeout_s)
         check_ranges(float, FROM_0_TO_1, max_failure_rate=max_failure_rate)
         check_host(endpoint_host)
@@ -91,7 +97,8 @@ class AgentEnvironment:
             raise ConfigError(
                 f"agent: a value of type {type(agent).__name__} is no function: give a function, or its dotted name"
             )
-        self.max_turns, self.max_failure_rate, self.max_prompt_tokens = max_turns, max_failure_rate, max_prompt_tokens
+        self.max_turns, self.max_sequences = max_turns, max_sequences
+        self.max_failure_rate, self.max_prompt_tokens = max_failure_rate, max_prompt_tokens
         self.parser, self.template_options = load_parser(parser), dict(template_options or {})
         self._endpoint_host = endpoint_host
         self._endpoint: Endpoint | None = None

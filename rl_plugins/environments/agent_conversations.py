@@ -1,14 +1,15 @@
 """Trajectories of agents: calls of the endpoint become turns of a conversation, and rewards become scores.
 
-The first call of an agent is the start of the conversation, and each further call is a reply to the policy. A
-trajectory is one sequence of tokens: a call that does not continue the call before is refused. Several sequences of a
-trajectory would be several conversations of one key here; calls and answers would stay as they are.
+The first call of an agent is the start of the conversation, and each further call is a reply to the policy. A call
+that continues no earlier call begins a new sequence of tokens of its trajectory. The policy answers the calls of a
+trajectory one after the other.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter, OrderedDict
+import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.loading import plain
 from rl_plugins.rewards.records import AGENT_DETAILS, Score, ScoringRequest, failed
 from rl_plugins.rewards.trajectory import LastWords, Reply, Start, Turn
-from rl_plugins.rollout.chat import ChatAnswer, ChatCall, Message, Refused, continuation, for_template
+from rl_plugins.rollout.chat import ChatAnswer, ChatCall, Message, NotContinued, Refused, continuation, for_template
 from rl_plugins.rollout.tool_calls import ParsedResponse, ResponseParser, decoded
 from rl_plugins.rollout.vllm.chat_protocol import completion, read_chat_call
 
@@ -53,6 +54,27 @@ class _Tools:
     following: FollowingMessages
 
 
+@dataclass(frozen=True)
+class _Answered:
+    """Sequence up to the last answer of the policy.
+
+    Attributes:
+        messages: messages of the last call, and the answer.
+        tools: JSON schemas of the tools.
+        called: calls in the answer.
+        last_token: last token of the answer.
+        body: body of the call.
+        sent: the answer, as sent.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Message]
+    called: Sequence[ToolUse]
+    last_token: int
+    body: bytes
+    sent: HttpAnswer
+
+
 @dataclass
 class _AgentTalk:
     """A trajectory.
@@ -60,13 +82,11 @@ class _AgentTalk:
     Attributes:
         received: call in progress, or the last call; None before the first.
         call: content of the call.
-        sent: answer to the last call.
-        messages: messages of the last answered call, and the answer; empty before the first answer.
-        tools: JSON schemas of the tools in the first call.
-        called: calls in the last answer.
-        last_token: last token of the last answer.
+        sequences: sequences of the trajectory.
+        current: number of the sequence of the call in progress.
+        waiting: calls that wait for the call in progress.
         turns: number of answers.
-        length: number of tokens up to the end of the last answer.
+        answered_at: time of the last answer, of `time.monotonic`.
         is_sampling: True while the policy answers.
         result: result of the agent; None until the agent has ended.
         counts: numbers of events.
@@ -74,13 +94,11 @@ class _AgentTalk:
 
     received: Received | None = None
     call: ChatCall | None = None
-    sent: HttpAnswer | None = None
-    messages: Sequence[Message] = ()
-    tools: Sequence[Message] = ()
-    called: Sequence[ToolUse] = ()
-    last_token: int = -1
+    sequences: list[_Answered] = field(default_factory=list)
+    current: int = 0
+    waiting: deque[Received] = field(default_factory=deque)
     turns: int = 0
-    length: int = 0
+    answered_at: float = 0.0
     is_sampling: bool = False
     result: Answer | None = None
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_COUNTED, 0)))
@@ -120,10 +138,11 @@ class AgentConversations:
         """Send a response to its agent; refuse the call if the conversation had no room for a response."""
         talk = self._talks[key]
         talk.is_sampling = False
-        if not talk.turns or len(turn.tokens) > talk.length:
+        if turn.number > talk.turns:
             self._answer(talk, turn)
         else:
             self._refuse(talk, Refused("the trajectory has no tokens left: raise max_tokens (sampling.max_tokens)"))
+        talk.answered_at = time.monotonic()
         self._host.go_on(key)
         if talk.result is not None:
             self._results[key] = talk.result
@@ -157,77 +176,114 @@ class AgentConversations:
 
     def _take_calls(self, answers: dict[int, Reply | Score | Start | LastWords]) -> None:
         """Read the calls that have arrived, and add the turns that they begin to `answers`."""
+        for received in self._endpoint.take():
+            self._receive(self._talks[received.trajectory], received)
+        for key, talk in self._talks.items():
+            while talk.waiting and not talk.is_sampling:
+                self._take(key, talk, talk.waiting.popleft(), answers)
+
+    def _receive(self, talk: _AgentTalk, received: Received) -> None:
+        """Put a call to the calls that wait. A repeated call takes the place, or gets the answer, of the first."""
+        if received.is_repeated:
+            if talk.is_sampling and talk.received is not None and talk.received.body == received.body:
+                talk.received = received
+                return
+            for sequence in talk.sequences:
+                if sequence.body == received.body:
+                    self._endpoint.answer(received, sequence.sent)
+                    return
+            talk.waiting = deque(call for call in talk.waiting if call.body != received.body)
+        talk.waiting.append(received)
+
+    def _take(
+        self,
+        key: int,
+        talk: _AgentTalk,
+        received: Received,
+        answers: dict[int, Reply | Score | Start | LastWords],
+    ) -> None:
+        """Read a call, and add the turn that it begins to `answers`."""
         from jinja2 import TemplateError
 
-        for received in self._endpoint.take():
-            key, talk = received.trajectory, self._talks[received.trajectory]
-            if received.is_repeated and talk.received is not None and received.body == talk.received.body:
-                self._repeat(talk, received)
-                continue
-            talk.counts["calls"] += 1
-            try:
-                call = read_chat_call(received.body)
-                answers[key] = self._read(talk, call)
-            except (Refused, TemplateError, TypeError, ValueError) as error:
-                # Templates and tools are not the package's, and a template raises what its expressions raise.
-                reason = f"the chat template refuses the messages or the tools: {str(error) or type(error).__name__}"
-                refused = error if isinstance(error, Refused) else Refused(reason)
-                self._count(talk, refused)
-                self._endpoint.refuse(received, str(refused))
-                continue
-            talk.received, talk.call, talk.sent, talk.is_sampling = received, call, None, True
-            self._host.pause(key, since=received.at)
-
-    def _repeat(self, talk: _AgentTalk, received: Received) -> None:
-        """Answer a call that the client sends again, because the client has not got the answer."""
-        talk.received = received
-        if talk.sent is not None:
-            self._endpoint.answer(received, talk.sent)
+        talk.counts["calls"] += 1
+        try:
+            call = read_chat_call(received.body)
+            answers[key] = self._read(talk, call)
+        except (Refused, TemplateError, TypeError, ValueError) as error:
+            # Templates and tools are not the package's, and a template raises what its expressions raise.
+            reason = f"the chat template refuses the messages or the tools: {str(error) or type(error).__name__}"
+            refused = error if isinstance(error, Refused) else Refused(reason)
+            self._count(talk, refused)
+            self._endpoint.refuse(received, str(refused))
+            return
+        talk.received, talk.call, talk.is_sampling = received, call, True
+        # The time in which a call waited for the call before is already left out.
+        self._host.pause(key, since=max(received.at, talk.answered_at))
 
     def _read(self, talk: _AgentTalk, call: ChatCall) -> Start | Reply:
         """Return the turn that a call begins.
 
         Raises:
-            Refused: the call does not continue the trajectory, or has too many tokens.
+            Refused: the call begins one sequence too many, or has too many tokens.
         """
         if talk.result is not None:
             raise Refused("the agent has returned its reward: call the policy before")
-        if talk.is_sampling:
-            raise Refused(
-                "another call of the trajectory is in progress: make one call after the other, because a trajectory is "
-                "one sequence of tokens",
-                is_no_continuation=True,
-            )
         tools = self._tools_of(call.tools)
-        return self._next(talk, call, tools) if talk.turns else self._first(talk, call, tools)
+        if not talk.turns:
+            return self._first(call, tools)
+        talk.current, new = self._continued(talk, call)
+        if talk.turns >= self._limits.max_turns:
+            raise Refused(
+                f"the policy has given max_turns={talk.turns} answers in the trajectory: raise max_turns "
+                "(environment.max_turns in a recipe)"
+            )
+        if talk.current == len(talk.sequences):
+            (tokens,) = encode_prompts([for_template(new)], self._tokenizer, tools.options)
+        else:
+            before = talk.sequences[talk.current]
+            try:
+                tokens = tools.following.tokens(before.called, for_template(new), before.last_token)
+            except ConfigError as error:
+                raise Refused(str(error)) from error
+        return Reply(new, tokens, max_tokens=call.max_tokens, sequence=talk.current)
 
-    def _first(self, talk: _AgentTalk, call: ChatCall, tools: _Tools) -> Start:
+    def _first(self, call: ChatCall, tools: _Tools) -> Start:
         (tokens,) = encode_prompts([for_template(call.messages)], self._tokenizer, tools.options)
         if len(tokens) > self._limits.max_prompt_tokens:
             raise Refused(
                 f"the messages of the first call have {len(tokens)} tokens, more than max_prompt_tokens="
                 f"{self._limits.max_prompt_tokens} (data.max_prompt_tokens in a recipe)"
             )
-        talk.tools = call.tools
         return Start(call.messages, tokens, call.max_tokens)
 
-    def _next(self, talk: _AgentTalk, call: ChatCall, tools: _Tools) -> Reply:
-        new = continuation(talk.messages, call.messages)
-        if call.tools != talk.tools:
-            raise Refused(
-                "the tools are not those of the first call: the policy has read their schemas already",
-                is_no_continuation=True,
-            )
-        if talk.turns >= self._limits.max_turns:
-            raise Refused(
-                f"the policy has given max_turns={talk.turns} answers in the trajectory: raise max_turns "
-                "(environment.max_turns in a recipe)"
-            )
-        try:
-            tokens = tools.following.tokens(talk.called, for_template(new), talk.last_token)
-        except ConfigError as error:
-            raise Refused(str(error)) from error
-        return Reply(new, tokens, max_tokens=call.max_tokens)
+    def _continued(self, talk: _AgentTalk, call: ChatCall) -> tuple[int, Sequence[Message]]:
+        """Return the number of the sequence that a call continues, or of a new sequence, and the new messages.
+
+        Raises:
+            NotContinued: the call continues no sequence, and no further sequence is allowed.
+        """
+        found: list[tuple[int, int]] = []
+        reason = ""
+        for number, sequence in enumerate(talk.sequences):
+            try:
+                continuation(sequence.messages, call.messages)
+            except NotContinued as error:
+                reason = str(error)
+            else:
+                if call.tools == sequence.tools:
+                    found.append((len(sequence.messages), number))
+                else:
+                    reason = "the tools are not those of the earlier call, and the policy has read their schemas"
+        if found:
+            length, number = max(found)
+            return number, call.messages[length:]
+        if len(talk.sequences) < self._limits.max_sequences:
+            return len(talk.sequences), call.messages
+        raise NotContinued(
+            f"the call continues no earlier call: {reason}. The trajectory has max_sequences={len(talk.sequences)} "
+            "sequences: send the earlier messages, the answer as it was given, and new messages, or raise "
+            "max_sequences (environment.max_sequences in a recipe)"
+        )
 
     def _answer(self, talk: _AgentTalk, turn: Turn) -> None:
         """Send a response of the policy to the agent."""
@@ -253,12 +309,20 @@ class AgentConversations:
             log_probs=turn.log_probs if call.logprobs else [],
         )
         talk.turns += 1
-        talk.length, talk.last_token = len(turn.tokens), turn.tokens[-1]
         talk.counts["malformed"] += parsed.is_malformed
-        talk.messages = [*call.messages, answer.message]
-        talk.called = [ToolUse(str(one["id"]), name) for one, (name, _) in zip(calls, parsed.calls, strict=False)]
-        talk.sent = HttpAnswer(200, *completion(call, answer))
-        self._endpoint.answer(talk.received, talk.sent)
+        sequence = _Answered(
+            messages=[*call.messages, answer.message],
+            tools=call.tools,
+            called=[ToolUse(str(one["id"]), name) for one, (name, _) in zip(calls, parsed.calls, strict=False)],
+            last_token=turn.tokens[-1],
+            body=talk.received.body,
+            sent=HttpAnswer(200, *completion(call, answer)),
+        )
+        if talk.current == len(talk.sequences):
+            talk.sequences.append(sequence)
+        else:
+            talk.sequences[talk.current] = sequence
+        self._endpoint.answer(talk.received, sequence.sent)
 
     def _parsed(self, call: ChatCall, ids: Sequence[int]) -> ParsedResponse:
         parser = self._tools_of(call.tools).parser
@@ -274,7 +338,7 @@ class AgentConversations:
     @staticmethod
     def _count(talk: _AgentTalk, refused: Refused) -> None:
         talk.counts["refused"] += 1
-        talk.counts["not_continued"] += refused.is_no_continuation
+        talk.counts["not_continued"] += isinstance(refused, NotContinued)
 
     def _tools_of(self, schemas: Sequence[Message]) -> _Tools:
         """Return the parser and the tokens of messages for a list of tools.
@@ -304,7 +368,7 @@ class AgentConversations:
 
 def _score(talk: _AgentTalk, result: Answer) -> Score:
     """Return the score of an agent that has ended, with counts of its calls."""
-    counts = dict(talk.counts)
+    counts = {**talk.counts, "sequences": len(talk.sequences)}
     if result.failure is not None:
         score = failed(result.failure, result.fault)
     elif not talk.turns:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -61,6 +61,11 @@ class ResponseLogProbs:
     top_ids_BTK: Tensor | None = None
     top_log_probs_BTK: Tensor | None = None
     log_probs_BTK: Tensor | None = None
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> ResponseLogProbs:
+        """Return the result of a function for each field."""
+        columns = {column.name: getattr(self, column.name) for column in fields(self)}
+        return ResponseLogProbs(**{name: function(value) for name, value in columns.items() if value is not None})
 
 
 def token_log_probs(

@@ -115,8 +115,8 @@ class Conversations:
         self._tickets = self._keys = 0
 
     @property
-    def rewards_turns(self) -> bool:
-        """True if the environment may reward each turn."""
+    def starts_itself(self) -> bool:
+        """True if the environment starts the conversations, so it may reward turns and begin sequences."""
         return isinstance(self._environment, StartingEnvironment)
 
     def by(self, engine: GroupSampler) -> Conversations:

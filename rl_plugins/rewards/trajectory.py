@@ -1,10 +1,15 @@
-"""Trajectories: conversations between a policy and an environment, as messages and as tokens."""
+"""Trajectories: conversations between a policy and an environment, as messages and as tokens.
+
+A trajectory has one sequence of tokens after its prompt, or several, if the environment begins new ones. The tokens of
+all sequences are in the order of time. The policy responds to one sequence at a time, and does not see the others.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,10 +24,11 @@ class Turn:
 
     Attributes:
         request: scoring request with the text of the response, the earlier messages, and the number of turns left.
-        tokens: token ids of the prompt and of all messages. The response is at the end.
+        tokens: token ids of the response's sequence: its prompt and all its messages. The response is at the end.
         length: number of tokens of the response.
         log_probs: log-prob of each token of the response.
         finish_reason: end of the response: `stop`, `length` or `abort`.
+        number: number of responses of the policy in the conversation so far.
     """
 
     request: ScoringRequest
@@ -30,6 +36,7 @@ class Turn:
     length: int
     log_probs: Sequence[float] = ()
     finish_reason: str = ""
+    number: int = 1
 
     @property
     def response(self) -> list[int]:
@@ -48,6 +55,8 @@ class Reply:
         counts: numbers of events, by the names in `Environment.counted`.
         reward: reward of the turn.
         max_tokens: longest next response in tokens, if shorter than the rest of the conversation's tokens.
+        sequence: number of the sequence that the messages continue. The first sequence is 0, and the messages begin the
+            sequence of a new number, so `tokens` are its prompt.
     """
 
     messages: Sequence[Message]
@@ -56,6 +65,7 @@ class Reply:
     counts: Mapping[str, int] = field(default_factory=dict)
     reward: float = 0.0
     max_tokens: int | None = None
+    sequence: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,8 @@ class Ending:
         prompt_ids: token ids of `prompt`.
         turn_ends: position of the last token of each response, counted from the end of the prompt.
         turn_rewards: reward of each turn, with the final score in the last; their sum is the score.
+        sequence_changes: position and new sequence of each token whose sequence is not that of the token before,
+            counted from the end of the prompt.
     """
 
     score: Score
@@ -111,6 +123,7 @@ class Ending:
     prompt_ids: Sequence[int] = ()
     turn_ends: Sequence[int] = ()
     turn_rewards: Sequence[float] = ()
+    sequence_changes: Sequence[tuple[int, int]] = ()
 
     @property
     def last(self) -> str:
@@ -129,7 +142,7 @@ RECORDS = (Score, Ending)
 
 
 class Trajectory:
-    """A conversation so far, as messages and as tokens.
+    """A conversation so far, as messages and as tokens, in one or several sequences.
 
     Args:
         prompt: token ids of the prompt.
@@ -154,6 +167,8 @@ class Trajectory:
         self._log_probs: list[float] = []
         self._versions: list[int] = []
         self._sampled: list[bool] = []
+        self._sequences: list[int] = []
+        self._sequence = 0
         self._said: list[Message] = []
         self._cut = 0
         self._counts = Counter(dict.fromkeys(counted, 0))
@@ -164,8 +179,11 @@ class Trajectory:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of the prompt and of all messages."""
-        return [*self._prompt, *self._token_ids]
+        """Token ids of the current sequence: its prompt and all its messages."""
+        own = [
+            token for token, number in zip(self._token_ids, self._sequences, strict=True) if number == self._sequence
+        ]
+        return own if self._sequence else [*self._prompt, *own]
 
     @property
     def room(self) -> int:
@@ -190,6 +208,7 @@ class Trajectory:
         self._versions += response.policy_versions.tolist()
         self._length = len(response.token_ids)
         self._sampled += [True] * self._length
+        self._sequences += [self._sequence] * self._length
         (self._finish_reason,) = response.finish_reasons
         self._said.append({"role": "assistant", "content": text})
         self._turn_ends.append(len(self._token_ids) - 1)
@@ -205,7 +224,7 @@ class Trajectory:
         request = replace(
             self._request, solution_str=last["content"], turns=tuple(before), turns_left=max(0, turns_left)
         )
-        return Turn(request, self.tokens, self._length, log_probs, self._finish_reason)
+        return Turn(request, self.tokens, self._length, log_probs, self._finish_reason, self.turns)
 
     def observe(self, reply: Reply) -> bool:
         """Add a reply of the environment.
@@ -222,6 +241,8 @@ class Trajectory:
         self._log_probs += [0.0] * len(reply.tokens)
         self._versions += [self._versions[-1] if self._versions else 0] * len(reply.tokens)
         self._sampled += [False] * len(reply.tokens)
+        self._sequence = reply.sequence
+        self._sequences += [self._sequence] * len(reply.tokens)
         self._said += reply.messages
         self._cut += reply.was_cut
         return True
@@ -243,6 +264,11 @@ class Trajectory:
             prompt_ids=() if self._start is None else tuple(self._start.tokens),
             turn_ends=tuple(self._turn_ends),
             turn_rewards=tuple(self._turn_rewards),
+            sequence_changes=tuple(
+                (position, number)
+                for position, (before, number) in enumerate(pairwise([0, *self._sequences]))
+                if number != before
+            ),
         )
 
     def generations(self) -> Generations:

@@ -15,16 +15,11 @@ Message = Mapping[str, Any]
 
 
 class Refused(Exception):
-    """Call that is refused with a reason.
+    """Call that is refused with a reason for the client."""
 
-    Args:
-        reason: reason for the client.
-        is_no_continuation: True if the call continues no earlier call.
-    """
 
-    def __init__(self, reason: str, *, is_no_continuation: bool = False) -> None:
-        super().__init__(reason)
-        self.is_no_continuation = is_no_continuation
+class NotContinued(Refused):
+    """Call that does not continue an earlier call."""
 
 
 @dataclass(frozen=True)
@@ -115,26 +110,18 @@ def continuation(before: Sequence[Message], messages: Sequence[Message]) -> list
         messages: messages of the new call.
 
     Raises:
-        Refused: the new call does not begin with `before`, or has no new message.
+        NotContinued: the new call does not begin with `before`, or has no new message.
     """
     for place, (earlier, message) in enumerate(zip(before, messages, strict=False)):
         if earlier != message:
             changed = [name for name in {**earlier, **message} if earlier.get(name) != message.get(name)]
             what = "the answer that was given" if place == len(before) - 1 else f"message {place} of the earlier call"
-            raise _no_continuation(f"{what} has another {' and '.join(changed)}")
+            raise NotContinued(f"{what} has another {' and '.join(changed)}")
     if len(messages) < len(before):
-        raise _no_continuation(f"the call has {len(messages)} messages, and the conversation has {len(before)}")
+        raise NotContinued(f"the call has {len(messages)} messages, and the conversation has {len(before)}")
     if len(messages) == len(before):
-        raise _no_continuation("the call has no message after the answer that was given")
+        raise NotContinued("the call has no message after the answer that was given")
     return list(messages[len(before) :])
-
-
-def _no_continuation(reason: str) -> Refused:
-    return Refused(
-        f"the call does not continue the earlier call of its trajectory: {reason}. Send the earlier messages, the "
-        "answer as it was given, and new messages: a trajectory is one sequence of tokens",
-        is_no_continuation=True,
-    )
 
 
 def _text(content: object) -> str:

@@ -32,6 +32,7 @@ from rl_plugins.plain_file import load_plain, save_plain
 from rl_plugins.stages.metrics import TokenMetrics
 from rl_plugins.stages.micro_batches import Cutter, Lengths
 from rl_plugins.stages.optimizer import MicroBatchLoss, build_optimizer
+from rl_plugins.stages.sequence_rows import SequenceRows
 from rl_plugins.strategies.contract import COST_CRITIC, CRITIC
 
 _FILE = "critic.pt"
@@ -282,15 +283,17 @@ class CriticLearner:
         self._updates = state["updates"]
 
     def _values(self, micro: Experience) -> Tensor:
+        rows = SequenceRows.of(micro)
         with self._precision():
-            return response_values(
+            values_RW = response_values(
                 self._model,
-                input_ids_BS=micro.input_ids,
-                attention_mask_BS=micro.attention_mask,
-                position_ids_BS=micro.position_ids,
-                response_width=micro.responses.shape[1],
+                input_ids_BS=rows.samples.input_ids,
+                attention_mask_BS=rows.samples.attention_mask,
+                position_ids_BS=rows.samples.position_ids,
+                response_width=rows.samples.responses.shape[1],
                 packed=self._training.packing,
             )
+        return rows.fold(values_RW)
 
     def _precision(self) -> AbstractContextManager[Any]:
         device_type = torch.device(self._device).type

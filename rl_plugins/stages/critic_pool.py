@@ -35,10 +35,10 @@ from rl_plugins.stages.metrics import TokenMetrics
 
 T = TypeVar("T")
 
-# Required fields of an Experience. The critic's loss also needs the critic's own fields.
+# Required fields of an Experience, and the sequences. The critic's loss also needs the critic's own fields.
 _SENT = (
     "prompts", "prompt_lengths", "responses", "response_lengths", "response_mask", "rollout_log_probs",
-    "policy_versions", "groups", "valid",
+    "policy_versions", "groups", "valid", "sequences",
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from rl_plugins.models.packing import shares_prompts
 from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.scalar_head import response_scores, response_values
 from rl_plugins.stages.micro_batches import Cutter, Lengths
+from rl_plugins.stages.sequence_rows import SequenceRows
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy
 
 
@@ -100,26 +101,30 @@ class ForwardPasses:
         top_k: int = 0,
     ) -> ResponseLogProbs:
         """Run a causal language model over a micro-batch; see `response_log_probs`."""
+        rows = SequenceRows.of(samples)
         with self._running(name) as model:
-            return response_log_probs(
+            found = response_log_probs(
                 model,
-                **self.inputs(samples),
+                **self.inputs(rows.samples),
                 temperature=self.temperature,
                 sum_pi_squared=sum_pi_squared,
                 entropy=entropy,
                 entropy_gradient=entropy_gradient,
                 top_k=top_k,
                 # The policy learns from the log-probs of the teachers' most likely tokens.
-                tokens_BTK=samples.teacher_top_ids if name == POLICY else None,
+                tokens_BTK=rows.samples.teacher_top_ids if name == POLICY else None,
             )
+        return found.mapped(rows.fold)
 
     def scores(self, name: str, samples: Experience) -> Tensor:
         """Run a model with a scalar head over a micro-batch; return its scores, [B, T]."""
-        return response_scores(self.strategy.model_engine(name), **self.inputs(samples))
+        rows = SequenceRows.of(samples)
+        return rows.fold(response_scores(self.strategy.model_engine(name), **self.inputs(rows.samples)))
 
     def values(self, name: str, samples: Experience) -> Tensor:
         """Run a critic over a micro-batch; return its values, [B, T]."""
-        return response_values(self.strategy.model_engine(name), **self.inputs(samples))
+        rows = SequenceRows.of(samples)
+        return rows.fold(response_values(self.strategy.model_engine(name), **self.inputs(rows.samples)))
 
     @torch.no_grad()
     def per_token(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rl_plugins.data.experience import Experience
 from rl_plugins.models.packing import even_parts, first_of_prompt
+from rl_plugins.stages.sequence_rows import most_sequences
 
 MaxOverRanks = Callable[[Tensor], Tensor]
 
@@ -39,6 +40,7 @@ class Lengths:
         tokens_B: number of tokens of all samples of each example.
         first_B: index of the first example with the same prompt.
         samples_per_example: number of samples of an example.
+        sequences_per_sample: largest number of sequences of a sample; without packing, each sequence is a row.
     """
 
     prompts_B: Tensor
@@ -46,6 +48,7 @@ class Lengths:
     tokens_B: Tensor
     first_B: Tensor
     samples_per_example: int = 1
+    sequences_per_sample: int = 1
 
     @classmethod
     def of(cls, samples: Experience) -> Lengths:
@@ -63,6 +66,7 @@ class Lengths:
             samples.sequence_lengths[members_BK].sum(dim=1),
             first_of_prompt(samples.prompts[own_B], prompt_mask_RP[own_B]),
             samples_per_example=members_BK.shape[1],
+            sequences_per_sample=most_sequences(samples),
         )
 
 
@@ -144,7 +148,8 @@ class Cutter:
         if not len(lengths.prompts_B):
             return 0
         # Prompts are padded left, responses right: a micro-batch may have the longest prompt and the longest response.
-        width = lengths.samples_per_example * int(lengths.prompts_B.max() + lengths.responses_B.max())
+        rows = lengths.samples_per_example * lengths.sequences_per_sample
+        width = rows * int(lengths.prompts_B.max() + lengths.responses_B.max())
         return math.ceil(len(lengths.prompts_B) / max(1, self.tokens_per_micro_batch // max(1, width)))
 
 

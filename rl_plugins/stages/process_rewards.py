@@ -35,6 +35,7 @@ from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import mean_over_ranks
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
+from rl_plugins.stages.sequence_rows import SequenceRows
 
 PROCESS_REWARD_MODEL = "process_reward_model"
 PROCESS_REFERENCE = "process_reference"
@@ -165,8 +166,9 @@ class ProcessRewards:
         return columns["log_probs"]
 
     def _log_probs(self, name: str, micro: Experience) -> Tensor:
-        engine, inputs = self._strategy.model_engine(name), self._passes.inputs(micro)
-        return response_log_probs(engine, **inputs, entropy=False).log_probs_BT
+        engine, rows = self._strategy.model_engine(name), SequenceRows.of(micro)
+        found = response_log_probs(engine, **self._passes.inputs(rows.samples), entropy=False)
+        return rows.fold(found.log_probs_BT)
 
     def _add_opponents(self, targets: TensorDict, log_probs_BT: Tensor, samples: Experience) -> None:
         """Add the opponents of each sample's preference, by the model before the update."""

@@ -21,7 +21,7 @@ from rl_plugins.rewards.inline import Reward, default_scorer
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rewards.replies import ReplyingReward
 from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, sample_seed
-from rl_plugins.stages.turns import turn_rewards
+from rl_plugins.stages.turns import sequences, turn_rewards
 from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.phase_log import PhaseLog
 
@@ -182,7 +182,7 @@ class SampleScorer:
     phase_log: PhaseLog
 
     def score(self, samples: Experience) -> list[Score]:
-        """Fill `scores` and `valid`, and `turn_rewards` if the environment rewards turns.
+        """Fill `scores` and `valid`, and `turn_rewards` and `sequences` if the environment starts the conversations.
 
         A sample without a score is not valid, and its response mask becomes 0.
         """
@@ -191,8 +191,8 @@ class SampleScorer:
         samples.scores = torch.tensor([score.value or 0.0 for score in scores])
         samples.valid = torch.tensor([score.failure is None for score in scores])
         samples.response_mask = samples.response_mask * samples.valid[:, None]
-        if self.conversations is not None and self.conversations.rewards_turns:
-            samples.turn_rewards = turn_rewards(samples)
+        if self.conversations is not None and self.conversations.starts_itself:
+            samples.turn_rewards, samples.sequences = turn_rewards(samples), sequences(samples)
         return scores
 
     def _scores(self, columns: Mapping[str, list[Any]]) -> list[Score]:

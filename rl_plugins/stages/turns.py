@@ -1,4 +1,4 @@
-"""Turns of conversations as tensors: rewards, numbers and states."""
+"""Turns and sequences of conversations as tensors: rewards, numbers and states."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ def turn_rewards(samples: Experience) -> Tensor:
             if position >= 0:
                 row_T[position] += reward
     return rewards_BT
+
+
+def sequences(samples: Experience) -> Tensor:
+    """Return the number of the sequence of each token, [B, T]."""
+    sequences_BT = torch.zeros_like(samples.policy_versions)
+    ended: list[Ending] = samples.columns["ending"]
+    for row_T, ending in zip(sequences_BT, ended, strict=True):
+        for position, number in ending.sequence_changes:
+            row_T[position:] = number
+    return sequences_BT
 
 
 def add_turns(samples: Experience) -> None:

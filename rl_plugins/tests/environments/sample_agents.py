@@ -164,12 +164,28 @@ def break_rules(row: Row, base_url: str, api_key: str) -> float:
 
 
 async def call_twice_at_once(row: Row, base_url: str, api_key: str) -> float:
+    """Make the same call twice at once. The reward is the sum of the answers."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         calls = [client.chat.completions.create(model="m", messages=row["prompt"]) for _ in range(2)]
-        answered = await asyncio.gather(*calls, return_exceptions=True)
-    errors = [str(one) for one in answered if isinstance(one, openai.BadRequestError)]
-    assert len(errors) == 1, answered
-    return float("in progress" in errors[0] or "does not continue" in errors[0])
+        return sum([float(answer.choices[0].message.content or "nan") for answer in await asyncio.gather(*calls)])
+
+
+async def delegate(row: Row, base_url: str, api_key: str, *, max_tokens: int = 20) -> float:
+    """Ask, ask another role, go on with the first, and go on with a summary of the first."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+
+        async def answer(messages: list[Any], **options: Any) -> Any:
+            call = client.chat.completions.create(model="m", messages=messages, max_tokens=max_tokens, **options)
+            return (await call).choices[0].message.to_dict()
+
+        more, main = {"role": "user", "content": "more"}, [*row["prompt"]]
+        main += [await answer(main), more]
+        other = [{"role": "user", "content": "other"}]
+        other += [await answer(other), more]
+        main += [await answer(main), more]
+        await answer([*row["prompt"], {"role": "user", "content": "in short"}])
+        last = await answer(other)
+    return 1.0 + len(str(last["content"]))
 
 
 def other_arguments(row: Row, url: str) -> float:

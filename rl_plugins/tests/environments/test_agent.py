@@ -33,6 +33,7 @@ from rl_plugins.tests.stages.test_scheduled_sampler import Loader
 HERE = "rl_plugins.tests.environments.sample_agents"
 tokenizer: Any = build_tokenizer(tools=True)
 ASK = [{"role": "user", "content": "ask"}]
+ASKED = "<|user|>ask<|assistant|>"
 CALL = '{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call><|end|>'
 
 
@@ -108,9 +109,8 @@ def test_tokens_of_the_engine_are_the_tokens_of_the_training_sequence(stream: bo
 
 
 def test_calls_beside_the_rules_are_refused_with_the_reason_and_counted() -> None:
-    start = "<|user|>ask<|assistant|>"
-    with closing(agent("break_rules")) as environment:
-        (generations,) = run(environment, {start: tokenizer.encode("nonono<|end|>")}, max_tokens=60)
+    with closing(agent("break_rules", max_sequences=1)) as environment:
+        (generations,) = run(environment, {ASKED: tokenizer.encode("nonono<|end|>")}, max_tokens=60)
     (score,) = [ending.score for ending in generations.endings]
     assert score.value == 1.0, score.message
     # Two answered calls, and a repetition that is no call of its own.
@@ -121,11 +121,36 @@ def test_calls_beside_the_rules_are_refused_with_the_reason_and_counted() -> Non
 
 
 def test_calls_at_once_and_calls_of_programs_belong_to_the_trajectory() -> None:
-    for name, score in {"call_twice_at_once": 1.0, "ask_in_program": 5.0}.items():
+    texts = {"call_twice_at_once": f"5<|end|>{ASKED}5<|end|>", "ask_in_program": "5<|end|>"}
+    for name, text in texts.items():
         with closing(agent(name)) as environment:
             (generations,) = run(environment, {})
-        assert generations.endings[0].score.value == score, generations.endings[0].score.message
-        assert tokenizer.decode(generations.responses()[0]) == "5<|end|>"
+        score = generations.endings[0].score
+        assert score.value == 5.0 * (turns := text.count("5")), score.message
+        assert score.details["agent/sequences"] == turns and score.details["agent/refused"] == 0
+        assert tokenizer.decode(generations.responses()[0]) == text
+
+
+def test_call_that_continues_no_call_begins_a_sequence_with_tokens_of_the_engine() -> None:
+    short = "<|user|>ask<|user|>in short<|assistant|>"
+    more, other = "<|user|>more<|assistant|>", "<|user|>other<|assistant|>"
+    # Each text of the policy, by the prompt of the engine: the tokens of one sequence alone.
+    said = {
+        ASKED: "a<|end|>", other: "bb<|end|>", f"{ASKED}a<|end|>{more}": "c<|end|>", short: "d<|end|>",
+        f"{other}bb<|end|>{more}": "eee<|end|>",
+    }  # fmt: skip
+    with closing(agent("delegate", max_turns=5)) as environment:
+        (generations,) = run(environment, {prompt: tokenizer.encode(text) for prompt, text in said.items()})
+    (ending,) = generations.endings
+    assert ending.score.value == 4.0, ending.score.message
+    (ids,), (mask,) = generations.responses(), generations.response_masks() or []
+    parts = ["a<|end|>", other, "bb<|end|>", more, "c<|end|>", short, "d<|end|>", more, "eee<|end|>"]
+    assert tokenizer.decode(ids) == "".join(parts)
+    assert [int(one) for one in mask] == [int(part in said.values()) for part in parts for _ in tokenizer.encode(part)]
+    lengths = [len(tokenizer.encode(part)) for part in parts]
+    begins = [sum(lengths[:place]) for place in range(len(parts))]
+    assert ending.sequence_changes == ((begins[1], 1), (begins[3], 0), (begins[5], 2), (begins[7], 1))
+    assert ending.score.details["agent/sequences"] == 3 and ending.turns == 5
 
 
 def test_agents_that_fail_lose_one_trajectory_each_and_are_counted_by_kind() -> None:
@@ -178,17 +203,19 @@ def test_connections_of_the_endpoint_send_without_delay() -> None:
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_policy_learns_from_the_rewards_of_agents(tmp_path: Any) -> None:
+@pytest.mark.parametrize(("name", "packing"), [("talk", True), ("delegate", True), ("delegate", False)])
+def test_policy_learns_from_the_rewards_of_agents(name: str, packing: bool, tmp_path: Any) -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
     save_tiny_policy(tmp_path, **sizes)
-    environment = agent("talk")
+    environment = agent(name, max_turns=5)
     stage = canned.Keeping(
         build_model(**sizes),
         tokenizer=canned.tokenizer,
         # An untrained policy ends few responses.
-        sampling=SamplingConfig(max_tokens=60, num_samples=3, stop_token_ids=tuple(range(60, 200))),
+        sampling=SamplingConfig(max_tokens=160, num_samples=3, stop_token_ids=tuple(range(60, 200))),
         environment=environment,
         optimizer=OptimizerConfig(lr=0.01),
+        packing=packing,
         max_steps=1,
     )
     strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(tmp_path)))
@@ -200,6 +227,7 @@ def test_policy_learns_from_the_rewards_of_agents(tmp_path: Any) -> None:
     assert metrics["train/agent/calls"] >= metrics["train/turns"] and metrics["train/agent/seconds"] > 0
     assert metrics["train/agent/refused"] == metrics["train/reward_raised"] == 0
     assert (samples.response_mask.sum(dim=1) < samples.response_lengths).any()
+    assert metrics["train/agent/sequences"] == 1 + int(samples.sequences.max()) == (3 if name == "delegate" else 1)
 
 
 @pytest.mark.parametrize(
