@@ -183,6 +183,8 @@ class EnvironmentOptions(ConversationLimits):
             `name`, and the arguments of the constructor. Null is no stateful environment.
         agent: function of an agent that calls the policy through an endpoint: its dotted name, or a mapping:
             `_target_`, or `path` and `name`, and further arguments of the function. Null is no agent.
+        max_sequences: largest number of sequences of an agent's trajectory: a call that does not continue an earlier
+            call begins a sequence.
         max_objects: largest number of objects of a stateful environment, or of agents, at once for each worker.
         deadline_s: deadline of one call of a tool, of a method of a stateful environment, or of an agent without the
             time in which the policy answers, in seconds.
@@ -198,6 +200,7 @@ class EnvironmentOptions(ConversationLimits):
     parser: Any = "hermes"
     stateful: Any = None
     agent: Any = None
+    max_sequences: Annotated[int, AT_LEAST_1] = 8
     max_objects: Annotated[int, AT_LEAST_1] = 64
     deadline_s: Annotated[float, ABOVE_0] = 10.0
     max_characters: Annotated[int, AT_LEAST_1] = 2000

@@ -21,6 +21,7 @@ _ARGUMENTS = (
     "agent",
     "parser",
     "max_turns",
+    "max_sequences",
     "max_objects",
     "deadline_s",
     "load_timeout_s",

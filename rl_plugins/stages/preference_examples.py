@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.data.experience import Experience
+from rl_plugins.data.padding import pad_ragged
 from rl_plugins.data.preferences import PairBatch, UnpairedBatch
 from rl_plugins.ranks import Ranks
 from rl_plugins.stages.micro_batches import Lengths
@@ -185,13 +186,17 @@ def mismatched(examples: PreferenceExamples, pad_token_id: int, ranks: Ranks) ->
     order = sorted(responses_of)
     after = dict(zip(order, [*order[1:], order[0]], strict=True))
     responses = [responses_of[after[key]] for key in keys]
-    return Experience.from_responses(
+    other = Experience.from_responses(
         [_prompt(samples, place) for place in places],
-        [ids for ids, _ in responses],
+        [ids for ids, _, _ in responses],
         pad_token_id,
         groups=[int(samples.groups[place]) for place in places],
-        response_masks=[mask for _, mask in responses],
+        response_masks=[mask for _, mask, _ in responses],
     )
+    if samples.sequences is not None:
+        sequences = [numbers for _, _, numbers in responses]
+        other.sequences, _ = pad_ragged(sequences, value=0, dtype=torch.int64, side="right")
+    return other
 
 
 def _prompt(samples: Experience, place: int) -> list[int]:
@@ -199,6 +204,8 @@ def _prompt(samples: Experience, place: int) -> list[int]:
     return ids
 
 
-def _response(samples: Experience, place: int) -> tuple[list[int], list[float]]:
+def _response(samples: Experience, place: int) -> tuple[list[int], list[float], list[int]]:
+    """Return the tokens of a response, their mask, and their sequences, if the samples have sequences."""
     length = int(samples.response_lengths[place])
-    return samples.responses[place, :length].tolist(), samples.response_mask[place, :length].tolist()
+    sequences = [] if samples.sequences is None else samples.sequences[place, :length].tolist()
+    return samples.responses[place, :length].tolist(), samples.response_mask[place, :length].tolist(), sequences
