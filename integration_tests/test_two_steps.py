@@ -130,7 +130,7 @@ def test_two_steps_of(run: str, folder: Path, workplace: Path) -> None:
 )
 def test_conversations_have_several_turns(run: str, folder: Path) -> None:
     series = read_metrics(folder / "metrics.jsonl")
-    assert all(1 < turns <= 3 for turns in series["train/turns"].values())
+    assert all(1 < turns <= (5 if run == "grpo_agent" else 3) for turns in series["train/turns"].values())
     assert set(series["train/observations_cut"].values()) == {0.0}
     # Trainer and engine agree on the log-probs of every turn.
     if run != "online_dpo_conversation":
@@ -140,7 +140,8 @@ def test_conversations_have_several_turns(run: str, folder: Path) -> None:
 @pytest.mark.parametrize("run", params("grpo_agent"))
 def test_agents_call_the_policy_in_each_trajectory(run: str, folder: Path) -> None:
     series = read_metrics(folder / "metrics.jsonl")
-    assert set(series["train/agent/calls"].values()) == set(series["train/turns"].values()) == {2.0}
+    assert set(series["train/agent/calls"].values()) == set(series["train/turns"].values()) == {5.0}
+    assert set(series["train/agent/sequences"].values()) == {3.0}
     assert set(series["train/agent/refused"].values()) == set(series["train/reward_raised"].values()) == {0.0}
     assert all(seconds > 0 for seconds in series["train/agent/seconds"].values())
 

@@ -97,13 +97,13 @@ STAGES: dict[str, tuple[str, list[str]]] = {
             "environment.stateful=rl_plugins.tests.environments.sample_environments.Lengths",
         ],
     ),
-    # The client of OpenAI calls the policy from processes of each worker.
+    # The client of OpenAI calls the policy from processes of each worker, in three sequences.
     "grpo_agent": (
         "grpo",
         [
             "environment=agent",
-            "environment.agent={_target_: rl_plugins.tests.environments.sample_agents.talk, max_tokens: 6}",
-            "sampling.max_tokens=24",
+            "environment.agent={_target_: rl_plugins.tests.environments.sample_agents.delegate, max_tokens: 6}",
+            "sampling.max_tokens=120",
         ],
     ),
     "reward_modeling_lora": ("reward_modeling", ["model.lora.rank=4", "run.export_lora=adapter", PAIRS]),

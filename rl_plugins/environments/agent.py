@@ -34,9 +34,9 @@ class AgentEnvironment:
     mapping with `score` and further numbers. The row has `prompt`, `data_source`, `ground_truth`, `extra_info` and
     `seed`, which is equal for all samples of a group.
 
-    A call continues an earlier call if it has the same messages, the answer, and new messages. Any other call begins a
-    sequence of its own, as after a summary of the history. All sequences of a trajectory share its reward, and count as
-    one sample.
+    A call with the messages of an earlier call, the answer and new messages continues the earlier call. Any other call
+    begins a sequence of its own, as after a summary of the history. All sequences of a trajectory share its reward, and
+    count as one sample.
 
     Example:
         async def solve(row, base_url, api_key):

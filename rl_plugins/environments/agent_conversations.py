@@ -202,7 +202,7 @@ class AgentConversations:
         received: Received,
         answers: dict[int, Reply | Score | Start | LastWords],
     ) -> None:
-        """Read a call, and add the turn that it begins to `answers`."""
+        """Read a call, and add the turn of the call to `answers`."""
         from jinja2 import TemplateError
 
         talk.counts["calls"] += 1
@@ -281,7 +281,7 @@ class AgentConversations:
             return len(talk.sequences), call.messages
         raise NotContinued(
             f"the call continues no earlier call: {reason}. The trajectory has max_sequences={len(talk.sequences)} "
-            "sequences: send the earlier messages, the answer as it was given, and new messages, or raise "
+            "sequences: send the earlier messages, the answer without a change, and new messages, or raise "
             "max_sequences (environment.max_sequences in a recipe)"
         )
 

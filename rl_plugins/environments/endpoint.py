@@ -28,7 +28,7 @@ _ENDED_KEYS = 100_000
 """Number of ended trajectories whose keys are still known."""
 _CLOSE_S = 10.0
 """Longest wait for the end of the server, in seconds."""
-_ENDED = "the trajectory of this key has ended: an agent makes no call after it has returned its reward"
+_ENDED = "the trajectory of this key has ended: an agent makes no call after the return of its reward"
 _CLOSED = "the endpoint is closed"
 
 

@@ -23,7 +23,7 @@ _FIELDS = ("responses", "response_mask", "rollout_log_probs", "policy_versions",
 
 
 @dataclass(frozen=True)
-class _Places:
+class _TokenPlaces:
     """Places of the tokens in response columns of the rows, flattened.
 
     Attributes:
@@ -47,7 +47,7 @@ class SequenceRows:
 
     samples: Experience
     shape: torch.Size
-    places: _Places | None = None
+    places: _TokenPlaces | None = None
 
     @classmethod
     def of(cls, samples: Experience) -> SequenceRows:
@@ -74,7 +74,7 @@ def most_sequences(samples: Experience) -> int:
     return 1 + int(samples.sequences.max())
 
 
-def _split(samples: Experience, sequences_BT: Tensor) -> tuple[Experience, torch.Size, _Places]:
+def _split(samples: Experience, sequences_BT: Tensor) -> tuple[Experience, torch.Size, _TokenPlaces]:
     (count, width), device = sequences_BT.shape, sequences_BT.device
     nth_T, nth_B = torch.arange(width, device=device), torch.arange(count, device=device)
     samples_N = (nth_T < samples.response_lengths[:, None]).flatten().nonzero().squeeze(-1)
@@ -93,7 +93,7 @@ def _split(samples: Experience, sequences_BT: Tensor) -> tuple[Experience, torch
     is_prompt_N = column_N < 0
     lengths_R = sizes_R - has_own_prompt_R.long()
     shape = torch.Size([len(keys_R), max(1, int(lengths_R.max()))])
-    places = _Places((row_N * shape[1] + column_N)[~is_prompt_N], samples_N[~is_prompt_N])
+    places = _TokenPlaces((row_N * shape[1] + column_N)[~is_prompt_N], samples_N[~is_prompt_N])
 
     prompts_RP = samples.prompts[sample_R]
     prompts_RP[row_N[is_prompt_N], -1] = samples.responses.flatten()[samples_N[is_prompt_N]]

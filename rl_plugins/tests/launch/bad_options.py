@@ -468,6 +468,10 @@ CHECKS: dict[str, list[Case]] = {
         (["environment.agent=my.solve"], ["choose reward=environment"]),
         ([*AGENT, f"environment.agent={AGENTS}.other_arguments"], ["takes other arguments", "solve(row, base_url"]),
         (
+            [*AGENT, f"environment.agent={AGENTS}.talk", "environment.max_sequences=0"],
+            ["environment.max_sequences=0", "at least 1"],
+        ),
+        (
             [*AGENT, f"environment.agent={AGENTS}.talk", "environment.endpoint_host=0.0.0.0"],
             ["environment.endpoint_host=0.0.0.0", "use 127.0.0.1"],
         ),

@@ -50,9 +50,7 @@ def alone(model: Any, batch: Experience) -> tuple[Tensor, Tensor]:
 
 
 @for_each(("attention", "packed"), [("sdpa", False), ("sdpa", True), ("packed_sdpa", True)])
-def test_log_probs_and_gradients_of_sequence_rows_equal_those_of_each_sequence_alone(
-    attention: str, packed: bool
-) -> None:
+def test_log_probs_and_gradients_of_rows_equal_a_pass_of_each_sequence(attention: str, packed: bool) -> None:
     model, batch = tiny("Qwen2", attn_implementation=attention), trajectories()
     rows = SequenceRows.of(batch)
     assert len(rows.samples) == 10 and most_sequences(batch) == 3
