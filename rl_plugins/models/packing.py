@@ -194,7 +194,13 @@ def _inputs_of_scalar_heads(model: nn.Module) -> Iterator[list[Tensor]]:
     """Record the inputs of scalar heads. The output of a new scalar head is always 0 and shows no difference."""
     seen: list[Tensor] = []
     heads = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features == 1]
-    hooks = [head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])) for head in heads]
+
+    def record(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        # The gate of a shared expert also has one output. Its input is a list of tokens, not a row.
+        if inputs[0].ndim == 3:
+            seen.append(inputs[0])
+
+    hooks = [head.register_forward_pre_hook(record) for head in heads]
     try:
         yield seen
     finally:

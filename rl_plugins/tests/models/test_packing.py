@@ -30,6 +30,7 @@ LENGTHS = [(5, 4), (1, 6), (7, 1), (1, 1), (3, 6), (2, 0)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "Gemma2": {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 8, "sliding_window": 3},
     "Mistral": {"sliding_window": 3},
+    "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
 }
 
 
@@ -50,6 +51,8 @@ def gradients(model: Any, result: ResponseLogProbs, mask: Tensor) -> list[Tensor
         # A window of three tokens, in all layers and in one of two.
         ("Mistral", "packed_sdpa", torch.float64, 1e-10),
         ("Gemma2", "packed_sdpa", torch.float64, 1e-4),
+        # The gate of the shared expert has one output, as a scalar head has. Experts take no float64.
+        ("Qwen2Moe", "packed_sdpa", torch.float32, 2e-4),
         ("Llama", "sdpa", torch.float64, 1e-10),
         ("Granite", "sdpa", torch.float64, 1e-10),
         # Eager attention computes the softmax in float32, and Gemma 2 computes norms in float32.
