@@ -9,6 +9,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
 from rl_plugins.rollout.vllm.config import VLLMConfig
 
@@ -22,6 +23,9 @@ class OfflineVLLM:
 
     Args:
         config: settings of the engine. Environment variables with a value keep the value.
+
+    Raises:
+        DeadlineExceeded: the engine has not answered a call within `config.generate_timeout_s`.
     """
 
     def __init__(self, config: VLLMConfig) -> None:
@@ -29,13 +33,23 @@ class OfflineVLLM:
             os.environ.setdefault(name, value)
         from rl_plugins.rollout.vllm.actor import VLLMActor
 
-        self._engine = VLLMActor(config)
+        self._engine, self._timeout_s = VLLMActor(config), config.generate_timeout_s
         self._events = asyncio.new_event_loop()
         Thread(target=self._events.run_forever, name="vllm", daemon=True).start()
         self._run(self._engine.begin_session())
 
     def _run(self, call: Coroutine[Any, Any, R]) -> R:
-        return asyncio.run_coroutine_threadsafe(call, self._events).result()
+        answer = asyncio.run_coroutine_threadsafe(call, self._events)
+        try:
+            return answer.result(self._timeout_s)
+        except TimeoutError:
+            # The call itself may have passed a deadline.
+            if answer.done():
+                raise
+            answer.cancel()
+            raise DeadlineExceeded(
+                f"the vLLM engine of this process has not answered {call.__name__} within {self._timeout_s:g} s"
+            ) from None
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int]) -> Generations:
         """Sample responses without caches of earlier calls. The same call gives the same responses.
