@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from rl_plugins.rollout.transformers_engine import TransformersRollout
     from rl_plugins.rollout.vllm.offline import OfflineVLLM
 
+_PART_DEADLINE_S = 6 * 3600.0
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
@@ -249,6 +251,8 @@ def _start_vllm(model: str, job: Job, longest_prompt: int, trust_remote_code: bo
         # No trainer shares the GPU with this process.
         gpu_memory_utilization=0.9,
         sleep="none",
+        # A part may take hours on a CPU.
+        generate_timeout_s=_PART_DEADLINE_S,
         trust_remote_code=trust_remote_code,
     )
     return OfflineVLLM(config)
