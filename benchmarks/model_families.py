@@ -113,11 +113,11 @@ def options(run: str, row: Row, folder: Path) -> list[str]:
         "run.eval_before=false", "run.export=true", "tracking.enabled=false", f"model.path={folder}/base",
         f"data.train_files=[{folder}/train.parquet]", "data.max_prompt_tokens=28", "batch.prompts_per_step=8",
         f"batch.packing={str(row.packing).lower()}", "optimizer.lr=1e-3", "placement.device=cpu",
+        "sampling.max_tokens=8", "placement.num_workers=2",
     ]  # fmt: skip
     if config != "sft":
         found += [
-            "sampling.max_tokens=8", "batch.samples_per_prompt=4", "placement.num_workers=2", "rollout.check_updates=1",
-            f"rollout.engine={row.engine}",
+            "batch.samples_per_prompt=4", f"rollout.engine={row.engine}", "rollout.check_updates=1",
             "reward.functions.default={_target_: benchmarks.model_families.shortness}",
         ]  # fmt: skip
     return [*found, *extras]

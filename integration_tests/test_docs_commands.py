@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from integration_tests.command_server import run_command
 from rl_plugins.data.prepare.files import write_splits
@@ -111,7 +112,18 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train = "python -m rl_plugins.recipes.grpo model.path=MODEL 'data.train_files=[train.parquet]'"
     reward = "reward=file reward.functions.default.path=my_reward.py"
     _type(folder, f"{train} 'data.val_files=[test.parquet]' {reward} {lora} {options}", keep=tuple(least))
+    _save_game(folder / "outputs")
     return folder
+
+
+def _save_game(outputs: Path) -> None:
+    """Save a run whose policy has conversations: another run with other options of the environment."""
+    (outputs / "game").mkdir()
+    (outputs / "game" / "policy").symlink_to(outputs / "run" / "policy")
+    config = OmegaConf.load(outputs / "run" / "config.yaml")
+    game = {"path": "my_environment.py", "name": "higher_lower"}
+    options = {"environment": {"max_turns": 6}, "reward": {"functions": {"default": game}}}
+    OmegaConf.save(OmegaConf.merge(config, options), outputs / "game" / "config.yaml")
 
 
 def _asked(row: dict[str, object]) -> tuple[str, str]:

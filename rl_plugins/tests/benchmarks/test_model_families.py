@@ -1,0 +1,33 @@
+"""Packed samples of each family of the table of model families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.model_families import RUNS, Row, check_packing, line, write_page
+from benchmarks.tiny_families import FAMILIES, save_tiny_family
+
+# A state runs through the row of a model with recurrent layers, and gpt-oss has no attention `packed_sdpa`.
+WITHOUT_PACKING = ("gpt_oss", "qwen3_next", "granitemoehybrid", "lfm2")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_samples_of_a_family_equal_samples_alone_or_are_refused(family: str, tmp_path: Path) -> None:
+    save_tiny_family(family, tmp_path)
+    row = Row(family)
+    check_packing(row, tmp_path)
+    assert row.reasons == {}
+    assert row.packing == row.shares_prompts == (family not in WITHOUT_PACKING)
+
+
+def test_write_page_replaces_the_table_between_the_marks(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- families -->\nold\n<!-- end families -->\nafter\n")
+    rows = [Row("llama", packing=True, done=list(RUNS), gap=3e-6), Row("lfm2", reasons={"vllm": "a | b"})]
+    for _ in range(2):
+        write_page(rows, page)
+    text = page.read_text()
+    assert text.startswith("before\n<!-- families -->\n| family |") and text.endswith("<!-- end families -->\nafter\n")
+    assert text.count(line(rows[0])) == 1 and "vllm: a / b |" in text and "old" not in text
