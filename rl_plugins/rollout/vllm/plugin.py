@@ -25,10 +25,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.platforms import current_platform
 
 from rl_plugins.memory import discard, resident_bytes, return_free_memory
 from rl_plugins.processor import multiplies_bfloat16
@@ -76,12 +80,72 @@ class _PlainEmbedding(PackedProducts, UnquantizedEmbeddingMethod):
     pass
 
 
+class _PlainExperts(UnquantizedFusedMoEMethod):
+    """Products of experts with packed copies of the weights. vLLM would replace the weights by the copies."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Keep the loaded weights unchanged."""
+        layer.packed = None
+        if self.moe_kernel is None:
+            self._init_moe_kernel(layer)
+
+    def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *shared: Any, **named: Any) -> Any:
+        """Return the outputs of the experts."""
+        if layer.packed is None:
+            copies: Any = torch.nn.Module()
+            for name in ("w13_weight", "w2_weight"):
+                setattr(copies, name, torch.nn.Parameter(getattr(layer, name).detach().clone(), requires_grad=False))
+            self.moe_kernel.fused_experts.process_weights_after_loading(copies)
+            layer.packed = copies
+        return super().apply(_PackedExperts(layer), x, topk_weights, topk_ids, *shared, **named)
+
+
+class _PackedExperts:
+    """A layer of experts with the packed copies in place of the weights."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self.w13_weight, self.w2_weight = layer.packed.w13_weight, layer.packed.w2_weight
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+class _PlainReplicated(ReplicatedLinear):
+    """A linear layer for which models name no quantization config, such as the gate of a shared expert."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        _keep_plain(self)
+
+
+class _PlainGate(GateLinear):
+    """The router of experts, for which models name no quantization config."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        _keep_plain(self)
+
+
+def _keep_plain(layer: LinearBase) -> None:
+    if type(layer.quant_method) is UnquantizedLinearMethod:
+        layer.quant_method = _PlainLinear()
+
+
+if current_platform.is_cpu():
+    ReplicatedLinear.register_oot(_PlainReplicated)
+    GateLinear.register_oot(_PlainGate)
+
+
 def drop_packed(model: torch.nn.Module) -> int:
     """Drop the packed copies of weights; return their size in bytes."""
     layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "packed", None) is not None]
+    size = 0
     for layer in layers:
+        copies = layer.packed.parameters() if isinstance(layer.packed, torch.nn.Module) else [layer.weight]
+        size += sum(copy.nbytes for copy in copies)
         layer.packed = None
-    return sum(layer.weight.nbytes for layer in layers)
+    return size
 
 
 @register_quantization_config(PLAIN_WEIGHTS)
@@ -112,11 +176,13 @@ class PlainWeights(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Return plain methods for linear and embedding layers, None for other layers."""
+        """Return plain methods for linear and embedding layers and experts, None for other layers."""
         if isinstance(layer, LinearBase):
             return _PlainLinear()
         if isinstance(layer, VocabParallelEmbedding):
             return _PlainEmbedding()
+        if isinstance(layer, RoutedExperts):
+            return _PlainExperts(layer.moe_config)
         return None
 
 
