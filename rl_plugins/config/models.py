@@ -55,8 +55,9 @@ class LoraConfig(Settings):
         rank: rank of the change of each layer; 0 trains the model itself.
         alpha: scale of the change, which is multiplied by `alpha / rank`.
         dropout: dropout of the adapter's inputs in training.
-        target_modules: `all-linear` for all linear layers except the output head, a list of layer names (`q_proj`), or
-            a regular expression for full layer names.
+        target_modules: `all-linear` for all linear layers except the output head and, in a mixture of experts, layers
+            with the names of experts' layers; a list of layer names (`q_proj`), or a regular expression for full layer
+            names.
 
     Source: LoRA, https://arxiv.org/abs/2106.09685.
     """

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PREFIX = "base_model.model."
+_ALL_LINEAR = "all-linear"
+_EXPERT_LAYERS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"})
+"""Names of the layers of experts in peft's table."""
 
 
 def with_adapter(model: nn.Module, config: LoraConfig | None) -> nn.Module:
@@ -57,7 +60,7 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
     is_causal = pretrained.get_output_embeddings() is not None
     children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
     heads = [] if is_causal else [name for name in children if name != pretrained.base_model_prefix]
-    targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
+    targets = _targets(model, config.target_modules)
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number will do
@@ -80,6 +83,18 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
         settings.base_model_name_or_path, settings.revision = name.repository, name.revision
     trained: PeftModel = adapted.train(model.training)
     return trained
+
+
+def _targets(model: nn.Module, target_modules: Any) -> str | list[str]:
+    """Return the layers with an adapter, for peft."""
+    if not isinstance(target_modules, str):
+        return list(target_modules)
+    has_experts = any(name.endswith(".experts.down_proj") for name, _ in model.named_parameters())
+    if target_modules != _ALL_LINEAR or not has_experts:
+        return target_modules
+    # peft adds the experts to all linear layers, and to each list with the name of a layer of experts.
+    names = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    return sorted(names - _EXPERT_LAYERS - {"lm_head"})
 
 
 def has_adapter(model: nn.Module) -> TypeGuard[PeftModel]:

@@ -96,7 +96,8 @@ class _PlainExperts(UnquantizedFusedMoEMethod):
             for name in ("w13_weight", "w2_weight"):
                 setattr(copies, name, torch.nn.Parameter(getattr(layer, name).detach().clone(), requires_grad=False))
             self.moe_kernel.fused_experts.process_weights_after_loading(copies)
-            layer.packed = copies
+            # A module would add its parameters to those of the model.
+            layer.packed = (copies.w13_weight.data, copies.w2_weight.data)
         return super().apply(_PackedExperts(layer), x, topk_weights, topk_ids, *shared, **named)
 
 
@@ -105,7 +106,7 @@ class _PackedExperts:
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
-        self.w13_weight, self.w2_weight = layer.packed.w13_weight, layer.packed.w2_weight
+        self.w13_weight, self.w2_weight = layer.packed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -142,7 +143,7 @@ def drop_packed(model: torch.nn.Module) -> int:
     layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "packed", None) is not None]
     size = 0
     for layer in layers:
-        copies = layer.packed.parameters() if isinstance(layer.packed, torch.nn.Module) else [layer.weight]
+        copies = layer.packed if isinstance(layer.packed, tuple) else [layer.weight]
         size += sum(copy.nbytes for copy in copies)
         layer.packed = None
     return size
