@@ -50,6 +50,14 @@ ALLOWED: dict[str, tuple[float, str]] = {
         240.0,
         "Ray notices a killed machine after a while, three times, and the workers start again",
     ),
+    **{
+        "integration_tests/test_model_families.py::"
+        f"test_family_trains_and_engines_have_the_weights_of_the_policy[{family}]": (
+            120.0,
+            "four runs of a model, with a cluster and an engine of their own",
+        )
+        for family in ("gemma2", "qwen2_moe", "gpt_oss")
+    },
     "integration_tests/test_ray_job.py::test_submitted_job_is_stopped_by_ctrl_c_and_resumed_as_a_ray_job": (
         150.0,
         "a head node of Ray starts, and two jobs, each of which starts the whole stack",

@@ -80,8 +80,8 @@ class _PlainEmbedding(PackedProducts, UnquantizedEmbeddingMethod):
     pass
 
 
-class _PlainExperts(UnquantizedFusedMoEMethod):
-    """Products of experts with packed copies of the weights. vLLM would replace the weights by the copies."""
+class PlainExperts(UnquantizedFusedMoEMethod):
+    """Products of experts with packed copies of the weights. vLLM would replace the weights with the copies."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Keep the loaded weights unchanged."""
@@ -183,7 +183,7 @@ class PlainWeights(QuantizationConfig):
         if isinstance(layer, VocabParallelEmbedding):
             return _PlainEmbedding()
         if isinstance(layer, RoutedExperts):
-            return _PlainExperts(layer.moe_config)
+            return PlainExperts(layer.moe_config)
         return None
 
 

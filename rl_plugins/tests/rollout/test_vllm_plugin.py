@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -11,7 +12,13 @@ from torch import Tensor, nn
 
 from rl_plugins.memory import MemoryChange, return_free_memory
 from rl_plugins.rollout.vllm import plugin
-from rl_plugins.rollout.vllm.plugin import PackedProducts, VLLMSharedMemoryReceiver, WorkerExtension, drop_packed
+from rl_plugins.rollout.vllm.plugin import (
+    PackedProducts,
+    PlainExperts,
+    VLLMSharedMemoryReceiver,
+    WorkerExtension,
+    drop_packed,
+)
 
 
 class Layer(nn.Module):
@@ -91,6 +98,29 @@ def test_drop_packed_frees_the_memory_of_the_packed_copies() -> None:
     assert expected == weights
     MemoryChange(packed, used(), expected).check("sleep")
     assert drop_packed(model) == 0
+
+
+def test_experts_keep_weights_and_use_packed_copies_until_the_next_update() -> None:
+    def pack(copies: Any) -> None:
+        for name in ("w13_weight", "w2_weight"):
+            setattr(copies, name, nn.Parameter(-getattr(copies, name), requires_grad=False))
+
+    method: Any = PlainExperts.__new__(PlainExperts)
+    method.moe_kernel = SimpleNamespace(fused_experts=SimpleNamespace(process_weights_after_loading=pack))
+    method.forward = lambda layer, **_: (layer.w13_weight, layer.w2_weight, layer.activation)
+    layer: Any = nn.Module()
+    layer.w13_weight, layer.w2_weight = (nn.Parameter(torch.full((2, 4, 4), value)) for value in (1.0, 2.0))
+    layer.activation = "silu"
+    method.process_weights_after_loading(layer)
+    for value in (1.0, 5.0):
+        layer.w13_weight.data.fill_(value)
+        drop_packed(layer)
+        for _ in range(2):
+            w13, w2, activation = method.apply(layer, *[torch.zeros(1)] * 3, None, None)
+            assert (w13 == -value).all() and (w2 == -2.0).all() and activation == "silu"
+        assert (layer.w13_weight == value).all() and (layer.w2_weight == 2.0).all()
+    assert {name for name, _ in layer.named_parameters()} == {"w13_weight", "w2_weight"}
+    assert drop_packed(layer) == layer.w13_weight.nbytes + layer.w2_weight.nbytes and drop_packed(layer) == 0
 
 
 def test_memory_to_wake_counts_the_sleeping_allocations_of_a_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
