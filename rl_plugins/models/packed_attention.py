@@ -182,6 +182,7 @@ def packed_sdpa(
     sliding_window: int | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention in the form of transformers: heads [1, heads, M, D] in, [1, M, heads, D] out.
@@ -199,6 +200,8 @@ def packed_sdpa(
         sliding_window: Number of tokens in an attention window.
         dropout: Dropout of the attention weights.
         scaling: Factor of the scores.
+        softcap: Soft cap of the scores, `softcap * tanh(scores / softcap)`, as in Gemma 2. The scores of a sample are
+            then in memory.
         **others: Further arguments of transformers, for a padded batch.
 
     Raises:
@@ -208,6 +211,9 @@ def packed_sdpa(
         assert position_ids is not None
         lengths_N = starts_of(position_ids[0]).diff()
         stretches = Stretches.of_lengths(lengths_N, lengths_N) if len(lengths_N) > 1 else None
+    if stretches is None and softcap is not None:
+        # The function of transformers ignores the soft cap.
+        return capped_attention(query, key, value, attention_mask, softcap, dropout=dropout, scaling=scaling), None
     if stretches is None:
         others |= {"position_ids": position_ids, "position_bias": position_bias, "sliding_window": sliding_window}
         return sdpa_attention_forward(
@@ -226,7 +232,10 @@ def packed_sdpa(
         query_MHD = query_MHD.index_select(0, places.queries)
         key_FGD, value_FGD = (heads.index_select(0, places.keys) for heads in (key_FGD, value_FGD))
     is_causal = bool(getattr(module, "is_causal", True))
-    if is_causal and not dropout and has_kernel(query_MHD, value_FGD):
+    if softcap is not None:
+        attend = partial(_attend_capped, softcap=softcap, window=sliding_window, dropout=dropout, scaling=scaling)
+        output_MHD = _attend_run_by_run(query_MHD, key_FGD, value_FGD, stretches, attend)
+    elif is_causal and not dropout and has_kernel(query_MHD, value_FGD):
         output_MHD = attend_at_once(query_MHD, key_FGD, value_FGD, stretches, sliding_window, scaling)
     else:
         attend = partial(_attend, is_causal=is_causal, window=sliding_window, dropout=dropout, scaling=scaling)
@@ -354,6 +363,57 @@ def _attend(
         return output.transpose(1, 2)
     module: Any = _SdpaLayer(heads // groups, is_causal)
     return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling)[0]
+
+
+def _attend_capped(
+    query_NQHD: Tensor,
+    key_NKGD: Tensor,
+    value_NKGD: Tensor,
+    *,
+    softcap: float,
+    window: int | None,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    own, whole = query_NQHD.shape[1], key_NKGD.shape[1]
+    mask = _mask(own, whole, whole if window is None else window, query_NQHD.device)
+    heads = (heads.transpose(1, 2) for heads in (query_NQHD, key_NKGD, value_NKGD))
+    return capped_attention(*heads, mask, softcap, dropout=dropout, scaling=scaling)
+
+
+def capped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    softcap: float,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+) -> Tensor:
+    """Compute causal attention with soft-capped scores: heads [N, heads, tokens, D] in, [N, Q, H, D] out.
+
+    Source: Gemma 2, https://arxiv.org/abs/2408.00118, section 2.
+
+    Args:
+        query: Heads of queries of the last Q tokens.
+        key: Heads of keys of K tokens; each serves equally many heads of queries.
+        value: Heads of values.
+        mask: True at visible keys, in a shape that fits [N, H, Q, K]; None for all earlier tokens.
+        softcap: Bound of the scores.
+        dropout: Dropout of the attention weights.
+        scaling: Factor of the scores, by default one over the square root of D.
+    """
+    (_, heads, own, width), (_, groups, whole, _) = query.shape, key.shape
+    key, value = (shared.repeat_interleave(heads // groups, dim=1) for shared in (key, value))
+    scores = query @ key.mT * (width**-0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    visible = _mask(own, whole, whole, query.device) if mask is None else mask
+    # A token of the padding sees nothing, and its weights must be finite.
+    scores = scores.masked_fill(~visible[..., :whole], torch.finfo(scores.dtype).min)
+    accumulates_in = torch.promote_types(scores.dtype, torch.float32)
+    weights = nn.functional.dropout(scores.softmax(dim=-1, dtype=accumulates_in).to(value.dtype), dropout)
+    return (weights @ value).transpose(1, 2)
 
 
 def _mask(own: int, whole: int, window: int, device: torch.device) -> Tensor:

@@ -63,6 +63,40 @@ def test_packed_sdpa_runs_padded_batches_and_generation_like_sdpa() -> None:
     assert torch.equal(plain.generate(ids, **options), own.generate(ids, **options))
 
 
+def test_packed_sdpa_caps_scores_like_eager_attention() -> None:
+    # A cap that changes the scores, in layers with and without a window.
+    options = {"attn_logit_softcapping": 0.7, "sliding_window": 3, "query_pre_attn_scalar": 8}
+    samples = random_samples(*LENGTHS)
+    # The samples of a prompt share its tokens in a row.
+    samples.append((samples[0][0], samples[1][1]))
+
+    def alone(model: Any) -> Tensor:
+        found = []
+        for prompt, response in samples:
+            logits_TV = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+            found.append(logits_TV.log_softmax(dim=-1).gather(-1, torch.tensor(response).long()[:, None]).squeeze(-1))
+        return torch.cat(found)
+
+    eager = tiny("Gemma2", attn_implementation="eager", **options)
+    expected = alone(eager)
+    without_cap = alone(tiny("Gemma2", attn_implementation="eager", **options | {"attn_logit_softcapping": None}))
+    assert float((without_cap - expected).abs().max()) > 1e-2
+    batch = batch_of(samples)
+    mask = batch.response_mask.bool()
+    for is_row in (False, True):
+        own = packed("Gemma2", **options)
+        found = response_log_probs(own, **forward_arguments(batch), packed=is_row).log_probs_BT[mask]
+        # Eager attention computes the softmax in float32.
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        gradients = []
+        for model, log_probs_N in ((eager, expected), (own, found)):
+            (gradient,) = torch.autograd.grad(
+                log_probs_N.sum(), [model.model.layers[0].self_attn.k_proj.weight], retain_graph=True
+            )
+            gradients.append(gradient)
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["Qwen2", "Mistral"])
 def test_packed_sdpa_cuts_a_row_by_position_ids_alone(family: str) -> None:
     """A row may be given to a model of transformers with positions only."""
