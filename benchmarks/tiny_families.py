@@ -15,8 +15,10 @@ _ROUTED_EXPERTS = {
     "first_k_dense_replace": 1,
 }  # fmt: skip
 _LATENT_ATTENTION = {
-    "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
-    "num_key_value_heads": 4, "n_group": 1, "topk_group": 1,
+    "kv_lora_rank": 512, "q_lora_rank": 32, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "head_dim": 64,
+    # As in the files of DeepSeek-V3; vLLM reads both.
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid",
 }  # fmt: skip
 _WINDOW = {"sliding_window": 16}
 _WINDOW_AND_WHOLE = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
@@ -55,7 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
         **_MAMBA, **_LOCAL_EXPERTS, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 96,
     },
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_dim": 128, "block_dim": 128},
 }  # fmt: skip
 """Options of the configuration of each family, by the name of the family in transformers, beside the common sizes."""
 

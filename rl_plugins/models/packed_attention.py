@@ -377,8 +377,8 @@ def _attend_capped(
 ) -> Tensor:
     own, whole = query_NQHD.shape[1], key_NKGD.shape[1]
     mask = _mask(own, whole, whole if window is None else window, query_NQHD.device)
-    heads = (heads.transpose(1, 2) for heads in (query_NQHD, key_NKGD, value_NKGD))
-    return capped_attention(*heads, mask, softcap, dropout=dropout, scaling=scaling)
+    query, key, value = (heads.transpose(1, 2) for heads in (query_NQHD, key_NKGD, value_NKGD))
+    return capped_attention(query, key, value, mask, softcap, dropout=dropout, scaling=scaling)
 
 
 def capped_attention(

@@ -25,6 +25,7 @@ from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.fleet import Fleet
 from rl_plugins.rollout.vllm.fleet_sampling import FleetSampling
 from rl_plugins.weights.check import tolerance_of
+from rl_plugins.weights.checkpoint_layout import CheckpointLayout
 from rl_plugins.weights.gloo import GlooSender
 from rl_plugins.weights.layout import dtype_named
 from rl_plugins.weights.shared_memory import ElementRange, ReceiverLost, SharedMemorySender
@@ -61,6 +62,7 @@ class VLLMRollout:
         self._sampling = FleetSampling(self._fleet)
         self._send: Callable[[int], None] | None = None
         self._sender: SharedMemorySender | GlooSender | IpcSender | NcclSender | None = None
+        self._layout: CheckpointLayout | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the connections: a copy in another process finds the actors by name."""
@@ -188,7 +190,7 @@ class VLLMRollout:
             return
         try:
             if self._send is None:
-                self._send = self._make_sender(source)
+                self._send = self._make_sender(self._in_checkpoint(source))
             self._send(version)
         except ReceiverLost as error:
             raise self._fleet.mark_lost(self._fleet.living[error.position], silent=error.silent) from error
@@ -196,7 +198,14 @@ class VLLMRollout:
     def check_weights(self, source: WeightSource) -> None:
         """Compare the engines' memory with the source. Only with shared memory on CPU. Collective."""
         if isinstance(self._sender, SharedMemorySender):
-            self._sender.check(source, self._checksums)
+            self._sender.check(self._in_checkpoint(source), self._checksums)
+
+    def _in_checkpoint(self, source: WeightSource) -> WeightSource:
+        """Return the weights with the names that the engines load."""
+        if self._layout is None:
+            trusted = self.config.trust_remote_code
+            self._layout = CheckpointLayout.of(self.config.model, source.metadata(), trust_remote_code=trusted)
+        return self._layout.apply(source)
 
     def _checksums(self, position: int, ranges: list[ElementRange]) -> list[list[int]]:
         engine, timeout_s = self._fleet.living[position], self.config.update_timeout_s

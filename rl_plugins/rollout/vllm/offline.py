@@ -39,6 +39,7 @@ class OfflineVLLM:
         self._run(self._engine.begin_session())
 
     def _run(self, call: Coroutine[Any, Any, R]) -> R:
+        name: str = getattr(call, "__name__")  # noqa: B009  # a coroutine of Python has a name, and its type has none
         answer = asyncio.run_coroutine_threadsafe(call, self._events)
         try:
             return answer.result(self._timeout_s)
@@ -48,7 +49,7 @@ class OfflineVLLM:
                 raise
             answer.cancel()
             raise DeadlineExceeded(
-                f"the vLLM engine of this process has not answered {call.__name__} within {self._timeout_s:g} s"
+                f"the vLLM engine of this process has not answered {name} within {self._timeout_s:g} s"
             ) from None
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int]) -> Generations:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +29,22 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.platforms import current_platform
 
 from rl_plugins.memory import discard, resident_bytes, return_free_memory
@@ -89,16 +102,21 @@ class PlainExperts(UnquantizedFusedMoEMethod):
         if self.moe_kernel is None:
             self._init_moe_kernel(layer)
 
-    def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *shared: Any, **named: Any) -> Any:
+    # As in the class of vLLM, `apply` is not the method of a torch module.
+    def apply(  # type: ignore[override]
+        self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *shared: Any, **named: Any
+    ) -> Any:
         """Return the outputs of the experts."""
         if layer.packed is None:
             copies: Any = torch.nn.Module()
             for name in ("w13_weight", "w2_weight"):
                 setattr(copies, name, torch.nn.Parameter(getattr(layer, name).detach().clone(), requires_grad=False))
-            self.moe_kernel.fused_experts.process_weights_after_loading(copies)
+            kernel: Any = self.moe_kernel
+            kernel.fused_experts.process_weights_after_loading(copies)
             # A module would add its parameters to those of the model.
             layer.packed = (copies.w13_weight.data, copies.w2_weight.data)
-        return super().apply(_PackedExperts(layer), x, topk_weights, topk_ids, *shared, **named)
+        packed: Any = _PackedExperts(layer)
+        return super().apply(packed, x, topk_weights, topk_ids, *shared, **named)
 
 
 class _PackedExperts:
@@ -112,30 +130,30 @@ class _PackedExperts:
         return getattr(self._layer, name)
 
 
-class _PlainReplicated(ReplicatedLinear):
-    """A linear layer for which models name no quantization config, such as the gate of a shared expert."""
+def _keep_plain(layer_class: Any) -> None:
+    """Let vLLM build plain layers of a class also where a model names no quantization config, as for routers."""
+    plain: dict[type, Callable[[], Any]] = {
+        UnquantizedLinearMethod: _PlainLinear,
+        UnquantizedEmbeddingMethod: _PlainEmbedding,
+    }
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        _keep_plain(self)
+    class Plain(layer_class):
+        quant_method: Any
 
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            if make := plain.get(type(self.quant_method)):
+                self.quant_method = make()
 
-class _PlainGate(GateLinear):
-    """The router of experts, for which models name no quantization config."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        _keep_plain(self)
-
-
-def _keep_plain(layer: LinearBase) -> None:
-    if type(layer.quant_method) is UnquantizedLinearMethod:
-        layer.quant_method = _PlainLinear()
+    layer_class.register_oot(Plain)
 
 
 if current_platform.is_cpu():
-    ReplicatedLinear.register_oot(_PlainReplicated)
-    GateLinear.register_oot(_PlainGate)
+    for layer_class in (
+        ReplicatedLinear, GateLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear,
+        RowParallelLinear, VocabParallelEmbedding, ParallelLMHead,
+    ):  # fmt: skip
+        _keep_plain(layer_class)
 
 
 def drop_packed(model: torch.nn.Module) -> int:
