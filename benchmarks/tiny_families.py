@@ -40,7 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
     },
     "smollm3": {},
-    "cohere2": _WINDOW_AND_WHOLE,
+    "cohere2": {**_WINDOW_AND_WHOLE, "tie_word_embeddings": True},
     "exaone4": _WINDOW_AND_WHOLE,
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "mixtral": _LOCAL_EXPERTS,

@@ -59,7 +59,17 @@ def save_policy(
         if is_writer:
             weights[name] = tensor.detach().to("cpu", copy=True)
     if is_writer:
-        write_policy(model, weights, tokenizer, folder)
+        # Every rank has whole buffers. A file of the start has them, such as the correction bias of a router.
+        write_policy(model, weights | _saved_buffers(model), tokenizer, folder)
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer.detach().to("cpu", copy=True)
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def write_policy(

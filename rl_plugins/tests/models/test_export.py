@@ -1,0 +1,32 @@
+"""save_policy: tensors of an exported policy that are no parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.tiny_families import save_tiny_family
+from rl_plugins.config.models import LoraConfig
+from rl_plugins.models.export import save_policy
+from rl_plugins.models.lora import add_adapter, plain_weights
+from rl_plugins.models.tiny import build_tokenizer
+from rl_plugins.weights.source import ModuleWeightSource
+
+
+def test_save_policy_keeps_the_buffers_of_a_router(tmp_path: Path) -> None:
+    tokenizer: Any = build_tokenizer()
+    for name, rank in (("whole", 0), ("adapted", 2)):
+        model: Any = save_tiny_family("glm4_moe", tmp_path / "start")
+        model.model.layers[1].mlp.gate.e_score_correction_bias.fill_(0.25)
+        before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        model.save_pretrained(tmp_path / "start")
+        policy = add_adapter(model, LoraConfig(rank=rank)) if rank else model
+        save_policy(policy, plain_weights(ModuleWeightSource(policy), policy), tokenizer, tmp_path / name, True)
+        files, start = (load_file(tmp_path / folder / "model.safetensors") for folder in (name, "start"))
+        assert files.keys() == start.keys()
+        assert all(torch.equal(files[key], start[key]) for key in start)
+        (bias,) = [tensor for key, tensor in files.items() if key.endswith("e_score_correction_bias")]
+        assert (bias == 0.25).all() and any(key.endswith("e_score_correction_bias") for key in before)
