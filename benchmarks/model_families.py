@@ -70,11 +70,6 @@ class Row:
     seconds: float = 0.0
 
 
-def shortness(solution_str: str) -> float:
-    """Return a reward that differs from sample to sample with any policy."""
-    return 1.0 - sum(character.isalpha() for character in solution_str) / 8
-
-
 def check_packing(row: Row, folder: Path) -> None:
     """Compare packed samples with samples that run alone."""
     import torch
@@ -90,14 +85,7 @@ def check_packing(row: Row, folder: Path) -> None:
     pairs = [(ids[0], ids[1]), (ids[0], ids[2][:9]), (ids[3][:3], ids[4] + ids[5])]
     samples = Experience.from_responses([prompt for prompt, _ in pairs], [response for _, response in pairs], 0)
     try:
-        packed_BT = response_log_probs(
-            model,
-            input_ids_BS=samples.input_ids,
-            attention_mask_BS=samples.attention_mask,
-            position_ids_BS=samples.position_ids,
-            response_width=samples.responses.shape[1],
-            packed=True,
-        ).log_probs_BT
+        packed_BT = response_log_probs(model, **samples.forward_inputs, packed=True).log_probs_BT
     except ConfigError:
         return
     for packed_T, (prompt, response) in zip(packed_BT, pairs, strict=True):
@@ -123,7 +111,7 @@ def options(run: str, row: Row, folder: Path) -> list[str]:
     if config != "sft":
         found += [
             "batch.samples_per_prompt=4", f"rollout.engine={row.engine}", "rollout.check_updates=1",
-            "reward.functions.default={_target_: benchmarks.model_families.shortness}",
+            "reward.functions.default={_target_: integration_tests.rewards.shortness}",
         ]  # fmt: skip
     if row.family in _RECURRENT and config != "sft":
         found.append("rollout.prefix_caching=false")
@@ -175,7 +163,7 @@ def check_export(row: Row, folder: Path) -> None:
     for run in row.done:
         policy = folder / run / "policy"
         after = {name: tensor for file in policy.glob("*.safetensors") for name, tensor in load_file(file).items()}
-        model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+        AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
         if {name: tensor.shape for name, tensor in before.items()} != {
             name: tensor.shape for name, tensor in after.items()
         }:
@@ -184,7 +172,6 @@ def check_export(row: Row, folder: Path) -> None:
         if all(torch.equal(before[name], after[name]) for name in before):
             row.reasons["export"] = f"{run}: the policy has not changed"
             return
-        del model
     row.exported = bool(row.done)
 
 

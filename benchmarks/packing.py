@@ -53,14 +53,7 @@ def seconds(model: Any, experience: Experience, budget: int, *, packing: bool) -
     start = time.perf_counter()
     for indices in Cutter(budget, packing, packing, lambda largest: largest).indices(Lengths.of(experience)):
         micro = experience[indices].trimmed()
-        result = response_log_probs(
-            model,
-            input_ids_BS=micro.input_ids,
-            attention_mask_BS=micro.attention_mask,
-            position_ids_BS=micro.position_ids,
-            response_width=micro.responses.shape[1],
-            packed=packing,
-        )
+        result = response_log_probs(model, **micro.forward_inputs, packed=packing)
         result.log_probs_BT[micro.response_mask.bool()].sum().backward()
     return time.perf_counter() - start
 

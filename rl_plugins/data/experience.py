@@ -14,7 +14,7 @@ Axes: `B` samples, `P` longest prompt, `T` longest response.
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import numpy as np
 import torch
@@ -38,6 +38,15 @@ SAMPLE_FIELDS = (
     "component_scores", "rejected",
 )  # fmt: skip
 TENSOR_FIELDS = ("prompts", *TOKEN_FIELDS, *SAMPLE_FIELDS)
+
+
+class ForwardInputs(TypedDict):
+    """Arguments of a forward pass over responses; see `rl_plugins.models.log_probs.response_log_probs`."""
+
+    input_ids_BS: Tensor
+    attention_mask_BS: Tensor
+    position_ids_BS: Tensor
+    response_width: int
 
 
 class SharedColumns:
@@ -304,6 +313,16 @@ class Experience(TensorClass, shadow=True):
         """True on the tokens of prompt and response, bool [B, P+T]; from the lengths alone."""
         offsets = self._offsets()
         return (offsets >= 0) & (offsets < self.sequence_lengths[:, None])
+
+    @property
+    def forward_inputs(self) -> ForwardInputs:
+        """Arguments of a forward pass over the responses."""
+        return {
+            "input_ids_BS": self.input_ids,
+            "attention_mask_BS": self.attention_mask,
+            "position_ids_BS": self.position_ids,
+            "response_width": self.responses.shape[1],
+        }
 
     def _offsets(self) -> Tensor:
         width = self.prompts.shape[1] + self.responses.shape[1]

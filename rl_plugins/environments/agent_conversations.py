@@ -238,7 +238,7 @@ class AgentConversations:
                 "(environment.max_turns in a recipe)"
             )
         if talk.current == len(talk.sequences):
-            (tokens,) = encode_prompts([for_template(new)], self._tokenizer, tools.options)
+            tokens = self._prompt(new, tools)
         else:
             before = talk.sequences[talk.current]
             try:
@@ -248,7 +248,7 @@ class AgentConversations:
         return Reply(new, tokens, max_tokens=call.max_tokens, sequence=talk.current)
 
     def _first(self, call: ChatCall, tools: _Tools) -> Start:
-        (tokens,) = encode_prompts([for_template(call.messages)], self._tokenizer, tools.options)
+        tokens = self._prompt(call.messages, tools)
         if len(tokens) > self._limits.max_prompt_tokens:
             raise Refused(
                 f"the messages of the first call have {len(tokens)} tokens, more than max_prompt_tokens="
@@ -256,27 +256,32 @@ class AgentConversations:
             )
         return Start(call.messages, tokens, call.max_tokens)
 
+    def _prompt(self, messages: Sequence[Message], tools: _Tools) -> list[int]:
+        (tokens,) = encode_prompts([for_template(messages)], self._tokenizer, tools.options)
+        return tokens
+
     def _continued(self, talk: _AgentTalk, call: ChatCall) -> tuple[int, Sequence[Message]]:
         """Return the number of the sequence that a call continues, or of a new sequence, and the new messages.
 
         Raises:
             NotContinued: the call continues no sequence, and no further sequence is allowed.
         """
-        found: list[tuple[int, int]] = []
+        found: dict[int, Sequence[Message]] = {}
         reason = ""
         for number, sequence in enumerate(talk.sequences):
             try:
-                continuation(sequence.messages, call.messages)
+                new = continuation(sequence.messages, call.messages)
             except NotContinued as error:
                 reason = str(error)
             else:
                 if call.tools == sequence.tools:
-                    found.append((len(sequence.messages), number))
+                    found[number] = new
                 else:
                     reason = "the tools are not those of the earlier call, and the policy has read their schemas"
         if found:
-            length, number = max(found)
-            return number, call.messages[length:]
+            # The longest of the sequences, and the last of the longest.
+            number = min(found, key=lambda number: (len(found[number]), -number))
+            return number, found[number]
         if len(talk.sequences) < self._limits.max_sequences:
             return len(talk.sequences), call.messages
         raise NotContinued(

@@ -285,14 +285,7 @@ class CriticLearner:
     def _values(self, micro: Experience) -> Tensor:
         rows = SequenceRows.of(micro)
         with self._precision():
-            values_RW = response_values(
-                self._model,
-                input_ids_BS=rows.samples.input_ids,
-                attention_mask_BS=rows.samples.attention_mask,
-                position_ids_BS=rows.samples.position_ids,
-                response_width=rows.samples.responses.shape[1],
-                packed=self._training.packing,
-            )
+            values_RW = response_values(self._model, **rows.samples.forward_inputs, packed=self._training.packing)
         return rows.fold(values_RW)
 
     def _precision(self) -> AbstractContextManager[Any]:

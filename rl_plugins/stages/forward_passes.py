@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypedDict
 
 import torch
 from peft import PeftModel
@@ -21,16 +20,6 @@ from rl_plugins.models.scalar_head import response_scores, response_values
 from rl_plugins.stages.micro_batches import Cutter, Lengths
 from rl_plugins.stages.sequence_rows import SequenceRows
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy
-
-
-class ForwardInputs(TypedDict):
-    """Arguments of a forward pass; see `rl_plugins.models.log_probs.response_log_probs`."""
-
-    input_ids_BS: Tensor
-    attention_mask_BS: Tensor
-    position_ids_BS: Tensor
-    response_width: int
-    packed: bool
 
 
 @dataclass(frozen=True)
@@ -80,16 +69,6 @@ class ForwardPasses:
         """Return the indices of the samples of each micro-batch; the number of micro-batches is equal on all ranks."""
         return self.cutter.indices(Lengths.of(samples))
 
-    def inputs(self, samples: Experience) -> ForwardInputs:
-        """Return the arguments of a forward pass over the responses of samples."""
-        return {
-            "input_ids_BS": samples.input_ids,
-            "attention_mask_BS": samples.attention_mask,
-            "position_ids_BS": samples.position_ids,
-            "response_width": samples.responses.shape[1],
-            "packed": self.packing,
-        }
-
     def log_probs(
         self,
         name: str,
@@ -105,7 +84,8 @@ class ForwardPasses:
         with self._running(name) as model:
             found = response_log_probs(
                 model,
-                **self.inputs(rows.samples),
+                **rows.samples.forward_inputs,
+                packed=self.packing,
                 temperature=self.temperature,
                 sum_pi_squared=sum_pi_squared,
                 entropy=entropy,
@@ -119,12 +99,14 @@ class ForwardPasses:
     def scores(self, name: str, samples: Experience) -> Tensor:
         """Run a model with a scalar head over a micro-batch; return its scores, [B, T]."""
         rows = SequenceRows.of(samples)
-        return rows.fold(response_scores(self.strategy.model_engine(name), **self.inputs(rows.samples)))
+        model = self.strategy.model_engine(name)
+        return rows.fold(response_scores(model, **rows.samples.forward_inputs, packed=self.packing))
 
     def values(self, name: str, samples: Experience) -> Tensor:
         """Run a critic over a micro-batch; return its values, [B, T]."""
         rows = SequenceRows.of(samples)
-        return rows.fold(response_values(self.strategy.model_engine(name), **self.inputs(rows.samples)))
+        model = self.strategy.model_engine(name)
+        return rows.fold(response_values(model, **rows.samples.forward_inputs, packed=self.packing))
 
     @torch.no_grad()
     def per_token(

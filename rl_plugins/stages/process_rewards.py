@@ -167,7 +167,8 @@ class ProcessRewards:
 
     def _log_probs(self, name: str, micro: Experience) -> Tensor:
         engine, rows = self._strategy.model_engine(name), SequenceRows.of(micro)
-        found = response_log_probs(engine, **self._passes.inputs(rows.samples), entropy=False)
+        inputs, packing = rows.samples.forward_inputs, self._passes.packing
+        found = response_log_probs(engine, **inputs, packed=packing, entropy=False)
         return rows.fold(found.log_probs_BT)
 
     def _add_opponents(self, targets: TensorDict, log_probs_BT: Tensor, samples: Experience) -> None:

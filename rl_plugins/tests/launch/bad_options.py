@@ -6,9 +6,6 @@ from rl_plugins.tests.launch import own_rows
 
 Case = tuple[list[str], list[str]]
 
-TOOLS, SAMPLE_TOOLS = ["environment=tools"], "rl_plugins.tests.environments.sample_tools"
-STATEFUL, ENVIRONMENTS = ["environment=stateful"], "rl_plugins.tests.environments.sample_environments"
-AGENT, AGENTS = ["environment=agent"], "rl_plugins.tests.environments.sample_agents"
 FILE = ["reward=file", "reward.functions.default.path=rewards.py"]
 JUDGE = ["reward=judge", "reward.judge.url=http://127.0.0.1:9/v1", "reward.judge.model=judge"]
 
@@ -425,60 +422,6 @@ CHECKS: dict[str, list[Case]] = {
             ["system.parquet, row 40", "users_only' refuses", "system, user", "no role system", "Change the messages"],
         ),
         (["environment.max_turns=0"], ["environment.max_turns=0", "must be at least 1"]),
-    ],
-    "tools": [
-        (["environment.tools=[my.search]"], ["environment.max_turns=1", "set 2 or more", "environment=tools"]),
-        ([*TOOLS, f"environment.tools=[{SAMPLE_TOOLS}.adds]"], [f"tool '{SAMPLE_TOOLS}.adds'", "did you mean 'add'"]),
-        (
-            [*TOOLS, f"environment.tools=[{SAMPLE_TOOLS}.add]", "environment.pass_env=[NO_SUCH_KEY]"],
-            ["environment.pass_env=[NO_SUCH_KEY]: the environment has no NO_SUCH_KEY"],
-        ),
-        (
-            [*TOOLS, "environment.tools=[{mcp: [no-such-program]}]"],
-            ["no-such-program", "did not start", "or raise environment.load_timeout_s"],
-        ),
-        ([*TOOLS, f"environment.tools=[{SAMPLE_TOOLS}.add]"], ["model' does not show tools to the policy"]),
-    ],
-    "stateful": [
-        (STATEFUL, ["environment.stateful: name a class"]),
-        (["environment.stateful=my.Game"], ["choose reward=environment"]),
-        (["reward=environment"], ["no reward is configured"]),
-        ([*STATEFUL, f"environment.stateful={ENVIRONMENTS}.Cuont"], ["did you mean 'Count'"]),
-        (
-            [*STATEFUL, f"environment.stateful={ENVIRONMENTS}.Judge", "environment.pass_env=[NO_SUCH_KEY]"],
-            ["environment.pass_env=[NO_SUCH_KEY]: the environment has no NO_SUCH_KEY"],
-        ),
-        ([*STATEFUL, f"environment.stateful={ENVIRONMENTS}.WithoutClose"], ["write `async def close(self)`"]),
-        ([*STATEFUL, f"environment.stateful={ENVIRONMENTS}.NeedsSize"], ["missing a required argument: 'size'"]),
-        (
-            [*STATEFUL, f"environment.stateful={ENVIRONMENTS}.Count"],
-            ["fails on a row of data_source", "raised: ", "Count: step: ValueError: invalid literal"],
-        ),
-        (
-            [*STATEFUL, f"environment.stateful={ENVIRONMENTS}.Judge", f"environment.tools=[{SAMPLE_TOOLS}.add]"],
-            ["environment.stateful and environment.tools", "leave one out"],
-        ),
-        (
-            [*STATEFUL, f"environment.stateful={ENVIRONMENTS}.Judge", "data.max_prompt_tokens=1"],
-            ["first messages of an environment have", "more than max_prompt_tokens=1"],
-        ),
-    ],
-    "agent": [
-        (AGENT, ["environment.agent: name a function of a row"]),
-        (["environment.agent=my.solve"], ["choose reward=environment"]),
-        ([*AGENT, f"environment.agent={AGENTS}.other_arguments"], ["takes other arguments", "solve(row, base_url"]),
-        (
-            [*AGENT, f"environment.agent={AGENTS}.talk", "environment.max_sequences=0"],
-            ["environment.max_sequences=0", "at least 1"],
-        ),
-        (
-            [*AGENT, f"environment.agent={AGENTS}.talk", "environment.endpoint_host=0.0.0.0"],
-            ["environment.endpoint_host=0.0.0.0", "use 127.0.0.1"],
-        ),
-        (
-            [*AGENT, f"environment.agent={AGENTS}.talk", f"environment.stateful={ENVIRONMENTS}.Judge"],
-            ["environment.stateful and environment.agent", "leave one out"],
-        ),
     ],
     "optimizer": [
         (["optimizer.name=AdamWW"], ["optimizer.name=AdamWW", "did you mean AdamW"]),

@@ -20,6 +20,7 @@ from rl_plugins.launch.resume import note_end
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.launch import own_rows
 from rl_plugins.tests.launch.bad_options import CHECKS, COMPOSING
+from rl_plugins.tests.launch.bad_options_of_environments import ENVIRONMENT_CHECKS
 from rl_plugins.tests.launch.bad_options_of_recipes import OTHER_RECIPES, PAIRS, STEPS
 from rl_plugins.tests.launch.configurations import configured, message_of
 
@@ -111,10 +112,10 @@ def test_explain_gives_the_same_message_under_a_debugger(monkeypatch):
     assert wrong == []
 
 
-@pytest.mark.parametrize("subject", CHECKS)
+@pytest.mark.parametrize("subject", [*CHECKS, *ENVIRONMENT_CHECKS])
 def test_run_recipe_names_the_option_and_the_way_out(subject, started):
     wrong = []
-    for overrides, expected in CHECKS[subject]:
+    for overrides, expected in (CHECKS | ENVIRONMENT_CHECKS)[subject]:
         wrong += missing_words(check(*overrides), overrides, expected)
     assert wrong == [] and started == []
 

@@ -56,9 +56,4 @@ def batch_of(samples: Samples) -> Experience:
 
 def forward_arguments(batch: Experience) -> dict[str, Any]:
     """Return the arguments of `response_log_probs` for a micro-batch."""
-    return {
-        "input_ids_BS": batch.input_ids,
-        "attention_mask_BS": batch.attention_mask,
-        "position_ids_BS": batch.position_ids,
-        "response_width": batch.responses.shape[1],
-    }
+    return {**batch.forward_inputs}
