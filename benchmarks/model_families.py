@@ -2,8 +2,8 @@
 
 `python -m benchmarks.model_families [--only llama qwen3_moe] [--page docs/models.md]` builds a tiny model of each
 family from its configuration. The model runs packed samples and each sample alone, then SFT, and two steps of GRPO over
-ZeRO-3, over FSDP2 and with LoRA: two workers, vLLM, and a check of the engine's weights after each update. The exported
-policy is loaded again. A run that fails gives its reason.
+ZeRO-3, over FSDP2 and with LoRA: two workers, vLLM, and a check of the engine's weights after each update. Mixtures of
+experts replay routes. The exported policy is loaded again. A run that fails gives its reason.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ def check_packing(row: Row, folder: Path) -> None:
 
 def options(run: str, row: Row, folder: Path) -> list[str]:
     """Return the configuration and the options of a run."""
+    from rl_plugins.models.router_replay import has_routers
+
     config, extras = RUNS[run]
     found = [
         config, f"run.name={run}", f"run.output_dir={folder}", "run.steps=2", "run.eval_every=0",
@@ -113,8 +115,10 @@ def options(run: str, row: Row, folder: Path) -> list[str]:
             "batch.samples_per_prompt=4", f"rollout.engine={row.engine}", "rollout.check_updates=1",
             "reward.functions.default={_target_: integration_tests.rewards.shortness}",
         ]  # fmt: skip
-    if row.family in _RECURRENT and config != "sft":
-        found.append("rollout.prefix_caching=false")
+        if row.family in _RECURRENT:
+            found.append("rollout.prefix_caching=false")
+        if has_routers({"model_type": row.family}):
+            found += ["model.router_replay=true", "batch.updates_per_step=2"]
     return [*found, *extras]
 
 

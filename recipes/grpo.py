@@ -41,6 +41,7 @@ def build_stage(run: TrainingRun, process_reward_model: rl.ProcessRewardConfig |
         schedule=config.schedule,
         updates_per_step=config.batch.updates_per_step,
         passes_per_step=config.batch.passes_per_step,
+        router_replay=config.model.router_replay,
         **run.generation_options(),
         **run.stage_options(),
     )

@@ -25,6 +25,7 @@ def check_options(config: RecipeConfig) -> None:
         _check_validation,
         _check_launcher,
         _check_kernels,
+        _check_routes,
         _check_parallelism,
         _check_data,
         _check_schedule,
@@ -119,6 +120,19 @@ def _check_kernels(config: RecipeConfig) -> None:
     }.items():
         if is_set:
             raise ConfigError(f"model.liger=true has not been tried with {option}: leave one of them out")
+
+
+def _check_routes(config: RecipeConfig) -> None:
+    if not config.model.router_replay:
+        return
+    _needs_collecting(config, "model.router_replay=true")
+    size = config.strategy.tensor_parallel
+    for option, is_set in {
+        "model.compile=true": config.model.compile,
+        f"strategy.tensor_parallel={size}": size > 1,
+    }.items():
+        if is_set:
+            raise ConfigError(f"model.router_replay=true has not been tried with {option}: leave one of them out")
 
 
 def _check_parallelism(config: RecipeConfig) -> None:

@@ -89,6 +89,8 @@ class ModelConfig(Settings):
             kernels of Liger (`pip install 'rl-plugins[liger]'`); on GPUs only.
         attention: attention of transformers in the training workers, such as `eager`, `flash_attention_2` or
             `flex_attention`; null is the package's own for packed samples (`packed_sdpa`), which shares prompts.
+        router_replay: in a mixture of experts, send the tokens in the updates of a step to the experts that computed
+            the old log-probs, so that ratios compare the same experts.
         trust_remote_code: run Python code that the config.json of a model of the run names (`auto_map`), in every
             process that loads the model. The code has all rights of the user, so read the code first.
         lora: adapter of the policy; off by default.
@@ -101,6 +103,7 @@ class ModelConfig(Settings):
     compile: bool = False
     liger: bool = False
     attention: str | None = None
+    router_replay: bool = False
     trust_remote_code: bool = False
     lora: LoraConfig = field(default_factory=no_adapter)
 

@@ -38,6 +38,8 @@ SAMPLE_FIELDS = (
     "component_scores", "rejected",
 )  # fmt: skip
 TENSOR_FIELDS = ("prompts", *TOKEN_FIELDS, *SAMPLE_FIELDS)
+ROUTED_EXPERTS = "routed_experts"
+"""Column with the experts of the tokens of each sample, prompt included [tokens, L, K]; see `RouterReplay`."""
 
 
 class ForwardInputs(TypedDict):

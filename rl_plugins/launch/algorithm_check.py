@@ -31,9 +31,10 @@ from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.settings import fits, shown, words_of
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch.argument_errors import errors_with_options
 from rl_plugins.launch.instantiation import instantiate_node
 from rl_plugins.python_file import nearest
-from rl_plugins.stages.off_policy import check_comparable
+from rl_plugins.stages.off_policy import check_comparable, check_router_replay
 
 
 def check_pools(config: RecipeConfig) -> None:
@@ -56,6 +57,26 @@ def check_pools(config: RecipeConfig) -> None:
                 f"placement.{role}.actors={actors}: this algorithm uses no {role.replace('_', ' ')}. Leave "
                 f"placement.{role}.actors out, or choose another algorithm"
             )
+
+
+def check_routes(config: RecipeConfig, policy: Mapping[str, Any]) -> None:
+    """Check if the policy and the updates have use for a replay of routes.
+
+    Args:
+        config: Configuration of the run.
+        policy: Content of the policy's config.json.
+
+    Raises:
+        ConfigError: The policy is not a mixture of experts, or the updates need no old log-probs.
+    """
+    # The import loads transformers, which takes seconds.
+    from rl_plugins.models.router_replay import NO_ROUTERS, has_routers
+
+    with errors_with_options(["router_replay"], group="model"):
+        if not has_routers(policy):
+            raise ConfigError(NO_ROUTERS)
+        updates = config.batch.updates_per_step * config.batch.passes_per_step
+        check_router_replay(instantiate_node("algorithm", config.algorithm), config.schedule, updates)
 
 
 def check_algorithm(config: RecipeConfig) -> None:

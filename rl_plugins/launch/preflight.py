@@ -68,10 +68,17 @@ def preflight(config: RecipeConfig) -> None:
         _check_attention(config.model.attention, on_cpu=_on_cpu(config))
     if config.stage in ("policy_optimization", "prime"):
         # The import loads torch, which takes seconds.
-        from rl_plugins.launch.algorithm_check import check_algorithm, check_pools, check_process_reward_model
+        from rl_plugins.launch.algorithm_check import (
+            check_algorithm,
+            check_pools,
+            check_process_reward_model,
+            check_routes,
+        )
 
         check_algorithm(config)
         check_pools(config)
+        if config.model.router_replay:
+            check_routes(config, models[config.model.path])
         if config.stage == "prime":
             check_process_reward_model(config)
     elif config.stage != "sft":

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from rl_plugins.models.liger import fused_log_probs, has_liger
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
+from rl_plugins.models.router_replay import RouterReplay
 from rl_plugins.models.token_distributions import (
     ColumnSpec,
     accumulation_dtype,
@@ -107,6 +108,7 @@ def response_log_probs(
     top_k: int = 0,
     tokens_BTK: Tensor | None = None,
     packed: bool = False,
+    router_replay: RouterReplay | None = None,
 ) -> ResponseLogProbs:
     """Run one forward pass, and compute the log-probs of the last `response_width` tokens of every sample, [B, T].
 
@@ -129,6 +131,7 @@ def response_log_probs(
         packed: Run the real tokens of all samples as one row without padding, with each shared prompt only once. If
             the model does not use the attention `packed_sdpa`, prompts are not shared, and the attention mask may be as
             large as the square of the row.
+        router_replay: Records or sets the experts of the tokens of `model`, a mixture of experts.
 
     Raises:
         ConfigError: `packed` is True, and the model does not separate the samples of a row.
@@ -167,9 +170,13 @@ def response_log_probs(
             response_width=response_width,
         )
         inputs = {**row.inputs, "logits_to_keep": row.predicting(attention_mask_BS, response_width)}
+        places_N = row.places_BS[attention_mask_BS.bool()]
     else:
         # The last position predicts no token, but `logits_to_keep` cannot exclude the last position.
         inputs["logits_to_keep"] = response_width + 1
+        places_N = attention_mask_BS.flatten().nonzero().squeeze(-1)
+    if router_replay is not None:
+        router_replay.start(places_N, inputs["input_ids"].numel())
     run = partial(model, **inputs, use_cache=False)
 
     if head is not None:

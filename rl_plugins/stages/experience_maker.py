@@ -13,7 +13,7 @@ from rl_plugins.algorithms.constraint import LagrangeMultiplier, constrained_adv
 from rl_plugins.algorithms.regularization import KLController
 from rl_plugins.algorithms.rollout_correction import diagnostics
 from rl_plugins.config.sampling import Schedule
-from rl_plugins.data.experience import Experience, computed
+from rl_plugins.data.experience import ROUTED_EXPERTS, Experience, computed
 from rl_plugins.stages.critics import Critic, policy_learns
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.off_policy import ratio_to_rollout
@@ -92,8 +92,7 @@ class ExperienceMaker:
             samples.old_log_probs = samples.rollout_log_probs
         if "old_log_probs_BT" in needs or (self._updates > 1 and not self._ratio_to_rollout):
             with self._strategy.phase_log.measure("old_log_probs"):
-                squares = "sum_pi_squared_BT" in needs
-                old = self._passes.per_token(samples, partial(self._log_probs, POLICY, sum_pi_squared=squares))
+                old = self._old_log_probs(samples, sum_pi_squared="sum_pi_squared_BT" in needs)
             samples.entropy, samples.sum_pi_squared = old["entropy"], old.get("sum_pi_squared")
             if not self._ratio_to_rollout:
                 samples.old_log_probs = old["log_probs"]
@@ -103,6 +102,23 @@ class ExperienceMaker:
             samples.ref_log_probs = reference["log_probs"]
         if self._teachers is not None:
             self._teachers.add(samples)
+
+    def _old_log_probs(self, samples: Experience, *, sum_pi_squared: bool) -> dict[str, Tensor]:
+        """Run the policy over the samples; record the experts of the tokens for a replay in the updates."""
+        run = partial(self._log_probs, POLICY, sum_pi_squared=sum_pi_squared)
+        if self._passes.router_replay is None:
+            return self._passes.per_token(samples, run)
+        # The rows of a compact batch are numbered from 0.
+        numbered, experts_of = samples.compact(), dict[int, Tensor]()
+
+        def run_and_record(micro: Experience) -> dict[str, Tensor]:
+            found = run(micro)
+            experts_of.update(zip(computed(micro.row).tolist(), self._passes.experts(micro), strict=True))
+            return found
+
+        found = self._passes.per_token(numbered, run_and_record)
+        samples.set_column(ROUTED_EXPERTS, [experts_of[place] for place in range(len(samples))])
+        return found
 
     def _log_probs(self, name: str, micro: Experience, *, sum_pi_squared: bool = False) -> dict[str, Tensor]:
         result = self._passes.log_probs(name, micro, sum_pi_squared=sum_pi_squared, entropy=name == POLICY)

@@ -11,11 +11,12 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, local_counts
-from rl_plugins.data.experience import Experience
+from rl_plugins.data.experience import ROUTED_EXPERTS, Experience
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
 from rl_plugins.models.lora import adapter_off
 from rl_plugins.models.packing import shares_prompts
 from rl_plugins.models.remote import RemoteModel
+from rl_plugins.models.router_replay import RouterReplay
 from rl_plugins.models.scalar_head import response_scores, response_values
 from rl_plugins.stages.micro_batches import Cutter, Lengths
 from rl_plugins.stages.sequence_rows import SequenceRows
@@ -34,6 +35,7 @@ class ForwardPasses:
         packing: True if the samples of a micro-batch run as one row without padding.
         dtype: dtype of the models' parameters.
         temperature: divisor of the logits.
+        router_replay: replay of the policy's routes; None without replay.
     """
 
     strategy: Strategy
@@ -43,6 +45,7 @@ class ForwardPasses:
     packing: bool
     dtype: torch.dtype
     temperature: float = 1.0
+    router_replay: RouterReplay | None = None
 
     @property
     def device(self) -> torch.device:
@@ -81,6 +84,10 @@ class ForwardPasses:
     ) -> ResponseLogProbs:
         """Run a causal language model over a micro-batch; see `response_log_probs`."""
         rows = SequenceRows.of(samples)
+        if self.router_replay is not None:
+            # The reference may be the policy without its adapter, with routes of its own.
+            experts = samples.columns.get(ROUTED_EXPERTS) if name == POLICY else None
+            self.router_replay.prepare(torch.cat(experts).to(self.device) if experts else None)
         with self._running(name) as model:
             found = response_log_probs(
                 model,
@@ -93,8 +100,14 @@ class ForwardPasses:
                 top_k=top_k,
                 # The policy learns from the log-probs of the teachers' most likely tokens.
                 tokens_BTK=rows.samples.teacher_top_ids if name == POLICY else None,
+                router_replay=self.router_replay if name == POLICY else None,
             )
         return found.mapped(rows.fold)
+
+    def experts(self, samples: Experience) -> list[Tensor]:
+        """Return the experts of the tokens of each sample in the last `log_probs`, on the CPU [tokens, L, K]."""
+        assert self.router_replay is not None, "the routes are not recorded"
+        return list(self.router_replay.experts_NLK.cpu().split(SequenceRows.of(samples).tokens_B.tolist()))
 
     def scores(self, name: str, samples: Experience) -> Tensor:
         """Run a model with a scalar head over a micro-batch; return its scores, [B, T]."""

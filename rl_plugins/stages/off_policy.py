@@ -1,5 +1,5 @@
 """Comparison of the policy with the sampler (the policies that sampled): when training needs the comparison, and when
-sampling allows it."""
+sampling and the replay of routes allow it."""
 
 from __future__ import annotations
 
@@ -35,4 +35,27 @@ def check_comparable(algorithm: Algorithm, schedule: Schedule, sampling: Samplin
             f"{options}: training compares the policy with the sampler (schedule.max_staleness, algorithm.correction, "
             "algorithm.modifiers.off_policy_mask), and the log-probs of the sampler are after this change of its "
             "distribution: leave the option out"
+        )
+
+
+def check_router_replay(algorithm: Algorithm, schedule: Schedule, updates: int) -> None:
+    """Refuse the replay of routes if no pass over the samples computes old log-probs for the updates.
+
+    Args:
+        algorithm: the algorithm.
+        schedule: bound on the age of tokens.
+        updates: number of optimizer steps of an RL step.
+
+    Raises:
+        ConfigError: the loss compares the policy with the sampler, or with itself.
+    """
+    if ratio_to_rollout(algorithm, schedule):
+        raise ConfigError(
+            "router_replay=True: the loss compares the policy with the sampler, whose routes are unknown: use a "
+            "decoupled rollout correction, or leave router_replay out"
+        )
+    if updates == 1:
+        raise ConfigError(
+            "router_replay=True: with one optimizer step, the routes are the same anyway: raise updates_per_step or "
+            "passes_per_step, or leave router_replay out"
         )

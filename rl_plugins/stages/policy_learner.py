@@ -152,6 +152,9 @@ class PolicyLearner:
             gap_BT = (before_BT - micro.rollout_log_probs).abs()
             metrics.add_each({**values, "entropy": entropy_BT}, tensors["response_mask_BT"])
             metrics.add({"rollout_gap": gap_BT}, micro.response_mask, maximum=True)
+            if self._passes.router_replay is not None:
+                differing_N = self._passes.router_replay.differing_N
+                metrics.add({"router_differing": differing_N}, torch.ones_like(differing_N))
             # Model engines average gradients over ranks, so the loss of a rank is scaled up by the number of ranks.
             metrics.add_sum("loss", loss.detach() / (world_size * self._updates))
             yield loss, position == len(micro_batches) - 1

@@ -24,6 +24,7 @@ from rl_plugins.data.prompts import PromptBatch, foreign_batch
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import with_adapter
+from rl_plugins.models.router_replay import RouterReplay
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.arguments import StageArguments
@@ -31,7 +32,7 @@ from rl_plugins.stages.critic import CriticTraining, value_objective
 from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.critics import Critic
 from rl_plugins.stages.experience_maker import ExperienceMaker
-from rl_plugins.stages.off_policy import check_comparable
+from rl_plugins.stages.off_policy import check_comparable, check_router_replay
 from rl_plugins.stages.policy_learner import PolicyLearner
 from rl_plugins.stages.process_rewards import (
     PROCESS_REFERENCE,
@@ -64,6 +65,8 @@ class PolicyOptimization(Stage):
         prompts: data loader of training, since `setup`.
         rollouts: collects the samples of a step, since `setup`.
         experience: adds log-probs, values and advantages to samples, since `setup`.
+        updates: number of optimizer steps of an RL step.
+        router_replay: replay of the policy's routes; None without replay.
         learner: updates policy and critics, since `setup`.
 
     Args:
@@ -87,6 +90,9 @@ class PolicyOptimization(Stage):
         process_reward_model: settings of the process reward model, for algorithms that need process rewards.
         updates_per_step: optimizer steps for each pass over the samples; the prompts of a step are divided among these.
         passes_per_step: passes over the samples of a step.
+        router_replay: in a mixture of experts, send the tokens in the updates to the experts that computed the old
+            log-probs; see `RouterReplay`. The metric `train/router_differing` is the share of the experts that the
+            routers would have replaced.
         seed: seed of sampling and of random choices.
         **stage: arguments of `Stage`.
 
@@ -121,6 +127,7 @@ class PolicyOptimization(Stage):
         process_reward_model: ProcessRewardConfig | None = None,
         updates_per_step: int = 1,
         passes_per_step: int = 1,
+        router_replay: bool = False,
         seed: int = 0,
         **stage: Unpack[StageArguments],
     ) -> None:
@@ -131,6 +138,8 @@ class PolicyOptimization(Stage):
         self.sampling_setup = SamplingSetup(scorer, self.tokenizer, eval_sampling, environment, seed)
         self.schedule = schedule or Schedule()
         self.updates_per_step, self.passes_per_step, self.seed = updates_per_step, passes_per_step, seed
+        self.updates = updates_per_step * passes_per_step
+        self.router_replay = RouterReplay() if router_replay else None
         self.kl_controller = self.algorithm.kl.controller()
         self.entropy_controller = self.algorithm.entropy.controller()
         constraint = self.algorithm.constraint
@@ -183,6 +192,8 @@ class PolicyOptimization(Stage):
                 f"algorithm.advantage={self.algorithm.advantage!r} does not use process rewards: choose "
                 "algorithm=prime, or an advantage that takes process_rewards_BT"
             )
+        if self.router_replay is not None:
+            check_router_replay(self.algorithm, self.schedule, self.updates)
         constraint = self.algorithm.constraint
         if COST_MODEL in self.scoring_configs and constraint is None:
             raise ConfigError(
@@ -221,16 +232,16 @@ class PolicyOptimization(Stage):
         self.passes = replace(
             self.passes,
             temperature=self.sampling.temperature or 1.0,
+            router_replay=self.router_replay,
         )
         assert self.sampling_setup is not None
         self.prompts = PromptSource(lambda: self.trainer.train_dataloader, strategy.ranks)
         fields = {REWARD_MODEL: "scores", COST_MODEL: "costs"}
-        updates = self.updates_per_step * self.passes_per_step
         critics = [
             Critic(
                 name,
                 config,
-                value_objective(self.algorithm, updates, name),
+                value_objective(self.algorithm, self.updates, name),
                 self.passes,
                 self.optimize,
                 partial(getattr, self, name),
@@ -263,7 +274,7 @@ class PolicyOptimization(Stage):
             self.passes,
             self.schedule,
             self.kl_controller,
-            updates=updates,
+            updates=self.updates,
             critics=critics,
             multiplier=self.multiplier,
             process_rewards=process_rewards,
@@ -291,6 +302,8 @@ class PolicyOptimization(Stage):
                 # The critic's processes start while models are loaded here.
                 pool.begin(self._critic_training(name), self.strategy.ranks.gather)
         super().configure_model()
+        if self.router_replay is not None:
+            self.router_replay.install(self.policy)
         trust = {"trust_remote_code": self.loading["trust_remote_code"]}
         if self.algorithm.needs & TEACHER_INPUTS and self.teacher is None:
             self.teacher = nn.ModuleList()
@@ -351,7 +364,7 @@ class PolicyOptimization(Stage):
             path=str(config.path),
             config=config,
             gradient_clip=self._bound_or(config.optimizer),
-            objective=value_objective(self.algorithm, self.updates_per_step * self.passes_per_step, name),
+            objective=value_objective(self.algorithm, self.updates, name),
             computes_in=self.model_dtype,
             loading=self.loading,
             tokens_per_micro_batch=self.tokens_per_micro_batch,

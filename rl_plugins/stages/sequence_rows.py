@@ -42,11 +42,13 @@ class SequenceRows:
     Attributes:
         samples: the rows. The prompt of a sequence that does not continue the prompt of its sample is its first token.
         shape: B and T.
+        tokens_B: number of tokens of each sample in its rows, prompts included.
         places: places of the tokens; None if the rows are the samples.
     """
 
     samples: Experience
     shape: torch.Size
+    tokens_B: Tensor
     places: _TokenPlaces | None = None
 
     @classmethod
@@ -54,7 +56,7 @@ class SequenceRows:
         """Make the rows of samples."""
         shape = samples.responses.shape
         if samples.sequences is None or not bool(samples.sequences.any()):
-            return cls(samples, shape)
+            return cls(samples, shape, samples.sequence_lengths)
         return cls(*_split(samples, samples.sequences))
 
     def fold(self, values_RW: Tensor) -> Tensor:
@@ -74,7 +76,7 @@ def most_sequences(samples: Experience) -> int:
     return 1 + int(samples.sequences.max())
 
 
-def _split(samples: Experience, sequences_BT: Tensor) -> tuple[Experience, torch.Size, _TokenPlaces]:
+def _split(samples: Experience, sequences_BT: Tensor) -> tuple[Experience, torch.Size, Tensor, _TokenPlaces]:
     (count, width), device = sequences_BT.shape, sequences_BT.device
     nth_T, nth_B = torch.arange(width, device=device), torch.arange(count, device=device)
     samples_N = (nth_T < samples.response_lengths[:, None]).flatten().nonzero().squeeze(-1)
@@ -111,7 +113,8 @@ def _split(samples: Experience, sequences_BT: Tensor) -> tuple[Experience, torch
         batch_size=[len(keys_R)],
         **fields,
     )
-    return rows, sequences_BT.shape, places
+    tokens_B = rows.sequence_lengths.new_zeros(count).index_add(0, sample_R, rows.sequence_lengths)
+    return rows, sequences_BT.shape, tokens_B, places
 
 
 def _moved(values: Tensor, from_N: Tensor, to_N: Tensor, shape: torch.Size) -> Tensor:

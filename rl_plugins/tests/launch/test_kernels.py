@@ -10,6 +10,7 @@ import pytest
 from rl_plugins.config import checks
 from rl_plugins.config.checks import check_options
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch.algorithm_check import check_routes
 from rl_plugins.launch.training import TrainingRun
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.launch.configurations import configured, message_of
@@ -49,3 +50,15 @@ def test_liger_runs_on_gpus_and_not_with_compiled_or_cut_blocks(monkeypatch: pyt
     assert "has not been tried with model.compile=true" in message_of(lambda: check_options(compiled))
     cut = configured("grpo", "model.path=model", "model.liger=true", "strategy.name=fsdp", "strategy.tensor_parallel=2")
     assert "has not been tried with strategy.tensor_parallel=2" in message_of(lambda: check_options(cut))
+
+
+def test_router_replay_needs_experts_and_a_second_update() -> None:
+    config = configured("grpo", *OPTIONS, "model.router_replay=true")
+    assert "model.router_replay=True: with one optimizer step" in message_of(
+        lambda: check_routes(config, {"model_type": "qwen3_moe"})
+    )
+    twice = configured("grpo", *OPTIONS, "model.router_replay=true", "batch.updates_per_step=2")
+    check_routes(twice, {"model_type": "qwen3_moe"})
+    assert "not a mixture of experts" in message_of(lambda: check_routes(twice, {"model_type": "llama"}))
+    sft = configured("sft", *OPTIONS, "model.router_replay=true")
+    assert "is for the stages policy_optimization and prime" in message_of(lambda: check_options(sft))

@@ -1,0 +1,197 @@
+"""Replay of routes: a mixture of experts sends the tokens of a forward pass to the experts of an earlier pass.
+
+After an optimizer step, the routers send some tokens to other experts than before. The log-probs of these tokens jump,
+and with the log-probs the ratio to the old policy. With replayed routes, the ratio compares the same experts.
+
+A router chooses experts by `torch.topk` over the scores of all experts. Replay returns the experts of the earlier pass
+in place of the best experts. The weights of the experts are computed by the router from its own scores, so the router
+still learns.
+
+Source: "Routing Replay" in Group Sequence Policy Optimization, section 5.3, https://arxiv.org/abs/2507.18071.
+
+Axes: `N` real tokens of all samples, sample after sample; `M` tokens that the routers see; `L` routers, the first layer
+first; `K` experts of a token; `E` experts of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+from typing_extensions import override
+
+from rl_plugins.errors import ConfigError
+
+NO_ROUTERS = "router_replay=True: the policy is not a mixture of experts of transformers: leave router_replay out"
+
+
+class RouterReplay:
+    """Records the experts of forward passes, or sets the experts.
+
+    Call `prepare` before a forward pass, and `start` as the last call before the model runs. The experts stay set until
+    the next `prepare`, because gradient checkpointing runs the routers again in the backward pass.
+
+    Example:
+        >>> replay = RouterReplay()
+        >>> replay.install(policy)
+        >>> replay.prepare(None)
+        >>> old = response_log_probs(policy, **inputs, router_replay=replay)
+        >>> experts_NLK = replay.experts_NLK
+        >>> optimizer.step()
+        >>> replay.prepare(experts_NLK)
+        >>> new = response_log_probs(policy, **inputs, router_replay=replay)
+    """
+
+    def __init__(self) -> None:
+        self._routers: list[nn.Module] = []
+        self._prepared_NLK: Tensor | None = None
+        self._places_N: Tensor | None = None
+        self._set_MLK: Tensor | None = None
+        self._chosen: dict[int, Tensor] = {}
+
+    def install(self, model: nn.Module) -> None:
+        """Change the routers of a model for good; a second call changes nothing.
+
+        Args:
+            model: Mixture of experts of transformers, possibly with an adapter.
+
+        Raises:
+            ConfigError: The model has no routers.
+        """
+        if self._routers:
+            return
+        self._routers = _routers_of(model)
+        if not self._routers:
+            raise ConfigError(NO_ROUTERS)
+        for layer, router in enumerate(self._routers):
+            router.__dict__["forward"] = _Routed(router.forward, self, layer)
+
+    def prepare(self, experts_NLK: Tensor | None) -> None:
+        """Set the experts of the next forward pass; None lets the routers choose."""
+        self._prepared_NLK, self._places_N, self._set_MLK = experts_NLK, None, None
+        self._chosen.clear()
+
+    def start(self, places_N: Tensor, num_tokens: int) -> None:
+        """Begin a forward pass.
+
+        Args:
+            places_N: Index of each real token among the tokens that the routers see.
+            num_tokens: Number of the tokens that the routers see, M.
+        """
+        self._places_N = places_N
+        if self._prepared_NLK is not None:
+            # Padding gets the first expert.
+            self._set_MLK = places_N.new_zeros(num_tokens, *self._prepared_NLK.shape[1:])
+            self._set_MLK[places_N] = self._prepared_NLK.to(self._set_MLK)
+
+    @property
+    def experts_NLK(self) -> Tensor:
+        """Experts that the routers chose in the last forward pass, in the smallest sufficient dtype.
+
+        Raises:
+            ConfigError: A router did not choose by `torch.topk`.
+        """
+        chosen_NLK = self._chosen_NLK()
+        return chosen_NLK.to(torch.uint8 if not chosen_NLK.numel() or int(chosen_NLK.max()) < 256 else torch.int16)
+
+    @property
+    def differing_N(self) -> Tensor:
+        """Share of the set experts of each token that the routers of the last forward pass did not choose, float32."""
+        assert self._prepared_NLK is not None, "the experts were not set"
+        set_NLK = self._prepared_NLK.to(self._places_N)
+        is_chosen_NLK = (set_NLK[..., None] == self._chosen_NLK()[..., None, :]).any(dim=-1)
+        return (~is_chosen_NLK).float().mean(dim=(1, 2))
+
+    def chosen(self, layer: int, scores_ME: Tensor, best: Any) -> Any:
+        """Return the result of `torch.topk` for the experts of a layer, given the result for the router's choice."""
+        if self._places_N is None:
+            return best
+        self._chosen[layer] = best.indices
+        if self._set_MLK is None:
+            return best
+        experts_MK = self._set_MLK[:, layer]
+        return type(best)((scores_ME.gather(-1, experts_MK), experts_MK))
+
+    def _chosen_NLK(self) -> Tensor:
+        for layer, router in enumerate(self._routers):
+            if layer not in self._chosen:
+                raise ConfigError(
+                    f"router_replay=True: {type(router).__name__} does not choose its experts by torch.topk: leave "
+                    "router_replay out"
+                )
+        return torch.stack([self._chosen[layer][self._places_N] for layer in range(len(self._routers))], dim=1)
+
+
+def has_routers(config: Mapping[str, Any]) -> bool:
+    """Return False if the class of a model has no routers. A class of the model's own code is not looked at.
+
+    Args:
+        config: Content of the model's config.json.
+    """
+    if "auto_map" in config:
+        return True
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(AutoConfig.for_model(config["model_type"])), None)
+    return family is not None and bool(_recorders(family))
+
+
+class _Routed:
+    """Forward of a router whose choice of experts goes through a `RouterReplay`."""
+
+    def __init__(self, forward: Callable[..., Any], replay: RouterReplay, layer: int) -> None:
+        self._forward, self._replay, self._layer = forward, replay, layer
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        with _Choice(self._replay, self._layer):
+            return self._forward(*arguments, **options)
+
+
+class _Choice(TorchFunctionMode):
+    """Finds the choice of experts in the forward of a router.
+
+    Some routers first choose groups of experts by `torch.topk`, too. The choice of experts has as many columns as the
+    linear layer of the router has outputs.
+    """
+
+    def __init__(self, replay: RouterReplay, layer: int) -> None:
+        super().__init__()
+        self._replay, self._layer = replay, layer
+        self._num_experts = 0
+
+    @override
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is nn.functional.linear:
+            self._num_experts = result.shape[-1]
+        elif func in (torch.topk, Tensor.topk) and args[0].ndim == 2 and args[0].shape[-1] == self._num_experts:
+            return self._replay.chosen(self._layer, args[0], result)
+        return result
+
+
+def _routers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the routers of a model: the modules from which transformers takes `router_logits`."""
+    for inner in model.modules():
+        if isinstance(inner, PreTrainedModel):
+            recorders = _recorders(inner)
+            return [
+                module
+                for name, module in inner.named_modules()
+                if any(isinstance(module, one.target_class) and (one.layer_name or "") in name for one in recorders)
+            ]
+    return []
+
+
+def _recorders(model: PreTrainedModel | type[PreTrainedModel]) -> list[OutputRecorder]:
+    found = (model._can_record_outputs or {}).get("router_logits", [])
+    recorders = found if isinstance(found, list) else [found]
+    return [one if isinstance(one, OutputRecorder) else OutputRecorder(one) for one in recorders]

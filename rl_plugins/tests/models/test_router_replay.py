@@ -1,0 +1,157 @@
+"""Replay of routes: the experts of an earlier pass, in padded and packed rows, with the routers' own weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typing_extensions import Unpack
+
+from benchmarks.tiny_families import save_tiny_family
+from rl_plugins.data.experience import Experience
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.loading import LoadingOptions, prepared
+from rl_plugins.models.log_probs import response_log_probs
+from rl_plugins.models.router_replay import RouterReplay, has_routers
+from rl_plugins.tests.models.samples import batch_of, random_samples
+
+MIXTURES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid",
+)  # fmt: skip
+LENGTHS = ((3, 5), (4, 2), (1, 6))
+
+
+def mixture(family: str, folder: Path, **options: Unpack[LoadingOptions]) -> Any:
+    save_tiny_family(family, folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return prepared(model, options)
+
+
+def samples() -> Experience:
+    return batch_of(random_samples(*LENGTHS))
+
+
+def log_probs(model: Any, replay: RouterReplay | None, experts_NLK: Tensor | None = None, **options: Any) -> Tensor:
+    """Return the log-probs of real response tokens; with a replay, set the experts or record the experts."""
+    batch = samples()
+    if replay is not None:
+        replay.prepare(experts_NLK)
+    found = response_log_probs(model, **batch.forward_inputs, router_replay=replay, **options)
+    return found.log_probs_BT[batch.response_mask.bool()]
+
+
+def change_routers(replay: RouterReplay) -> None:
+    """Add noise to the weights of the routers."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for router in replay._routers:
+            for parameter in router.parameters():
+                parameter.add_(parameter.std() * torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_router_replay_keeps_the_experts_after_routers_have_changed(family: str, tmp_path: Path) -> None:
+    model, replay = mixture(family, tmp_path), RouterReplay()
+    free_N = log_probs(model, None)
+    replay.install(model)
+    replay.install(model)
+    assert torch.equal(log_probs(model, replay), free_N)
+    experts_NLK = replay.experts_NLK
+    assert experts_NLK.shape[0] == sum(map(sum, LENGTHS)) and experts_NLK.dtype == torch.uint8
+    assert torch.equal(log_probs(model, replay, experts_NLK), free_N)
+    assert not replay.differing_N.any()
+
+    change_routers(replay)
+    replayed_N = log_probs(model, replay, experts_NLK)
+    assert replay.differing_N.any()
+    changed_N = log_probs(model, replay)
+    changed_NLK = replay.experts_NLK
+    # A replay of the experts of the changed routers changes nothing.
+    assert torch.equal(log_probs(model, replay, changed_NLK), changed_N)
+    assert not torch.allclose(replayed_N, changed_N)
+
+
+def test_router_replay_weighs_the_experts_with_the_scores_of_the_router(tmp_path: Path) -> None:
+    model, replay = mixture("qwen3_moe", tmp_path), RouterReplay()
+    replay.install(model)
+    first, second = (layer.mlp.gate for layer in model.model.layers)
+    hidden_MH = torch.randn(3, model.config.hidden_size)
+    best_MK = hidden_MH.matmul(first.weight.T).topk(2).indices
+    # Token 1 is padding. Token 0 keeps one of two experts in the first layer, and token 2 keeps both.
+    other = next(expert for expert in range(4) if expert not in best_MK[0])
+    set_NLK = torch.stack([torch.tensor([[int(best_MK[0, 1]), other]] * 2), best_MK[2].expand(2, -1)])
+    set_NLK[:, 1] = second(hidden_MH)[2][[0, 2]]
+    replay.prepare(set_NLK)
+    replay.start(torch.tensor([0, 2]), 3)
+    logits_ME, weights_MK, experts_MK = first(hidden_MH)
+    second(hidden_MH)
+    assert experts_MK[[0, 2]].equal(set_NLK[:, 0])
+    torch.testing.assert_close(weights_MK, logits_ME.softmax(dim=-1).gather(-1, experts_MK))
+    assert replay.differing_N.tolist() == [0.25, 0.0]
+
+
+def test_router_replay_gives_the_same_experts_in_packed_and_padded_rows(tmp_path: Path) -> None:
+    save_tiny_family("qwen3_moe", tmp_path)
+    model: Any = prepared(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), {}).eval()
+    replay = RouterReplay()
+    replay.install(model)
+    shared = batch_of([*random_samples((4, 3), (2, 5)), random_samples((4, 3))[0]])
+
+    def run(experts_NLK: Tensor | None, *, packed: bool) -> tuple[Tensor, Tensor]:
+        replay.prepare(experts_NLK)
+        found = response_log_probs(model, **shared.forward_inputs, router_replay=replay, packed=packed)
+        return found.log_probs_BT[shared.response_mask.bool()], replay.experts_NLK
+
+    padded_N, experts_NLK = run(None, packed=False)
+    packed_N, packed_NLK = run(None, packed=True)
+    assert torch.equal(packed_NLK, experts_NLK)
+    change_routers(replay)
+    padded_N, packed_N = (run(experts_NLK, packed=packed)[0] for packed in (False, True))
+    torch.testing.assert_close(packed_N, padded_N)
+    assert replay.differing_N.any()
+
+
+def test_router_replay_sets_the_experts_again_in_the_backward_pass_of_checkpointed_blocks(tmp_path: Path) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model, replay = mixture("qwen3_moe", tmp_path, gradient_checkpointing=checkpointing), RouterReplay()
+        replay.install(model)
+        log_probs(model, replay)
+        experts_NLK = replay.experts_NLK
+        change_routers(replay)
+        log_probs(model, replay, experts_NLK).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        assert plain is not None
+        torch.testing.assert_close(checkpointed, plain)
+
+
+def test_router_replay_refuses_a_dense_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the policy is not a mixture of experts of transformers"):
+        RouterReplay().install(mixture("llama", tmp_path))
+
+
+def test_has_routers_knows_the_classes_of_transformers() -> None:
+    assert has_routers({"model_type": "qwen3_moe"}) and not has_routers({"model_type": "llama"})
+    assert has_routers({"model_type": "own", "auto_map": {}})
+
+
+def test_router_replay_refuses_a_router_without_topk(tmp_path: Path) -> None:
+    model, replay = mixture("qwen3_moe", tmp_path), RouterReplay()
+    router = model.model.layers[1].mlp.gate
+    forward = router.forward
+
+    def sorting(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_ME = forward(hidden)[0]
+        values_MK, indices_MK = (column[:, :2] for column in logits_ME.softmax(-1).sort(descending=True))
+        return logits_ME, values_MK, indices_MK
+
+    replay.install(model)
+    router.__dict__["forward"] = sorting
+    log_probs(model, replay)
+    with pytest.raises(ConfigError, match=r"Qwen3MoeTopKRouter does not choose its experts by torch\.topk"):
+        _ = replay.experts_NLK
