@@ -142,6 +142,11 @@ def _check_parallelism(config: RecipeConfig) -> None:
             f"strategy.zero_stage={strategy.zero_stage}: FSDP2 always shards parameters, as stage 3 does: leave the "
             "option out, or use strategy.name=zero"
         )
+    if config.optimizer.name == "Muon" and strategy.name == "zero" and config.launcher == "ray":
+        raise ConfigError(
+            "optimizer.name=Muon: Muon needs whole matrices, and ZeRO shards optimizers by flat pieces of all "
+            "parameters: add strategy.name=fsdp, or use another optimizer"
+        )
     if strategy.tensor_parallel > 1 and strategy.name != "fsdp":
         raise ConfigError(
             f"strategy.tensor_parallel={strategy.tensor_parallel}: ZeRO has no tensor parallelism: add "

@@ -217,7 +217,7 @@ class OptimizerConfig(Settings):
 
     Attributes:
         name: class in `torch.optim`, such as `SGD`; dotted path of a class or function; or a node with `_target_` and
-            arguments.
+            arguments. `Muon` is for the matrices of hidden layers, with AdamW for the other parameters (not with ZeRO).
         options: further arguments of the optimizer.
         lr: learning rate.
         betas: decay rates of the first and second moment, for optimizers with the argument.
@@ -226,7 +226,8 @@ class OptimizerConfig(Settings):
             the optimizer, or a node with `_target_` and arguments. The schedule moves on after each step of the stage.
         schedule_options: arguments of a schedule other than `linear` and `cosine`.
         warmup_steps: stage steps of linear warm-up.
-        decay_steps: stage steps over which the rate falls to `lr_end` after the warm-up; 0 keeps it constant.
+        stable_steps: stage steps at the full rate between warm-up and decay (WSD: warm-up, stable, decay).
+        decay_steps: stage steps over which the rate falls to `lr_end` after that; 0 keeps it constant.
         lr_end: share of `lr` at the end of the decay.
         gradient_clip: bound on the global gradient norm; 0 for none.
     """
@@ -239,6 +240,7 @@ class OptimizerConfig(Settings):
     schedule: Annotated[Any, _NAMED] = "linear"
     schedule_options: dict[str, Any] = field(default_factory=dict)
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
+    stable_steps: Annotated[int, NOT_NEGATIVE] = 0
     decay_steps: Annotated[int, NOT_NEGATIVE] = 0
     lr_end: Annotated[float, NOT_NEGATIVE] = 0.0
     gradient_clip: Annotated[float, NOT_NEGATIVE] = 1.0
@@ -249,7 +251,7 @@ class OptimizerConfig(Settings):
             return (step + 1) / (self.warmup_steps + 1)
         if self.decay_steps == 0:
             return 1.0
-        progress = min((step - self.warmup_steps) / self.decay_steps, 1.0)
+        progress = min(max(step - self.warmup_steps - self.stable_steps, 0) / self.decay_steps, 1.0)
         if self.schedule == "cosine":
             progress = (1.0 - math.cos(math.pi * progress)) / 2
         return 1.0 - (1.0 - self.lr_end) * progress

@@ -190,7 +190,7 @@ class CriticLearner:
             self._trained.values(), self._gradients.split([p.numel() for p in self._trained.values()]), strict=True
         ):
             parameter.grad = part.view_as(parameter)
-        configured = build_optimizer(training.config.optimizer, self._trained.values())
+        configured = build_optimizer(training.config.optimizer, self._model)
         self._optimizer, self._schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
         self._updates = 0
         self._rank, self._ranks = 0, 1

@@ -8,14 +8,14 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
-import torch
 from hydra.utils import get_object
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.muon import MuonAndAdamW
 
 MicroBatchLoss = tuple[Tensor, bool]
 """Scalar loss of a micro-batch, and True for the last micro-batch of an optimizer step."""
@@ -49,14 +49,17 @@ def only_one(configured: object, owner: object) -> dict[str, Any]:
     return single
 
 
-def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
-    """Return the optimizer and its schedule in the form of Lightning's `configure_optimizers`.
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> dict[str, Any]:
+    """Return the optimizer of a model and its schedule in the form of Lightning's `configure_optimizers`.
 
     Raises:
         ConfigError: a name does not exist, an optimizer or schedule refuses its arguments or needs a closure or a
             metric, or an option has no effect.
     """
     make, arguments = _named(config.name, "torch.optim", "name")
+    if make is Muon:
+        make = MuonAndAdamW
+    trained: Any = model if make is MuonAndAdamW else [p for p in model.parameters() if p.requires_grad]
     known = inspect.signature(make).parameters
     defaults, has_any = OptimizerConfig(), any(known[name].kind is inspect.Parameter.VAR_KEYWORD for name in known)
     given: dict[str, Any] = {"lr": config.lr}
@@ -67,7 +70,7 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
             raise ConfigError(f"{name}={value}: {make.__name__} has no such argument: leave {name} out")
     if make is AdamW:
         given["fused"] = True
-    optimizer = _called(make, parameters, {**given, **arguments, **config.options}, "name", "options")
+    optimizer = _called(make, trained, {**given, **arguments, **config.options}, "name", "options")
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"name={config.name}: the result is a {type(optimizer).__name__}, and no optimizer")
     if _needs_argument(optimizer.step):
@@ -76,23 +79,23 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
 
 
 def try_optimizer(config: OptimizerConfig) -> None:
-    """Build an optimizer and its schedule for a small parameter.
+    """Build an optimizer and its schedule for a small model.
 
     Raises:
         ConfigError: see `build_optimizer`.
     """
-    build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
+    build_optimizer(config, nn.Linear(2, 2))
 
 
 def _schedule(config: OptimizerConfig, optimizer: Optimizer) -> Any:
     if config.schedule in ("linear", "cosine"):
         if config.schedule_options:
             raise ConfigError(
-                f"schedule_options: schedule={config.schedule} has the options warmup_steps, decay_steps and lr_end: "
-                "leave schedule_options out"
+                f"schedule_options: schedule={config.schedule} has the options warmup_steps, stable_steps, decay_steps "
+                "and lr_end: leave schedule_options out"
             )
         return LambdaLR(optimizer, config.factor)
-    for name in ("warmup_steps", "decay_steps", "lr_end"):
+    for name in ("warmup_steps", "stable_steps", "decay_steps", "lr_end"):
         if value := getattr(config, name):
             raise ConfigError(
                 f"{name}={value} is for schedule=linear and schedule=cosine: leave it out, or give schedule_options"

@@ -286,7 +286,7 @@ class Stage(LightningModule):
             if own is not None and name == self.trained:
                 one = only_one(own.configure_optimizers(), own)
             else:
-                one = build_optimizer(config, (p for p in models[name].parameters() if p.requires_grad))
+                one = build_optimizer(config, models[name])
             self._model_of_optimizer[id(one["optimizer"])] = name
             configured.append(one)
         return configured

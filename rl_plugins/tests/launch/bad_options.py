@@ -63,6 +63,7 @@ CHECKS: dict[str, list[Case]] = {
             ["model.compile=true", "strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=2"],
             ["strategy.tensor_parallel=2", "strategy.tensor_parallel=1"],
         ),
+        (["optimizer.name=Muon"], ["optimizer.name=Muon", "needs whole matrices", "strategy.name=fsdp"]),
         (["model.router_replay=true"], ["model.router_replay=True", "not a mixture of experts"]),
         (["model.router_replay=true", "model.compile=true", "strategy.zero_stage=2"], ["with model.compile=true"]),
         (["model.liger=true"], ["model.liger=true", "not installed", "pip install 'rl-plugins[liger]'"]),

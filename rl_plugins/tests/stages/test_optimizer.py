@@ -28,8 +28,7 @@ def test_optimizer_config_factor_decays_after_warmup_to_lr_end() -> None:
 
 
 def test_optimizer_config_makes_a_fused_adamw() -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = build_optimizer(OptimizerConfig(lr=0.1), [parameter])["optimizer"]
+    optimizer = build_optimizer(OptimizerConfig(lr=0.1), torch.nn.LayerNorm(2))["optimizer"]
     assert isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"] is True
 
 
@@ -43,7 +42,7 @@ def test_optimizer_config_makes_a_fused_adamw() -> None:
 )
 def test_build_optimizer_takes_a_name_a_path_or_a_target(name: Any, options: dict[str, Any]) -> None:
     config = OptimizerConfig(name=name, options=options, lr=0.1, weight_decay=0.2)
-    optimizer = build_optimizer(config, [torch.nn.Parameter(torch.ones(2))])["optimizer"]
+    optimizer = build_optimizer(config, torch.nn.LayerNorm(2))["optimizer"]
     assert isinstance(optimizer, torch.optim.SGD)
     assert [optimizer.defaults[key] for key in ("lr", "momentum", "weight_decay")] == [0.1, 0.5, 0.2]
 
@@ -57,13 +56,20 @@ def test_build_optimizer_takes_a_name_a_path_or_a_target(name: Any, options: dic
 )
 def test_build_optimizer_takes_a_schedule(schedule: Any, options: dict[str, Any]) -> None:
     config = OptimizerConfig(lr=1.0, schedule=schedule, schedule_options=options)
-    built = build_optimizer(config, [torch.nn.Parameter(torch.ones(2))])
+    built = build_optimizer(config, torch.nn.LayerNorm(2))
     rates = []
     for _ in range(5):
         rates.append(built["optimizer"].param_groups[0]["lr"])
         built["optimizer"].step()
         built["lr_scheduler"]["scheduler"].step()
     assert rates == [1.0, 1.0, 0.5, 0.5, 0.25]
+
+
+def test_optimizer_config_factor_stays_at_the_full_rate_for_stable_steps() -> None:
+    for schedule, middle in (("linear", [0.75, 0.5, 0.25]), ("cosine", [0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])):
+        config = OptimizerConfig(schedule=schedule, warmup_steps=1, stable_steps=3, decay_steps=4)
+        expected = [0.5, 1.0, 1.0, 1.0, 1.0, *middle, 0.0, 0.0]
+        assert [config.factor(step) for step in range(10)] == pytest.approx(expected)
 
 
 def test_optimizer_config_factor_falls_on_a_cosine() -> None:

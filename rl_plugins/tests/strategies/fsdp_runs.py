@@ -125,12 +125,13 @@ def trained(
     start: Path | None = None,
     leave: Path | None = None,
     lr: float = 0.01,
+    optimizer: str = "AdamW",
     critic_lora: LoraConfig | None = None,
     precision: Any = None,
     **options: Any,
 ) -> Recorded:
     """Return a stage after training in several micro-batches and clipped updates; `options` are stage options."""
-    settings: dict[str, Any] = {"lr": lr, "gradient_clip": 0.05}
+    settings: dict[str, Any] = {"name": optimizer, "lr": lr, "gradient_clip": 0.05}
     module = stage(
         str(folder / "policy"),
         tokenizer=canned.tokenizer,

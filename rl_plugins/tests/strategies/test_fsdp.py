@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,21 @@ def test_adapters_train_like_on_a_single_device_and_resume(tmp_path: Path) -> No
 def test_bf16_mixed_trains_adapters_in_float32_on_a_bfloat16_model(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path / "policy", **fsdp_runs.SIZES)
     run_ranks(fsdp_runs.check_dtypes_of_adapters, fsdp_runs.TWO, tmp_path)
+
+
+def test_muon_trains_like_on_a_single_device_and_resumes(tmp_path: Path) -> None:
+    save_tiny_policy(tmp_path / "policy", **fsdp_runs.SIZES)
+    muon, start = {"optimizer": "Muon"}, tmp_path / "checkpoint" / "state"
+    one_update = replace(fsdp_runs.TWO, updates=1)
+    expected = run(fsdp_runs.course, one_update.on_single_device(), tmp_path, {**muon, "steps": 1})
+    got = run(fsdp_runs.course, one_update, tmp_path, {**muon, "leave": start})
+    initial = load_file(tmp_path / "policy" / "model.safetensors")
+    for name, weight in expected[0][0].items():
+        # Muon rounds to bfloat16.
+        tolerance = 0.05 if name.endswith("_proj.weight") else 1e-3
+        assert float((got[0][0][name] - weight).norm()) < tolerance * float((weight - initial[name]).norm()), name
+    resumed = run(fsdp_runs.course, one_update, tmp_path, {**muon, "steps": 1, "start": start})
+    assert_same_course(resumed, got[1:], exactly=True)
 
 
 def test_sequence_parallel_ranks_train_like_a_single_device(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.muon import MuonAndAdamW
 from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.strategies import zero_worker
@@ -34,6 +36,13 @@ def test_teardown_leaves_module_and_optimizer_states_on_their_device() -> None:
     strategy.teardown()
     states: list[Tensor] = [state["exp_avg"] for state in optimizer.state.values()]
     assert {tensor.device.type for tensor in [*module.parameters(), *states]} == {"meta"}
+
+
+def test_zero_strategy_refuses_muon() -> None:
+    layer = nn.Linear(2, 2)
+    for optimizer in (MuonAndAdamW(layer), torch.optim.Muon([layer.weight])):
+        with pytest.raises(ConfigError, match="Muon needs whole matrices, which ZeRO cuts into flat pieces"):
+            ZeroStrategy()._train_engine("policy", layer, optimizer, 1.0)
 
 
 def test_optimizer_steps_of_stage_3_are_in_groups_of_a_billion_parameters() -> None:
