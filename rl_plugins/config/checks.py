@@ -123,16 +123,20 @@ def _check_kernels(config: RecipeConfig) -> None:
 
 
 def _check_routes(config: RecipeConfig) -> None:
-    if not config.model.router_replay:
+    source = config.model.router_replay
+    if source is None:
         return
-    _needs_collecting(config, "model.router_replay=true")
+    option = f"model.router_replay={source}"
+    _needs_collecting(config, option)
+    if source == "rollout" and config.rollout.engine == "vllm" and not config.rollout.prefix_caching:
+        raise ConfigError(f"{option}: vLLM returns experts with rollout.prefix_caching=true only: set it")
     size = config.strategy.tensor_parallel
-    for option, is_set in {
+    for other, is_set in {
         "model.compile=true": config.model.compile,
         f"strategy.tensor_parallel={size}": size > 1,
     }.items():
         if is_set:
-            raise ConfigError(f"model.router_replay=true has not been tried with {option}: leave one of them out")
+            raise ConfigError(f"{option} has not been tried with {other}: leave one of them out")
 
 
 def _check_parallelism(config: RecipeConfig) -> None:

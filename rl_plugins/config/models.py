@@ -89,8 +89,9 @@ class ModelConfig(Settings):
             kernels of Liger (`pip install 'rl-plugins[liger]'`); on GPUs only.
         attention: attention of transformers in the training workers, such as `eager`, `flash_attention_2` or
             `flex_attention`; null is the package's own for packed samples (`packed_sdpa`), which shares prompts.
-        router_replay: in a mixture of experts, send the tokens in the updates of a step to the experts that computed
-            the old log-probs, so that ratios compare the same experts.
+        router_replay: in a mixture of experts, the experts of the tokens in the updates of a step, so that ratios
+            compare the same experts: `recompute` for the experts that computed the old log-probs, `rollout` for the
+            experts of the rollout engine (vLLM on GPUs, or the transformers engine). Null lets the routers choose.
         trust_remote_code: run Python code that the config.json of a model of the run names (`auto_map`), in every
             process that loads the model. The code has all rights of the user, so read the code first.
         lora: adapter of the policy; off by default.
@@ -103,7 +104,7 @@ class ModelConfig(Settings):
     compile: bool = False
     liger: bool = False
     attention: str | None = None
-    router_replay: bool = False
+    router_replay: Annotated[str | None, one_of(None, "recompute", "rollout")] = None
     trust_remote_code: bool = False
     lora: LoraConfig = field(default_factory=no_adapter)
 

@@ -221,10 +221,15 @@ class RecipeConfig(Settings):
         """Set the device of the run, `cpu` or `cuda`, and the precision that follows from the device.
 
         Raises:
-            ConfigError: The kernels of Liger do not run on the device.
+            ConfigError: The kernels of Liger, or the engine of a replay of routes, do not run on the device.
         """
         if self.model.liger and device == "cpu":
             raise ConfigError("model.liger=true: the kernels of Liger run on GPUs, and the run is on CPU: leave it out")
+        if self.model.router_replay == "rollout" and device == "cpu" and self.rollout.engine == "vllm":
+            raise ConfigError(
+                "model.router_replay=rollout: vLLM returns experts on GPUs only, and the run is on CPU: use "
+                "model.router_replay=recompute, or rollout.engine=transformers"
+            )
         self.placement.device = device
         self.model.precision = self.precision
 

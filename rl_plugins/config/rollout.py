@@ -36,6 +36,7 @@ OWN_ARGUMENTS = {
     "enable_sleep_mode": "rollout.sleep",
     "enable_lora": "model.lora.rank and rollout.lora",
     "max_lora_rank": "model.lora.rank",
+    "enable_return_routed_experts": "model.router_replay",
     "logprobs_mode": None,
     "weight_transfer_config": "rollout.transport",
     "worker_extension_cls": None,

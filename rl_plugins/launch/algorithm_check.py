@@ -34,7 +34,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.launch.argument_errors import errors_with_options
 from rl_plugins.launch.instantiation import instantiate_node
 from rl_plugins.python_file import nearest
-from rl_plugins.stages.off_policy import check_comparable, check_router_replay
+from rl_plugins.stages.off_policy import check_comparable, check_recomputed_routes
 
 
 def check_pools(config: RecipeConfig) -> None:
@@ -75,8 +75,9 @@ def check_routes(config: RecipeConfig, policy: Mapping[str, Any]) -> None:
     with errors_with_options(["router_replay"], group="model"):
         if not has_routers(policy):
             raise ConfigError(NO_ROUTERS)
-        updates = config.batch.updates_per_step * config.batch.passes_per_step
-        check_router_replay(instantiate_node("algorithm", config.algorithm), config.schedule, updates)
+        if config.model.router_replay == "recompute":
+            updates = config.batch.updates_per_step * config.batch.passes_per_step
+            check_recomputed_routes(instantiate_node("algorithm", config.algorithm), config.schedule, updates)
 
 
 def check_algorithm(config: RecipeConfig) -> None:

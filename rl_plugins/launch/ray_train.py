@@ -384,6 +384,7 @@ def vllm_rollout(config: RecipeConfig) -> VLLMRollout:
             update_timeout_s=rollout.update_timeout_s,
             vllm=rollout.vllm,
             trust_remote_code=config.model.trust_remote_code,
+            return_experts=config.model.router_replay == "rollout",
             **config.engine_limits,
         ),
         num_engines=config.num_engines,

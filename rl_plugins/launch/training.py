@@ -434,4 +434,5 @@ def transformers_rollout(config: RecipeConfig, device: str) -> TransformersRollo
         device=device,
         check_updates=config.rollout.check_updates,
         trust_remote_code=config.model.trust_remote_code,
+        return_experts=config.model.router_replay == "rollout",
     )

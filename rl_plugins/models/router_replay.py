@@ -7,7 +7,12 @@ A router chooses experts by `torch.topk` over the scores of all experts. Replay 
 in place of the best experts. The weights of the experts are computed by the router from its own scores, so the router
 still learns.
 
-Source: "Routing Replay" in Group Sequence Policy Optimization, section 5.3, https://arxiv.org/abs/2507.18071.
+The routes come from the pass that computes the old log-probs, or from the rollout engine. An engine rounds differently,
+so some tokens meet other experts in training than in sampling; with the routes of the engine, the experts are the same.
+
+Sources: routing replay, Group Sequence Policy Optimization, section 5.3, https://arxiv.org/abs/2507.18071; routes of
+the rollout engine (R3), Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers,
+https://arxiv.org/abs/2510.11370.
 
 Axes: `N` real tokens of all samples, sample after sample; `M` tokens that the routers see; `L` routers, the first layer
 first; `K` experts of a token; `E` experts of a layer.
@@ -15,6 +20,7 @@ first; `K` experts of a token; `E` experts of a layer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,14 +33,21 @@ from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
 
-NO_ROUTERS = "router_replay=True: the policy is not a mixture of experts of transformers: leave router_replay out"
+NO_ROUTERS = "router_replay: the policy is not a mixture of experts of transformers: leave router_replay out"
 
 
 class RouterReplay:
-    """Records the experts of forward passes, or sets the experts.
+    """Records the experts of forward passes, or sets the experts; -1 leaves the choice to the router.
 
     Call `prepare` before a forward pass, and `start` as the last call before the model runs. The experts stay set until
     the next `prepare`, because gradient checkpointing runs the routers again in the backward pass.
+
+    Args:
+        source: routes that a stage replays: `recompute` for the routes of the pass that computes the old log-probs,
+            `rollout` for the routes of the rollout engine.
+
+    Raises:
+        ConfigError: the source is unknown.
 
     Example:
         >>> replay = RouterReplay()
@@ -47,8 +60,12 @@ class RouterReplay:
         >>> new = response_log_probs(policy, **inputs, router_replay=replay)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, source: str = "recompute") -> None:
+        if source not in ("recompute", "rollout"):
+            raise ConfigError(f"router_replay={source}: use recompute or rollout")
+        self.source = source
         self._routers: list[nn.Module] = []
+        self._blocks: list[int] = []
         self._prepared_NLK: Tensor | None = None
         self._places_N: Tensor | None = None
         self._set_MLK: Tensor | None = None
@@ -65,14 +82,23 @@ class RouterReplay:
         """
         if self._routers:
             return
-        self._routers = _routers_of(model)
-        if not self._routers:
+        named = _routers_of(model)
+        if not named:
             raise ConfigError(NO_ROUTERS)
+        self._routers = list(named.values())
+        # The last number of a name such as `model.layers.3.mlp.gate` is the number of the block.
+        self._blocks = [int(re.findall(r"\d+", name)[-1]) for name in named]
         for layer, router in enumerate(self._routers):
             router.__dict__["forward"] = _Routed(router.forward, self, layer)
 
     def prepare(self, experts_NLK: Tensor | None) -> None:
-        """Set the experts of the next forward pass; None lets the routers choose."""
+        """Set the experts of the next forward pass; None lets the routers choose.
+
+        Args:
+            experts_NLK: Experts at each router, or, as vLLM returns experts, at each block, also without a router.
+        """
+        if experts_NLK is not None and experts_NLK.shape[1] != len(self._routers):
+            experts_NLK = experts_NLK[:, self._blocks]
         self._prepared_NLK, self._places_N, self._set_MLK = experts_NLK, None, None
         self._chosen.clear()
 
@@ -85,26 +111,24 @@ class RouterReplay:
         """
         self._places_N = places_N
         if self._prepared_NLK is not None:
-            # Padding gets the first expert.
-            self._set_MLK = places_N.new_zeros(num_tokens, *self._prepared_NLK.shape[1:])
+            self._set_MLK = places_N.new_full((num_tokens, *self._prepared_NLK.shape[1:]), -1)
             self._set_MLK[places_N] = self._prepared_NLK.to(self._set_MLK)
 
     @property
     def experts_NLK(self) -> Tensor:
-        """Experts that the routers chose in the last forward pass, in the smallest sufficient dtype.
+        """Experts that the routers chose in the last forward pass, int16.
 
         Raises:
             ConfigError: A router did not choose by `torch.topk`.
         """
-        chosen_NLK = self._chosen_NLK()
-        return chosen_NLK.to(torch.uint8 if not chosen_NLK.numel() or int(chosen_NLK.max()) < 256 else torch.int16)
+        return self._chosen_NLK().to(torch.int16)
 
     @property
     def differing_N(self) -> Tensor:
         """Share of the set experts of each token that the routers of the last forward pass did not choose, float32."""
         assert self._prepared_NLK is not None, "the experts were not set"
         set_NLK = self._prepared_NLK.to(self._places_N)
-        is_chosen_NLK = (set_NLK[..., None] == self._chosen_NLK()[..., None, :]).any(dim=-1)
+        is_chosen_NLK = (set_NLK[..., None] == self._chosen_NLK()[..., None, :]).any(dim=-1) | (set_NLK < 0)
         return (~is_chosen_NLK).float().mean(dim=(1, 2))
 
     def chosen(self, layer: int, scores_ME: Tensor, best: Any) -> Any:
@@ -114,14 +138,16 @@ class RouterReplay:
         self._chosen[layer] = best.indices
         if self._set_MLK is None:
             return best
-        experts_MK = self._set_MLK[:, layer]
+        set_MK = self._set_MLK[:, layer]
+        # Padding, and tokens without a route.
+        experts_MK = torch.where(set_MK < 0, best.indices, set_MK)
         return type(best)((scores_ME.gather(-1, experts_MK), experts_MK))
 
     def _chosen_NLK(self) -> Tensor:
         for layer, router in enumerate(self._routers):
             if layer not in self._chosen:
                 raise ConfigError(
-                    f"router_replay=True: {type(router).__name__} does not choose its experts by torch.topk: leave "
+                    f"router_replay: {type(router).__name__} does not choose its experts by torch.topk: leave "
                     "router_replay out"
                 )
         return torch.stack([self._chosen[layer][self._places_N] for layer in range(len(self._routers))], dim=1)
@@ -178,17 +204,17 @@ class _Choice(TorchFunctionMode):
         return result
 
 
-def _routers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the routers of a model: the modules from which transformers takes `router_logits`."""
+def _routers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the routers of a model by name: the modules from which transformers takes `router_logits`."""
     for inner in model.modules():
         if isinstance(inner, PreTrainedModel):
             recorders = _recorders(inner)
-            return [
-                module
+            return {
+                name: module
                 for name, module in inner.named_modules()
                 if any(isinstance(module, one.target_class) and (one.layer_name or "") in name for one in recorders)
-            ]
-    return []
+            }
+    return {}
 
 
 def _recorders(model: PreTrainedModel | type[PreTrainedModel]) -> list[OutputRecorder]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.rewards.records import Message, Score, ScoringRequest
-from rl_plugins.rollout.engine import Generations
+from rl_plugins.rollout.engine import Generations, padded_routes
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,8 @@ class Trajectory:
         self._sampled: list[bool] = []
         self._sequences: list[int] = []
         self._sequence = 0
+        # Routes of the last request of each sequence: they are the routes of the whole sequence before.
+        self._experts: dict[int, np.ndarray] = {}
         self._said: list[Message] = []
         self._cut = 0
         self._counts = Counter(dict.fromkeys(counted, 0))
@@ -209,6 +211,8 @@ class Trajectory:
         self._length = len(response.token_ids)
         self._sampled += [True] * self._length
         self._sequences += [self._sequence] * self._length
+        if response.experts:
+            (self._experts[self._sequence],) = response.experts
         (self._finish_reason,) = response.finish_reasons
         self._said.append({"role": "assistant", "content": text})
         self._turn_ends.append(len(self._token_ids) - 1)
@@ -282,4 +286,14 @@ class Trajectory:
             finish_reasons=[self._finish_reason],
             sampled=np.array(self._sampled, dtype=bool),
             endings=[self.ending],
+            experts=self._routes(),
         )
+
+    def _routes(self) -> list[np.ndarray]:
+        """Return the routes of all sequences, one sequence after the other, as `SequenceRows` orders the tokens."""
+        if not self._experts:
+            return []
+        lengths = Counter({0: len(self._prompt)}) + Counter(self._sequences)
+        nothing = next(iter(self._experts.values()))[:0]
+        parts = [padded_routes(self._experts.get(number, nothing), lengths[number]) for number in sorted(lengths)]
+        return [np.concatenate(parts)]

@@ -31,6 +31,8 @@ class Generations:
         finish_reasons: [R], `stop`, `length` or `abort`.
         sampled: bool [N], False for tokens from an environment; None without an environment.
         endings: [R], ending of each conversation with an environment; empty without an environment.
+        experts: [R], experts of the tokens of prompt and response, int16 [tokens, L, K], as `RouterReplay` takes them;
+            -1 for a token without a route, such as the last. Empty if the engine returns no routes.
     """
 
     token_ids: np.ndarray
@@ -40,6 +42,7 @@ class Generations:
     finish_reasons: list[str] = field(default_factory=list)
     sampled: np.ndarray | None = None
     endings: list[Any] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
 
     def responses(self) -> list[list[int]]:
         """Return the token ids of each response."""
@@ -67,6 +70,7 @@ class Generations:
         log_probs: Sequence[Sequence[float]],
         finish_reasons: Sequence[str],
         policy_versions: int | Sequence[Sequence[int]],
+        experts: Sequence[np.ndarray] = (),
     ) -> Generations:
         """Flatten ragged lists. An integer version applies to all tokens."""
         tokens_N = np.fromiter((t for r in responses for t in r), dtype=np.int64)
@@ -78,6 +82,7 @@ class Generations:
             else np.fromiter((v for r in policy_versions for v in r), dtype=np.int64),
             lengths=np.fromiter((len(r) for r in responses), dtype=np.int64),
             finish_reasons=list(finish_reasons),
+            experts=list(experts),
         )
 
     def split(self, sizes: Sequence[int]) -> list[Generations]:
@@ -93,6 +98,7 @@ class Generations:
                 self.finish_reasons[row:end],
                 None if self.sampled is None else self.sampled[start:stop],
                 self.endings[row:end],
+                self.experts[row:end],
             )
             for (start, stop), (row, end) in zip(pairwise(starts), pairwise(rows), strict=True)
         ]
@@ -100,6 +106,8 @@ class Generations:
     @classmethod
     def concat(cls, parts: Sequence[Generations]) -> Generations:
         """Return the concatenated responses of all parts."""
+        # A conversation without a response has no routes.
+        nothing = next((experts[:0] for part in parts for experts in part.experts), None)
         return cls(
             token_ids=np.concatenate([part.token_ids for part in parts]),
             log_probs=np.concatenate([part.log_probs for part in parts]),
@@ -108,7 +116,19 @@ class Generations:
             finish_reasons=[reason for part in parts for reason in part.finish_reasons],
             sampled=np.concatenate(masks) if (masks := [p.sampled for p in parts if p.sampled is not None]) else None,
             endings=[ending for part in parts for ending in part.endings],
+            experts=[]
+            if nothing is None
+            else [experts for part in parts for experts in part.experts or [nothing] * len(part.lengths)],
         )
+
+
+def padded_routes(experts: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Return the experts of the first tokens of a sequence, padded with -1 to all tokens, int16 [tokens, L, K]."""
+    if len(experts) == num_tokens and experts.dtype == np.int16:
+        return experts
+    padded = np.full((num_tokens, *experts.shape[1:]), -1, dtype=np.int16)
+    padded[: len(experts)] = experts[:num_tokens]
+    return padded
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -18,8 +19,9 @@ from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.memory import MemoryChange
+from rl_plugins.models.router_replay import RouterReplay
 from rl_plugins.ranks import Ranks
-from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, padded_routes
 from rl_plugins.weights.check import WeightsDiffer, tolerance_of
 from rl_plugins.weights.source import WeightSource
 
@@ -93,6 +95,7 @@ class TransformersRollout(SynchronousGroups):
         max_batch_size: largest number of responses in a batch.
         check_updates: number of weight updates between two checks; 0 disables checks.
         trust_remote_code: run Python code that the model's config.json names (`auto_map`).
+        return_experts: return the experts of a mixture's tokens, for a replay of routes in training.
     """
 
     def __init__(
@@ -104,8 +107,10 @@ class TransformersRollout(SynchronousGroups):
         max_batch_size: int = 256,
         check_updates: int = 0,
         trust_remote_code: bool = False,
+        return_experts: bool = False,
     ) -> None:
         super().__init__()
+        self._routes = RouterReplay() if return_experts else None
         self._trust_remote_code = trust_remote_code
         self._path, self._dtype, self._device = model, dtype, torch.device(device)
         self._max_batch_size = max_batch_size
@@ -122,6 +127,8 @@ class TransformersRollout(SynchronousGroups):
         )
         self._model = model.to(self._device).eval()
         self._parameters = dict(self._model.named_parameters())
+        if self._routes is not None:
+            self._routes.install(self._model)
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Copy every tensor of the source. There is no cache to drop."""
@@ -141,20 +148,20 @@ class TransformersRollout(SynchronousGroups):
         row_seeds = None if seeds is None else [s + i for s in seeds for i in range(sampling.num_samples)]
         responses: list[list[int]] = []
         log_probs: list[list[float]] = []
+        experts: list[np.ndarray] = []
         for start in range(0, len(rows), self._max_batch_size):
             stop = start + self._max_batch_size
-            tokens, chosen = self._sample(rows[start:stop], sampling, row_seeds[start:stop] if row_seeds else None)
-            responses += tokens
-            log_probs += chosen
+            batch = self._sample(rows[start:stop], sampling, row_seeds[start:stop] if row_seeds else None)
+            responses += batch.tokens
+            log_probs += batch.log_probs
+            experts += batch.experts
         ends = set(sampling.stop_token_ids)
         reasons = ["stop" if response[-1] in ends else "length" for response in responses]
-        return Generations.from_responses(responses, log_probs, reasons, self._version)
+        return Generations.from_responses(responses, log_probs, reasons, self._version, experts)
 
     @torch.no_grad()
-    def _sample(
-        self, rows: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample one batch of `B` rows; return tokens and log-probs of each row."""
+    def _sample(self, rows: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> _SampledRows:
+        """Sample one batch of `B` rows."""
         width = max(len(row) for row in rows)
         input_ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=self._device)
         lengths = torch.tensor([len(row) for row in rows], device=self._device)
@@ -166,8 +173,12 @@ class TransformersRollout(SynchronousGroups):
         tokens_by_step: list[Tensor] = []
         log_probs_by_step: list[Tensor] = []
         running_by_step: list[Tensor] = []
+        experts_by_step: list[Tensor] = []
         cache = None
         for _ in range(sampling.max_tokens):
+            if self._routes is not None:
+                self._routes.prepare(None)
+                self._routes.start(torch.arange(input_ids.numel(), device=self._device), input_ids.numel())
             output = self._model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -177,6 +188,8 @@ class TransformersRollout(SynchronousGroups):
                 logits_to_keep=1,
             )
             cache = output.past_key_values
+            if self._routes is not None:
+                experts_by_step.append(self._routes.experts_NLK.unflatten(0, tuple(input_ids.shape)))
             log_probs_BV = _processed_log_probs(output.logits[:, -1].float(), sampling)
             tokens_B = _draw(log_probs_BV, sampling.temperature, generators)
             tokens_by_step.append(tokens_B)
@@ -191,9 +204,18 @@ class TransformersRollout(SynchronousGroups):
         lengths_B = torch.stack(running_by_step).sum(dim=0).tolist()
         tokens_BT = torch.stack(tokens_by_step, dim=1).tolist()
         chosen_BT = torch.stack(log_probs_by_step, dim=1).tolist()
-        return (
+        experts: list[np.ndarray] = []
+        if experts_by_step:
+            # Prompts are padded on the left, and the last token of a response is no input of the model.
+            experts_BSLK = torch.cat(experts_by_step, dim=1).cpu().numpy()
+            experts = [
+                padded_routes(row[width - len(prompt) :][: len(prompt) + length - 1], len(prompt) + length)
+                for row, prompt, length in zip(experts_BSLK, rows, lengths_B, strict=True)
+            ]
+        return _SampledRows(
             [row[:length] for row, length in zip(tokens_BT, lengths_B, strict=True)],
             [row[:length] for row, length in zip(chosen_BT, lengths_B, strict=True)],
+            experts,
         )
 
     @property
@@ -233,6 +255,14 @@ class TransformersRollout(SynchronousGroups):
     def close(self) -> None:
         """Delete the copy."""
         del self._model, self._parameters
+
+
+class _SampledRows(NamedTuple):
+    """Tokens and log-probs of each row of a batch, and the experts of the tokens, as in `Generations`."""
+
+    tokens: list[list[int]]
+    log_probs: list[list[float]]
+    experts: list[np.ndarray]
 
 
 def _processed_log_probs(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:

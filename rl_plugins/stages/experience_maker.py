@@ -14,6 +14,7 @@ from rl_plugins.algorithms.regularization import KLController
 from rl_plugins.algorithms.rollout_correction import diagnostics
 from rl_plugins.config.sampling import Schedule
 from rl_plugins.data.experience import ROUTED_EXPERTS, Experience, computed
+from rl_plugins.errors import ConfigError
 from rl_plugins.stages.critics import Critic, policy_learns
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.off_policy import ratio_to_rollout
@@ -70,6 +71,7 @@ class ExperienceMaker:
             step: the step.
         """
         self.metrics = {}
+        self._check_routes(samples)
         if self._process_rewards is not None:
             # A correct response stays correct, however its length changes its reward.
             self._process_rewards.add_outcomes(samples, step)
@@ -85,6 +87,14 @@ class ExperienceMaker:
             self._adapt(self._multiplier, samples, step)
             self._constrain_advantages(samples, self._multiplier.value)
         return samples
+
+    def _check_routes(self, samples: Experience) -> None:
+        replay = self._passes.router_replay
+        if replay is not None and replay.source == "rollout" and ROUTED_EXPERTS not in samples.columns:
+            raise ConfigError(
+                "router_replay=rollout: the rollout engine returns no experts: build the engine with "
+                "return_experts=True, or use router_replay=recompute"
+            )
 
     def _add_log_probs(self, samples: Experience) -> None:
         needs = self._algorithm.needs
@@ -106,7 +116,8 @@ class ExperienceMaker:
     def _old_log_probs(self, samples: Experience, *, sum_pi_squared: bool) -> dict[str, Tensor]:
         """Run the policy over the samples; record the experts of the tokens for a replay in the updates."""
         run = partial(self._log_probs, POLICY, sum_pi_squared=sum_pi_squared)
-        if self._passes.router_replay is None:
+        replay = self._passes.router_replay
+        if replay is None or replay.source == "rollout":
             return self._passes.per_token(samples, run)
         # The rows of a compact batch are numbered from 0.
         numbered, experts_of = samples.compact(), dict[int, Tensor]()

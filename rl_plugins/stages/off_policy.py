@@ -38,8 +38,8 @@ def check_comparable(algorithm: Algorithm, schedule: Schedule, sampling: Samplin
         )
 
 
-def check_router_replay(algorithm: Algorithm, schedule: Schedule, updates: int) -> None:
-    """Refuse the replay of routes if no pass over the samples computes old log-probs for the updates.
+def check_recomputed_routes(algorithm: Algorithm, schedule: Schedule, updates: int) -> None:
+    """Refuse the replay of recomputed routes if no pass over the samples computes old log-probs for the updates.
 
     Args:
         algorithm: the algorithm.
@@ -51,11 +51,11 @@ def check_router_replay(algorithm: Algorithm, schedule: Schedule, updates: int) 
     """
     if ratio_to_rollout(algorithm, schedule):
         raise ConfigError(
-            "router_replay=True: the loss compares the policy with the sampler, whose routes are unknown: use a "
-            "decoupled rollout correction, or leave router_replay out"
+            "router_replay=recompute: the loss compares the policy with the sampler, not with old log-probs: use "
+            "router_replay=rollout, or a decoupled rollout correction"
         )
     if updates == 1:
         raise ConfigError(
-            "router_replay=True: with one optimizer step, the routes are the same anyway: raise updates_per_step or "
-            "passes_per_step, or leave router_replay out"
+            "router_replay=recompute: with one optimizer step, the routes are the same anyway: raise "
+            "updates_per_step or passes_per_step, or leave router_replay out"
         )

@@ -32,7 +32,7 @@ from rl_plugins.stages.critic import CriticTraining, value_objective
 from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.critics import Critic
 from rl_plugins.stages.experience_maker import ExperienceMaker
-from rl_plugins.stages.off_policy import check_comparable, check_router_replay
+from rl_plugins.stages.off_policy import check_comparable, check_recomputed_routes
 from rl_plugins.stages.policy_learner import PolicyLearner
 from rl_plugins.stages.process_rewards import (
     PROCESS_REFERENCE,
@@ -90,8 +90,9 @@ class PolicyOptimization(Stage):
         process_reward_model: settings of the process reward model, for algorithms that need process rewards.
         updates_per_step: optimizer steps for each pass over the samples; the prompts of a step are divided among these.
         passes_per_step: passes over the samples of a step.
-        router_replay: in a mixture of experts, send the tokens in the updates to the experts that computed the old
-            log-probs; see `RouterReplay`. The metric `train/router_differing` is the share of the experts that the
+        router_replay: in a mixture of experts, the experts of the tokens in the updates: `recompute` for the experts
+            that computed the old log-probs, `rollout` for the experts of the rollout engine, in all passes of the
+            policy; see `RouterReplay`. The metric `train/router_differing` is the share of these experts that the
             routers would have replaced.
         seed: seed of sampling and of random choices.
         **stage: arguments of `Stage`.
@@ -127,7 +128,7 @@ class PolicyOptimization(Stage):
         process_reward_model: ProcessRewardConfig | None = None,
         updates_per_step: int = 1,
         passes_per_step: int = 1,
-        router_replay: bool = False,
+        router_replay: str | None = None,
         seed: int = 0,
         **stage: Unpack[StageArguments],
     ) -> None:
@@ -139,7 +140,7 @@ class PolicyOptimization(Stage):
         self.schedule = schedule or Schedule()
         self.updates_per_step, self.passes_per_step, self.seed = updates_per_step, passes_per_step, seed
         self.updates = updates_per_step * passes_per_step
-        self.router_replay = RouterReplay() if router_replay else None
+        self.router_replay = RouterReplay(router_replay) if router_replay else None
         self.kl_controller = self.algorithm.kl.controller()
         self.entropy_controller = self.algorithm.entropy.controller()
         constraint = self.algorithm.constraint
@@ -192,8 +193,8 @@ class PolicyOptimization(Stage):
                 f"algorithm.advantage={self.algorithm.advantage!r} does not use process rewards: choose "
                 "algorithm=prime, or an advantage that takes process_rewards_BT"
             )
-        if self.router_replay is not None:
-            check_router_replay(self.algorithm, self.schedule, self.updates)
+        if self.router_replay is not None and self.router_replay.source == "recompute":
+            check_recomputed_routes(self.algorithm, self.schedule, self.updates)
         constraint = self.algorithm.constraint
         if COST_MODEL in self.scoring_configs and constraint is None:
             raise ConfigError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
-from rl_plugins.data.experience import Experience
+from rl_plugins.data.experience import ROUTED_EXPERTS, Experience
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.environments.agent import AgentEnvironment
 from rl_plugins.environments.object_conversations import StatefulConversations
@@ -20,7 +20,14 @@ from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.inline import Reward, default_scorer
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rewards.replies import ReplyingReward
-from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RolloutEngine, sample_seed
+from rl_plugins.rollout.engine import (
+    Generations,
+    GroupRequest,
+    GroupSampler,
+    RolloutEngine,
+    padded_routes,
+    sample_seed,
+)
 from rl_plugins.stages.turns import sequences, turn_rewards
 from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.phase_log import PhaseLog
@@ -142,6 +149,11 @@ class PromptSampler:
         else:
             columns["response"] = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         columns["finish_reason"] = generations.finish_reasons
+        if generations.experts:
+            columns[ROUTED_EXPERTS] = [
+                torch.from_numpy(padded_routes(experts, len(prompt) + len(response)))
+                for experts, prompt, response in zip(generations.experts, prompt_ids, responses, strict=True)
+            ]
         pad_token_id: Any = self.tokenizer.pad_token_id
         return Experience.from_samples(
             prompt_ids=prompt_ids,

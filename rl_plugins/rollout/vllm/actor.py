@@ -20,7 +20,7 @@ from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost
 from rl_plugins.hub.files import model_folder
 from rl_plugins.memory import MemoryChange
-from rl_plugins.rollout.engine import Generations, GroupRequest
+from rl_plugins.rollout.engine import Generations, GroupRequest, padded_routes
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.weights.shared_memory import ElementRange
 
@@ -437,6 +437,12 @@ def _parameters(sampling: SamplingConfig, seed: int | None) -> Any:
 
 def _generations(outputs: Sequence[Any]) -> Generations:
     completions = [completion for output in outputs for completion in output.outputs]
+    experts = [
+        padded_routes(completion.routed_experts, len(output.prompt_token_ids) + len(completion.token_ids))
+        for output in outputs
+        for completion in output.outputs
+        if completion.routed_experts is not None
+    ]
     return Generations.from_responses(
         responses=[completion.token_ids for completion in completions],
         # With logprobs=0, vLLM returns only the log-prob of the sampled token.
@@ -446,4 +452,5 @@ def _generations(outputs: Sequence[Any]) -> Generations:
             [int(span.version) for span in completion.weight_versions for _ in range(span.start, span.end)]
             for completion in completions
         ],
+        experts=experts,
     )

@@ -57,6 +57,7 @@ class VLLMConfig(EngineOptions):
         stall_timeout_s: longest time without an answer, in seconds.
         vllm: further arguments of vLLM's engine.
         trust_remote_code: run Python code that the model's config.json names (`auto_map`) in the engine.
+        return_experts: return the experts of a mixture's tokens, for a replay of routes in training (CUDA).
     """
 
     model: str
@@ -73,6 +74,7 @@ class VLLMConfig(EngineOptions):
     stall_timeout_s: Annotated[float, ABOVE_0] = 120.0
     vllm: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
+    return_experts: bool = False
 
     def __post_init__(self) -> None:
         """Check all settings.
@@ -86,6 +88,11 @@ class VLLMConfig(EngineOptions):
         words = "shared_memory (one machine) or gloo (several)" if on_cpu else "ipc (colocated) or nccl (split)"
         if self.transport != "auto" and on_cpu != (self.transport in ("shared_memory", "gloo")):
             raise ConfigError(f"transport={self.transport} does not run on device={self.device}: use {words}, or auto")
+        if self.return_experts and (on_cpu or not self.prefix_caching):
+            raise ConfigError(
+                "return_experts=True: vLLM returns experts on GPUs and with prefix_caching=True only: repeat the "
+                "routes of the old log-probs (router_replay=recompute), or use the transformers engine"
+            )
         if self.lora_rank and self.sleep == "all":
             raise ConfigError(
                 "sleep=all frees the weights, and an update of the adapter alone does not send the weights: use "
@@ -124,7 +131,9 @@ class VLLMConfig(EngineOptions):
         usage = {"VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1")}
         if self.device == "cuda":
             # Weight updates send CUDA IPC handles, because engine and trainer share a GPU.
-            return {**usage, "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+            # Only this model runner returns experts.
+            runner = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.return_experts else {}
+            return {**usage, **runner, "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
         return {
             **usage,
             **CPU_ENVIRONMENT,
@@ -158,6 +167,8 @@ class VLLMConfig(EngineOptions):
         if self.lora_rank:
             largest = next(rank for rank in ADAPTER_RANKS if rank >= self.lora_rank)
             arguments |= {"enable_lora": True, "max_lora_rank": largest}
+        if self.return_experts:
+            arguments["enable_return_routed_experts"] = True
         if self.device == "cpu":
             return {**arguments, **CPU_ARGUMENTS, **self.vllm}
         return {

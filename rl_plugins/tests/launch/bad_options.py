@@ -64,8 +64,8 @@ CHECKS: dict[str, list[Case]] = {
             ["strategy.tensor_parallel=2", "strategy.tensor_parallel=1"],
         ),
         (["optimizer.name=Muon"], ["optimizer.name=Muon", "needs whole matrices", "strategy.name=fsdp"]),
-        (["model.router_replay=true"], ["model.router_replay=True", "not a mixture of experts"]),
-        (["model.router_replay=true", "model.compile=true", "strategy.zero_stage=2"], ["with model.compile=true"]),
+        (["model.router_replay=recompute"], ["model.router_replay: the policy", "not a mixture of experts"]),
+        (["model.router_replay=rollout", "model.compile=true", "strategy.zero_stage=2"], ["with model.compile=true"]),
         (["model.liger=true"], ["model.liger=true", "not installed", "pip install 'rl-plugins[liger]'"]),
         (
             ["strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=2", "model.lora.rank=4"],

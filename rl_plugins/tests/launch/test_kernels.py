@@ -53,12 +53,23 @@ def test_liger_runs_on_gpus_and_not_with_compiled_or_cut_blocks(monkeypatch: pyt
 
 
 def test_router_replay_needs_experts_and_a_second_update() -> None:
-    config = configured("grpo", *OPTIONS, "model.router_replay=true")
-    assert "model.router_replay=True: with one optimizer step" in message_of(
-        lambda: check_routes(config, {"model_type": "qwen3_moe"})
-    )
-    twice = configured("grpo", *OPTIONS, "model.router_replay=true", "batch.updates_per_step=2")
-    check_routes(twice, {"model_type": "qwen3_moe"})
+    mixture, recompute = {"model_type": "qwen3_moe"}, (*OPTIONS, "model.router_replay=recompute")
+    config = configured("grpo", *recompute)
+    assert "model.router_replay=recompute: with one optimizer step" in message_of(lambda: check_routes(config, mixture))
+    twice = configured("grpo", *recompute, "batch.updates_per_step=2")
+    check_routes(twice, mixture)
     assert "not a mixture of experts" in message_of(lambda: check_routes(twice, {"model_type": "llama"}))
-    sft = configured("sft", *OPTIONS, "model.router_replay=true")
+    sft = configured("sft", *recompute)
     assert "is for the stages policy_optimization and prime" in message_of(lambda: check_options(sft))
+
+
+def test_router_replay_of_the_rollout_needs_an_engine_that_returns_experts() -> None:
+    rollout = (*OPTIONS, "model.router_replay=rollout")
+    config = configured("grpo", *rollout)
+    check_routes(config, {"model_type": "qwen3_moe"})
+    check_options(config)
+    config.set_device("cuda")
+    assert "vLLM returns experts on GPUs only" in message_of(lambda: config.set_device("cpu"))
+    configured("grpo", *rollout, "rollout.engine=transformers").set_device("cpu")
+    uncached = configured("grpo", *rollout, "rollout.prefix_caching=false")
+    assert "rollout.prefix_caching=true" in message_of(lambda: check_options(uncached))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from typing_extensions import Unpack
 
@@ -61,7 +61,7 @@ def test_router_replay_keeps_the_experts_after_routers_have_changed(family: str,
     replay.install(model)
     assert torch.equal(log_probs(model, replay), free_N)
     experts_NLK = replay.experts_NLK
-    assert experts_NLK.shape[0] == sum(map(sum, LENGTHS)) and experts_NLK.dtype == torch.uint8
+    assert experts_NLK.shape[0] == sum(map(sum, LENGTHS)) and experts_NLK.dtype == torch.int16
     assert torch.equal(log_probs(model, replay, experts_NLK), free_N)
     assert not replay.differing_N.any()
 
@@ -75,23 +75,36 @@ def test_router_replay_keeps_the_experts_after_routers_have_changed(family: str,
     assert not torch.allclose(replayed_N, changed_N)
 
 
+def test_router_replay_takes_the_experts_of_the_blocks_with_routers(tmp_path: Path) -> None:
+    # The first block is dense.
+    model, replay = mixture("glm4_moe", tmp_path), RouterReplay()
+    replay.install(model)
+    log_probs(model, replay)
+    experts_NLK = replay.experts_NLK
+    assert experts_NLK.shape[1] == model.config.num_hidden_layers - 1
+    change_routers(replay)
+    expected_N = log_probs(model, replay, experts_NLK)
+    assert torch.equal(log_probs(model, replay, nn.functional.pad(experts_NLK, (0, 0, 1, 0))), expected_N)
+
+
 def test_router_replay_weighs_the_experts_with_the_scores_of_the_router(tmp_path: Path) -> None:
     model, replay = mixture("qwen3_moe", tmp_path), RouterReplay()
     replay.install(model)
     first, second = (layer.mlp.gate for layer in model.model.layers)
-    hidden_MH = torch.randn(3, model.config.hidden_size)
+    hidden_MH = torch.randn(4, model.config.hidden_size)
     best_MK = hidden_MH.matmul(first.weight.T).topk(2).indices
-    # Token 1 is padding. Token 0 keeps one of two experts in the first layer, and token 2 keeps both.
+    # Token 1 is padding. Token 0 keeps one of two experts in the first layer, token 2 keeps both, token 3 has no route.
     other = next(expert for expert in range(4) if expert not in best_MK[0])
     set_NLK = torch.stack([torch.tensor([[int(best_MK[0, 1]), other]] * 2), best_MK[2].expand(2, -1)])
     set_NLK[:, 1] = second(hidden_MH)[2][[0, 2]]
+    set_NLK = torch.cat([set_NLK, torch.full((1, 2, 2), -1)])
     replay.prepare(set_NLK)
-    replay.start(torch.tensor([0, 2]), 3)
+    replay.start(torch.tensor([0, 2, 3]), 4)
     logits_ME, weights_MK, experts_MK = first(hidden_MH)
     second(hidden_MH)
-    assert experts_MK[[0, 2]].equal(set_NLK[:, 0])
+    assert experts_MK[[0, 2]].equal(set_NLK[:2, 0]) and experts_MK[[1, 3]].equal(best_MK[[1, 3]])
     torch.testing.assert_close(weights_MK, logits_ME.softmax(dim=-1).gather(-1, experts_MK))
-    assert replay.differing_N.tolist() == [0.25, 0.0]
+    assert replay.differing_N.tolist() == [0.25, 0.0, 0.0]
 
 
 def test_router_replay_gives_the_same_experts_in_packed_and_padded_rows(tmp_path: Path) -> None:

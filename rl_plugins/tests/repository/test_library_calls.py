@@ -98,8 +98,8 @@ ATTRIBUTES = {
     "vllm.v1.executor.multiproc_executor:MultiprocExecutor": ["workers", "shutting_down"],
     "vllm.distributed.weight_transfer.base:WeightTransferEngine": ["parallel_config", "model"],
     "vllm.distributed.weight_transfer.nccl_engine:NCCLTrainerWeightTransferEngine": ["model_update_group"],
-    "vllm.outputs:CompletionOutput": ["token_ids", "logprobs", "finish_reason", "weight_versions"],
-    "vllm.outputs:RequestOutput": ["request_id", "finished", "outputs", "prompt_logprobs"],
+    "vllm.outputs:CompletionOutput": ["token_ids", "logprobs", "finish_reason", "weight_versions", "routed_experts"],
+    "vllm.outputs:RequestOutput": ["request_id", "finished", "outputs", "prompt_logprobs", "prompt_token_ids"],
     "deepspeed.runtime.engine:DeepSpeedEngine": ["optimizer", "module", "global_steps", "skipped_steps"],
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": [
         "optimizer",

@@ -10,7 +10,7 @@ import pytest
 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.rollout.engine import Generations
+from rl_plugins.rollout.engine import Generations, padded_routes
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,19 @@ def test_generations_from_responses_and_pickle_keep_the_responses(responses: lis
         assert received.lengths.tolist() == [len(response) for response in responses]
         assert received.finish_reasons == ["stop"] * len(responses)
         assert received.response_versions() == [[7] * len(response) for response in responses]
+
+
+def test_generations_keep_the_experts_of_each_response_when_split_and_concatenated() -> None:
+    experts = [np.full((tokens, 2, 1), tokens, dtype=np.int16) for tokens in (3, 4, 5)]
+    whole = Generations.from_responses([[1], [2], [3]], [[0.0]] * 3, ["stop"] * 3, 0, experts)
+    assert [part.experts[0].shape for part in whole.split([1, 1, 1])] == [(3, 2, 1), (4, 2, 1), (5, 2, 1)]
+    # A conversation may end without a response, and has no experts then.
+    aborted = Generations.from_responses([[]], [[]], ["abort"], 0)
+    joined = Generations.concat([whole, aborted])
+    assert [len(column) for column in joined.experts] == [3, 4, 5, 0]
+    assert padded_routes(joined.experts[3], 2).tolist() == [[[-1], [-1]]] * 2
+    assert padded_routes(np.ones((1, 2, 1), dtype=np.uint8), 2).tolist() == [[[1], [1]], [[-1], [-1]]]
+    assert Generations.concat([aborted, aborted]).experts == []
 
 
 @pytest.mark.parametrize(

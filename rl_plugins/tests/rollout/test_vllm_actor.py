@@ -1,4 +1,4 @@
-"""VLLMActor on CUDA: sleep of an engine that shares its GPU, and weight updates that end early."""
+"""VLLMActor on CUDA: sleep of an engine that shares its GPU, weight updates that end early, and routes of experts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
 import vllm
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rollout.vllm.actor import VLLMActor
+from rl_plugins.rollout.engine import Generations
+from rl_plugins.rollout.vllm.actor import VLLMActor, _generations
 from rl_plugins.rollout.vllm.config import VLLMConfig
 
 
@@ -140,3 +144,21 @@ def test_start_weight_update_ends_an_update_that_the_loss_of_another_engine_has_
     asyncio.run(start_twice())
     update = ["start_weight_update", "finish_weight_update", "reset_prefix_cache True", "start_weight_update"]
     assert [call for call in actor._llm.calls if "version" not in call][-4:] == update
+
+
+def test_generations_have_the_experts_of_prompt_and_response() -> None:
+    def completion(tokens: list[int], experts: np.ndarray | None) -> CompletionOutput:
+        log_probs = FlatLogprobs(logprobs=[-1.0] * len(tokens))
+        spans = [WeightVersionSpan(version="3", start=0, end=len(tokens))]
+        return CompletionOutput(0, "", tokens, None, log_probs, experts, "stop", weight_versions=spans)
+
+    def generations(*completions: CompletionOutput) -> Generations:
+        return _generations([RequestOutput("0-1", None, [1, 2], None, list(completions), finished=True)])
+
+    # vLLM returns no experts of the last token.
+    chosen = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    with_experts = generations(completion([3, 4], chosen), completion([5], chosen[:2]))
+    first, second = with_experts.experts
+    assert first[:3].tolist() == chosen.tolist() and (first[3] == -1).all()
+    assert second[:2].tolist() == chosen[:2].tolist() and (second[2] == -1).all()
+    assert generations(completion([3, 4], None)).experts == []

@@ -60,3 +60,15 @@ def test_engine_arguments_name_the_executor_of_one_or_several_processes(device: 
     for size, executor in ((1, "OneProcessExecutor"), (2, "OneForAllExecutor")):
         arguments = VLLMConfig("m", device=device, tensor_parallel_size=size).engine_arguments()
         assert arguments["distributed_executor_backend"] == f"rl_plugins.rollout.vllm.executor.{executor}"
+
+
+def test_return_experts_needs_a_gpu_and_cached_prefixes() -> None:
+    config = VLLMConfig("model", device="cuda", return_experts=True)
+    assert config.engine_arguments()["enable_return_routed_experts"] is True
+    assert config.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    plain = VLLMConfig("model", device="cuda")
+    assert "enable_return_routed_experts" not in plain.engine_arguments()
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in plain.environment
+    for options in ({"device": "cpu"}, {"device": "cuda", "prefix_caching": False}):
+        with pytest.raises(ConfigError, match="return_experts=True: vLLM returns experts on GPUs and with prefix_cach"):
+            VLLMConfig("model", return_experts=True, **options)

@@ -1,0 +1,50 @@
+"""Routes of a conversation with several sequences, in the order of the rows of a forward pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.data.experience import Experience
+from rl_plugins.rewards.records import Score, ScoringRequest
+from rl_plugins.rewards.trajectory import Reply, Trajectory
+from rl_plugins.rollout.engine import Generations
+from rl_plugins.stages.sequence_rows import SequenceRows
+
+
+def response(tokens: list[int], sequence: list[int]) -> Generations:
+    """Return a response whose experts are the tokens of its sequence; the last token has no experts."""
+    experts = np.array([*sequence, *tokens], dtype=np.int16)[:-1, None, None]
+    return Generations.from_responses([tokens], [[0.0] * len(tokens)], ["stop"], 0, [experts])
+
+
+def test_routes_of_a_trajectory_follow_the_rows_of_its_sequences() -> None:
+    request = ScoringRequest(data_source="", solution_str="", ground_truth="", extra_info={}, prompt=[])
+    trajectory = Trajectory([1, 2], request, SamplingConfig(max_tokens=40), (), 0)
+    trajectory.respond(response([3, 4], trajectory.tokens), "", 9)
+    # Another agent answers, and then the first sequence continues.
+    trajectory.observe(Reply([], [5, 6], sequence=1))
+    trajectory.respond(response([7], trajectory.tokens), "", 9)
+    trajectory.observe(Reply([], [8, 9], sequence=0))
+    trajectory.respond(response([10, 11], trajectory.tokens), "", 9)
+    trajectory.end(Score(1.0))
+    whole = trajectory.generations()
+    (experts,) = whole.experts
+    assert experts[:, 0, 0].tolist() == [1, 2, 3, 4, 8, 9, 10, -1, 5, 6, -1]
+
+    samples = Experience.from_responses([[1, 2]], whole.responses(), 0)
+    samples.sequences = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 0, 0]])
+    rows = SequenceRows.of(samples)
+    assert rows.tokens_B.tolist() == [len(experts)]
+    ids_N = rows.samples.input_ids[rows.samples.attention_mask]
+    # In every row, the experts of all tokens but the last are those of the token.
+    assert torch.where(torch.from_numpy(experts)[:, 0, 0] < 0, ids_N, torch.from_numpy(experts)[:, 0, 0]).equal(ids_N)
+
+
+def test_trajectory_without_experts_returns_none() -> None:
+    request = ScoringRequest(data_source="", solution_str="", ground_truth="", extra_info={}, prompt=[])
+    trajectory = Trajectory([1, 2], request, SamplingConfig(max_tokens=40), (), 0)
+    trajectory.respond(Generations.from_responses([[3]], [[0.0]], ["stop"], 0), "", 9)
+    trajectory.end(Score(1.0))
+    assert trajectory.generations().experts == []
