@@ -100,7 +100,7 @@ def check_packing(row: Row, folder: Path) -> None:
 
 def options(run: str, row: Row, folder: Path) -> list[str]:
     """Return the configuration and the options of a run."""
-    from rl_plugins.models.router_replay import has_routers
+    from rl_plugins.router_replay import has_routers
 
     config, extras = RUNS[run]
     found = [

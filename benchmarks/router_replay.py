@@ -18,7 +18,7 @@ from benchmarks.tiny_families import save_tiny_family
 from rl_plugins.data.experience import Experience
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.log_probs import response_log_probs
-from rl_plugins.models.router_replay import RouterReplay
+from rl_plugins.router_replay import RouterReplay
 
 
 def changes(family: str, *, steps: int, lr: float, replays: bool) -> tuple[Tensor, float]:

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rl_plugins.environments.in_words import first_messages, own_function, seed_of
 from rl_plugins.environments.step_result import StepResult
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.loading import find_callable
 from rl_plugins.rewards.records import Message
 
 try:
@@ -56,19 +56,14 @@ class GymnasiumText:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._env: Any = gymnasium.make(env, **(options or {}))
-        self._to_text = _function(to_text) or self._rendered
-        self._to_action = _function(to_action) or _default_action(env, self._env.action_space)
+        self._to_text = own_function(to_text) or self._rendered
+        self._to_action = own_function(to_action) or _default_action(env, self._env.action_space)
         self._no_action, self._no_action_reward = no_action, no_action_reward
 
     async def reset(self, row: Mapping[str, Any]) -> list[Message]:
         """Start an episode; return the prompt with the first observation."""
-        seed = (row["extra_info"] or {}).get("seed", row["seed"])
-        observation, _ = self._env.reset(seed=int(seed))
-        text, messages = self._to_text(observation), list(row["prompt"] or ())
-        # A chat template may refuse two messages of the user in a row.
-        if messages and messages[-1]["role"] == "user":
-            text = f"{messages.pop()['content']}\n\n{text}"
-        return [*messages, {"role": "user", "content": text}]
+        observation, _ = self._env.reset(seed=seed_of(row))
+        return first_messages(row, self._to_text(observation))
 
     async def step(self, message: Message) -> StepResult:
         """Take the action of a response."""
@@ -87,10 +82,6 @@ class GymnasiumText:
 
     def _rendered(self, observation: object) -> str:
         return str(self._env.render() if self._env.render_mode == "ansi" else observation)
-
-
-def _function(function: Callable[[Any], Any] | str | None) -> Callable[[Any], Any] | None:
-    return find_callable({"_target_": function}, "function")[1] if isinstance(function, str) else function
 
 
 def _default_action(env: str, space: object) -> Callable[[str], Any]:

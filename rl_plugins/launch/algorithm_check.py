@@ -70,7 +70,7 @@ def check_routes(config: RecipeConfig, policy: Mapping[str, Any]) -> None:
         ConfigError: The policy is not a mixture of experts, or the updates need no old log-probs.
     """
     # The import loads transformers, which takes seconds.
-    from rl_plugins.models.router_replay import NO_ROUTERS, has_routers
+    from rl_plugins.router_replay import NO_ROUTERS, has_routers
 
     with errors_with_options(["router_replay"], group="model"):
         if not has_routers(policy):

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from rl_plugins.models.liger import fused_log_probs, has_liger
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
-from rl_plugins.models.router_replay import RouterReplay
 from rl_plugins.models.token_distributions import (
     ColumnSpec,
     accumulation_dtype,
@@ -37,6 +36,7 @@ from rl_plugins.models.token_distributions import (
     distribution_columns,
     logits_at_once,
 )
+from rl_plugins.router_replay import RouterReplay
 
 # Cache: for each output head, whether the model returns the head's output unchanged as logits (no soft-cap, scaling or
 # truncation).

@@ -16,8 +16,8 @@ from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
 from rl_plugins.models.lora import adapter_off
 from rl_plugins.models.packing import shares_prompts
 from rl_plugins.models.remote import RemoteModel
-from rl_plugins.models.router_replay import RouterReplay
 from rl_plugins.models.scalar_head import response_scores, response_values
+from rl_plugins.router_replay import RouterReplay
 from rl_plugins.stages.micro_batches import Cutter, Lengths
 from rl_plugins.stages.sequence_rows import SequenceRows
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy

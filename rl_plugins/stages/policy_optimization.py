@@ -24,9 +24,9 @@ from rl_plugins.data.prompts import PromptBatch, foreign_batch
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import with_adapter
-from rl_plugins.models.router_replay import RouterReplay
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.rewards.inline import Reward
+from rl_plugins.router_replay import RouterReplay
 from rl_plugins.stages.arguments import StageArguments
 from rl_plugins.stages.critic import CriticTraining, value_objective
 from rl_plugins.stages.critic_pool import CriticPool

@@ -19,7 +19,7 @@ def response(tokens: list[int], sequence: list[int]) -> Generations:
     return Generations.from_responses([tokens], [[0.0] * len(tokens)], ["stop"], 0, [experts])
 
 
-def test_routes_of_a_trajectory_follow_the_rows_of_its_sequences() -> None:
+def test_routes_of_a_trajectory_follow_the_rows_of_the_sequences() -> None:
     request = ScoringRequest(data_source="", solution_str="", ground_truth="", extra_info={}, prompt=[])
     trajectory = Trajectory([1, 2], request, SamplingConfig(max_tokens=40), (), 0)
     trajectory.respond(response([3, 4], trajectory.tokens), "", 9)

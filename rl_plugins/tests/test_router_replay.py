@@ -16,7 +16,7 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import LoadingOptions, prepared
 from rl_plugins.models.log_probs import response_log_probs
-from rl_plugins.models.router_replay import RouterReplay, has_routers
+from rl_plugins.router_replay import RouterReplay, has_routers
 from rl_plugins.tests.models.samples import batch_of, random_samples
 
 MIXTURES = (

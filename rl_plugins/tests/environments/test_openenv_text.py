@@ -1,0 +1,100 @@
+"""OpenEnvText: conversations with a server that speaks the protocol of OpenEnv."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from rl_plugins.environments.openenv_text import OpenEnvText
+from rl_plugins.environments.stateful import StatefulEnvironment
+from rl_plugins.environments.step_result import StepResult
+from rl_plugins.errors import ConfigError
+from rl_plugins.rewards import ScoringRequest
+from rl_plugins.rewards.conversations import Opening
+from rl_plugins.tests.environments.openenv_server import GuessingServer, guessing_server
+from rl_plugins.tests.environments.test_gymnasium_text import Walker
+from rl_plugins.tests.environments.test_stateful import SAMPLING, talk_with
+from rl_plugins.tests.patience import patient
+
+ROW: dict[str, Any] = {
+    "seed": 3, "extra_info": {"seed": 7, "low": 2}, "prompt": [{"role": "user", "content": "Find the number."}],
+}  # fmt: skip
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[str, GuessingServer]]:
+    with guessing_server() as found:
+        yield found
+
+
+async def play(environment: OpenEnvText, *responses: str) -> list[Any]:
+    """Return the first messages and the result of each response, and close the environment."""
+    results: list[Any] = [await environment.reset(ROW)]
+    try:
+        for response in responses:
+            results.append(await environment.step({"content": response}))
+    finally:
+        await environment.close()
+    return results
+
+
+def test_conversation_has_the_observations_and_rewards_of_the_server(served: tuple[str, GuessingServer]) -> None:
+    url, server = served
+    config = {"_target_": "rl_plugins.environments.openenv_text.OpenEnvText", "url": url, "reset": ["low"]}
+    walker = Walker(["5", "9", "7"])
+    with closing(StatefulEnvironment(config, max_turns=8, deadline_s=patient(10))) as environment:
+        talk = talk_with(environment, walker)
+        about = ScoringRequest("game", "", None, ROW["extra_info"], ROW["prompt"])
+        talk.submit([Opening(1, [1], 5, about=about)], SAMPLING)
+        (ending,) = talk.collect([1], 0)[1].endings
+    assert walker.prompts[0] == "<|user|>Find the number.\n\nguess from 2<|assistant|>"
+    assert [message["content"] for message in ending.said if message["role"] == "user"] == ["higher", "lower", "right"]
+    # The score of a conversation is the sum of the rewards.
+    assert ending.turn_rewards == pytest.approx((-0.1, -0.1, 1.0)) and ending.score.value == pytest.approx(0.8)
+    assert server.seen[0] == {"type": "reset", "data": {"seed": 7, "low": 2}}
+    assert server.seen[-1] == {"type": "close"}
+
+
+def test_own_functions_make_texts_and_actions(served: tuple[str, GuessingServer]) -> None:
+    url, server = served
+
+    def first_number(text: str) -> dict[str, str] | None:
+        numbers = [word for word in text.split() if word.isdigit()]
+        return {"message": numbers[0]} if numbers else None
+
+    environment = OpenEnvText(
+        url, to_text=lambda observation: observation["text"].upper(), to_action=first_number,
+        no_action_reward=-1.0, options={"low": 4},
+    )  # fmt: skip
+    (first,), without, moved = asyncio.run(play(environment, "hm", "I say 8"))
+    assert first["content"] == "Find the number.\n\nGUESS FROM 4"
+    assert without == StepResult("There is no action in this answer.", reward=-1.0)
+    assert moved == StepResult("LOWER", reward=-0.1)
+    assert [message["type"] for message in server.seen] == ["reset", "step", "close"]
+
+
+def test_observation_of_several_fields_is_shown_as_json(served: tuple[str, GuessingServer]) -> None:
+    environment = OpenEnvText(served[0])
+    assert environment._to_text({"text": "one", "metadata": {}, "done": False}) == "one"
+    assert environment._to_text({"text": "one", "left": 2}) == '{"text": "one", "left": 2}'
+
+
+def test_refusals_and_lost_sessions_name_the_server_and_the_reason(served: tuple[str, GuessingServer]) -> None:
+    url, _ = served
+    refused = r"the server refused step with \{'words': '5'\}: Invalid message \(VALIDATION_ERROR\): .*Field required"
+    with pytest.raises(RuntimeError, match=refused):
+        asyncio.run(play(OpenEnvText(url, action="words"), "5"))
+    with pytest.raises(ConnectionError, match=f"url={url}: the server ended the session in step"):
+        asyncio.run(play(OpenEnvText(url), "leave"))
+
+
+def test_address_without_a_server_is_refused_in_one_line(served: tuple[str, GuessingServer]) -> None:
+    with pytest.raises(ConfigError, match="url=localhost:80: give the address of a server, such as http://"):
+        OpenEnvText("localhost:80")
+    # A port of the machine, on which nothing listens.
+    with pytest.raises(ConnectionError, match=r"no server of OpenEnv answers .*: start the server"):
+        asyncio.run(play(OpenEnvText("http://127.0.0.1:1")))
