@@ -320,8 +320,11 @@ def _describe_placement(candidate: Candidate) -> str:
 
 
 def _describe_workload(work: Workload, cluster: Cluster) -> str:
+    active = ""
+    if work.policy.experts is not None:
+        active = f" ({_format_count(int(work.policy.multiplied_by(1)))} for a token)"
     return (
-        f"{_format_count(work.policy.parameters)} parameters, {work.prompts} x {work.samples} samples of "
+        f"{_format_count(work.policy.parameters)} parameters{active}, {work.prompts} x {work.samples} samples of "
         f"{work.prompt_tokens:g} + {work.response_tokens:g} tokens, {work.precision}, on {cluster.nodes} x "
         f"{cluster.per_node} {cluster.device.name}"
     )

@@ -235,7 +235,7 @@ def _activations(work: Workload, sizes: MicroBatchSizes) -> float:
     """Return the bytes that autograd keeps of a micro-batch, including the last norm and gradients inside a block."""
     shape, width, tokens = work.policy, work.width, sizes.largest
     block = shape.activation_bytes(width, sizes.copies)
-    ends = shape.hidden * (4 + 2 * width) + width * (2 * shape.hidden + 3 * shape.intermediate)
+    ends = shape.hidden * (4 + 2 * width) + width * (2 * shape.hidden + 3 * shape.mlp_width)
     if work.gradient_checkpointing:
         return tokens * (shape.layers * shape.hidden * width + block + ends)
     return tokens * (shape.layers * block + ends)
@@ -245,7 +245,7 @@ def _forward_activations(work: Workload, sizes: MicroBatchSizes) -> float:
     """Return the bytes of intermediate results of a block, of attention or of the MLP, in a pass without gradient."""
     shape = work.policy
     attention = 2 * (shape.q_width + sizes.copies * shape.kv_width)
-    return sizes.largest * work.width * (2 * shape.hidden + max(attention, 3 * shape.intermediate))
+    return sizes.largest * work.width * (2 * shape.hidden + max(attention, 3 * shape.mlp_width))
 
 
 def _head(work: Workload, device: Device, sizes: MicroBatchSizes) -> Parts:

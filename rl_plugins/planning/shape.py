@@ -1,7 +1,7 @@
 """Sizes of a model from its config.json, as far as memory and time depend on them.
 
-The model is a decoder as transformers builds it: blocks of attention and a gated MLP, rotary positions, RMS norms.
-Models with experts are refused.
+The model is a decoder as transformers builds it: blocks of attention and a gated MLP or experts, rotary positions, RMS
+norms.
 """
 
 from __future__ import annotations
@@ -12,14 +12,62 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError
 
-_BIASED = {"qwen2", "qwen2_vl", "qwen2_5_vl"}
+_BIASED = {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_moe"}
 """Families with biases of query, key and value that the configuration does not mention."""
-_NORMED_HEADS = {"qwen3", "gemma3", "gemma3_text"}
-"""Families with norms of queries and keys."""
+_NORMED_HEADS = {"qwen3", "gemma3", "gemma3_text", "qwen3_moe"}
+"""Families with norms of queries and keys, head by head."""
 _FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text"}
 """Families with norms of the outputs of attention and MLP."""
+_SPARSE = {
+    "mixtral": "intermediate_size",
+    "qwen2_moe": "moe_intermediate_size",
+    "qwen3_moe": "moe_intermediate_size",
+    "olmoe": "intermediate_size",
+    "glm4_moe": "moe_intermediate_size",
+    "gpt_oss": "intermediate_size",
+}
+"""Families with experts: the key of the width of an expert."""
+_NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of the number of experts. Files of one family may have different keys."""
 _TIED = {"gemma", "gemma2", "gemma3", "gemma3_text"}
 """Families with tied embeddings, unless the configuration has `tie_word_embeddings`."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Sizes of the experts of a block.
+
+    Attributes:
+        number: Experts of a block.
+        chosen: Experts of a token.
+        intermediate: Width of an expert.
+        shared: Width of the shared experts together; 0 without shared experts.
+        is_gated: The shared experts have a gate.
+        biased: Experts and router have biases.
+        dense_blocks: Blocks with an MLP in place of experts.
+    """
+
+    number: int
+    chosen: int
+    intermediate: int
+    shared: int = 0
+    is_gated: bool = False
+    biased: bool = False
+    dense_blocks: int = 0
+
+    def matrices(self, hidden: int) -> list[int]:
+        """Return the parameters of each matrix: all experts together, the router, the shared experts."""
+        experts = [self.number * hidden * 2 * self.intermediate, self.number * hidden * self.intermediate]
+        shared = [hidden * self.shared] * 3 if self.shared else []
+        return [*experts, hidden * self.number, *shared, *([hidden] if self.is_gated else [])]
+
+    def biases(self, hidden: int) -> int:
+        """Return the parameters of the biases."""
+        return self.number * (2 * self.intermediate + hidden + 1) if self.biased else 0
+
+    def unused(self, hidden: int, tokens: float) -> float:
+        """Return the parameters of the experts that are expected not to be chosen by any of `tokens` tokens."""
+        return self.number * (1 - self.chosen / self.number) ** tokens * 3 * hidden * self.intermediate
 
 
 @dataclass(frozen=True)
@@ -39,6 +87,7 @@ class ModelShape:
         mlp_bias: Parameters of the biases of one MLP.
         norms: Parameters of the norms of one block.
         normed_heads: Queries and keys are normalised.
+        experts: Experts of the blocks; None for a dense model.
     """
 
     layers: int
@@ -53,6 +102,7 @@ class ModelShape:
     mlp_bias: int = 0
     norms: int = 0
     normed_heads: bool = False
+    experts: Experts | None = None
 
     @property
     def q_width(self) -> int:
@@ -65,15 +115,39 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
-    def block_matrices(self) -> list[int]:
-        """Parameters of each matrix of a block."""
-        attention = [self.hidden * width for width in (self.q_width, self.kv_width, self.kv_width, self.q_width)]
-        return attention + [self.hidden * self.intermediate] * 3
+    def mlp_width(self) -> int:
+        """Largest width of the MLP of a token: of a dense MLP, or of the chosen and shared experts together."""
+        experts = self.experts
+        sparse = 0 if experts is None else experts.chosen * experts.intermediate + experts.shared
+        return max(self.intermediate if self._dense_blocks else 0, sparse)
+
+    @property
+    def _dense_blocks(self) -> int:
+        return self.layers if self.experts is None else self.experts.dense_blocks
+
+    @property
+    def _attention_matrices(self) -> list[int]:
+        return [self.hidden * width for width in (self.q_width, self.kv_width, self.kv_width, self.q_width)]
+
+    @property
+    def _blocks(self) -> list[tuple[int, list[int], int]]:
+        """Number of blocks, parameters of each matrix of a block, and of its biases, for each kind of blocks."""
+        dense = self._attention_matrices + [self.hidden * self.intermediate] * 3
+        kinds = [(self._dense_blocks, dense, self.attention_bias + self.mlp_bias)]
+        if self.experts is not None:
+            sparse = self._attention_matrices + self.experts.matrices(self.hidden)
+            biases = self.attention_bias + self.experts.biases(self.hidden)
+            kinds.append((self.layers - self._dense_blocks, sparse, biases))
+        return [kind for kind in kinds if kind[0]]
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block."""
-        return sum(self.block_matrices) + self.attention_bias + self.mlp_bias + self.norms
+        """Parameters of the largest block."""
+        return max(sum(matrices) + biases + self.norms for _, matrices, biases in self._blocks)
+
+    @property
+    def _all_blocks(self) -> int:
+        return sum(number * (sum(matrices) + biases + self.norms) for number, matrices, biases in self._blocks)
 
     @property
     def embedding(self) -> int:
@@ -83,32 +157,43 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Parameters of the model."""
-        return self.layers * self.block_parameters + self.hidden + self.embedding * (1 if self.tied else 2)
+        return self._all_blocks + self.hidden + self.embedding * (1 if self.tied else 2)
 
     @property
     def multiplied(self) -> int:
-        """Parameters by which every token is multiplied: all except an untied embedding, which is only looked up."""
-        return self.layers * self.block_parameters + self.hidden + self.embedding
+        """Parameters in products: all except an untied embedding, which is only looked up."""
+        return self._all_blocks + self.hidden + self.embedding
 
     @property
     def tensors(self) -> int:
         """Approximate number of parameter tensors."""
-        return self.layers * (len(self.block_matrices) + 2 + (3 if self.attention_bias else 0)) + 2
+        matrices = sum(number * len(matrices) for number, matrices, _ in self._blocks)
+        return matrices + self.layers * (2 + (3 if self.attention_bias else 0)) + 2
 
     @property
     def largest(self) -> int:
         """Parameters of the largest tensor."""
-        return max(self.embedding, *self.block_matrices)
+        return max(self.embedding, *(size for _, matrices, _ in self._blocks for size in matrices))
 
     def large(self, threshold: int) -> int:
         """Return the parameters in tensors of more than `threshold` numbers."""
-        sizes = self.block_matrices * self.layers + [self.embedding] * (1 if self.tied else 2)
-        return sum(size for size in sizes if size > threshold)
+        blocks = sum(size * number for number, matrices, _ in self._blocks for size in matrices if size > threshold)
+        return blocks + (self.embedding * (1 if self.tied else 2) if self.embedding > threshold else 0)
+
+    def multiplied_by(self, tokens: float) -> float:
+        """Return the parameters in products of `tokens` tokens, without the experts that no token chooses."""
+        if self.experts is None:
+            return self.multiplied
+        return self.multiplied - (self.layers - self._dense_blocks) * self.experts.unused(self.hidden, tokens)
 
     def adapter(self, rank: int) -> int:
-        """Return the parameters of a LoRA adapter of all matrices of the blocks."""
+        """Return the parameters of a LoRA adapter of all matrices of the blocks; experts have none."""
         widths = [(self.hidden, self.q_width), (self.hidden, self.kv_width), (self.hidden, self.kv_width)]
-        widths += [(self.q_width, self.hidden)] + [(self.hidden, self.intermediate)] * 3
+        widths.append((self.q_width, self.hidden))
+        if self.experts is None:
+            widths += [(self.hidden, self.intermediate)] * 3
+        elif self.experts.is_gated:
+            widths.append((self.hidden, 1))
         return self.layers * rank * sum(a + b for a, b in widths)
 
     def activation_bytes(self, width: int, copies: float = 1.0) -> float:
@@ -120,7 +205,8 @@ class ModelShape:
           rounded), and its output;
         - queries, and keys and values as often as the token is in a sample;
         - the output of attention, and once more in a row assembled from samples;
-        - the MLP's gate projection, up projection, activation of the gate, and product of activation and up projection.
+        - the MLP's gate projection, up projection, activation of the gate, and product of activation and up projection;
+        - with experts: the input and the output of each chosen expert, and the numbers of the router in float32.
 
         Args:
             width: Bytes of a number.
@@ -130,7 +216,14 @@ class ModelShape:
         if self.normed_heads:
             norms += (self.q_width + self.kv_width) * (4 + width)
         attention = 3 * self.q_width + copies * 2 * self.kv_width
-        return norms + width * (attention + 4 * self.intermediate)
+        dense = width * 4 * self.intermediate
+        if self.experts is None:
+            return norms + width * attention + dense
+        chosen, experts = self.experts.chosen, self.experts
+        sparse = width * (4 * (chosen * experts.intermediate + experts.shared) + 2 * chosen * self.hidden)
+        sparse += 2 * 4 * experts.number
+        share = self._dense_blocks / self.layers
+        return norms + width * attention + share * dense + (1 - share) * sparse
 
     def kv_bytes(self, width: int) -> int:
         """Return the bytes of the keys and values of a token, with `width` bytes for a number."""
@@ -138,7 +231,7 @@ class ModelShape:
 
     def forward_flops(self, tokens: float, context: float) -> float:
         """Return the operations of a forward pass over tokens that attend to `context` tokens on average."""
-        return tokens * (2 * self.multiplied + 4 * self.layers * self.q_width * context)
+        return tokens * (2 * self.multiplied_by(1) + 4 * self.layers * self.q_width * context)
 
 
 def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
@@ -149,30 +242,68 @@ def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
         where: Name of the file for messages.
 
     Raises:
-        ConfigError: A size is missing, or the model has experts.
+        ConfigError: A size is missing, or plans do not know the experts of the family.
     """
     text: Mapping[str, Any] = config.get("text_config") or config
     family = str(text.get("model_type", ""))
-    if experts := next((key for key in text if "experts" in key and text[key]), None):
-        raise ConfigError(f"{where}: {experts}={text[experts]}: plans do not support models with experts")
     needed = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     if missing := [key for key in needed if not isinstance(text.get(key), int)]:
         raise ConfigError(
             f"{where} has no whole number for {' and '.join(missing)}: a plan needs these sizes of the model"
         )
     layers, hidden, intermediate, heads, vocab = (int(text[key]) for key in needed)
+    experts = _experts(text, family, where)
     head_dim = int(text.get("head_dim") or hidden // heads)
     kv_heads = int(text.get("num_key_value_heads") or heads)
     q_width, kv_width = heads * head_dim, kv_heads * head_dim
     attention_bias = q_width + 2 * kv_width if family in _BIASED or text.get("attention_bias") else 0
     if text.get("attention_bias") and family not in _BIASED:
         attention_bias += hidden  # bias of the output projection
-    norms = hidden * (4 if family in _FOUR_NORMS else 2) + (2 * head_dim if family in _NORMED_HEADS else 0)
+    if family == "gpt_oss":
+        # Each head has a sink.
+        attention_bias += heads
+    has_normed_heads = family in _NORMED_HEADS or bool(text.get("use_qk_norm"))
+    norms = hidden * (4 if family in _FOUR_NORMS else 2) + (2 * head_dim if has_normed_heads else 0)
+    if family == "olmoe":
+        norms += q_width + kv_width
     return ModelShape(
         layers, hidden, intermediate, heads, kv_heads, head_dim, vocab,
         tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", family in _TIED))),
         attention_bias=attention_bias,
         mlp_bias=2 * intermediate + hidden if text.get("mlp_bias") else 0,
         norms=norms,
-        normed_heads=family in _NORMED_HEADS,
+        normed_heads=has_normed_heads,
+        experts=experts,
     )  # fmt: skip
+
+
+def _experts(text: Mapping[str, Any], family: str, where: str) -> Experts | None:
+    found = next((key for key in text if "experts" in key and text[key]), None)
+    if found is None:
+        return None
+    if family not in _SPARSE:
+        raise ConfigError(
+            f"{where}: {found}={text[found]}: plans know the experts of {', '.join(sorted(_SPARSE))}, not of {family}"
+        )
+    number = next((key for key in _NUMBERS if text.get(key)), _NUMBERS[0])
+    width = _SPARSE[family]
+    needed = (number, width, "num_experts_per_tok")
+    if missing := [key for key in needed if not isinstance(text.get(key), int)]:
+        raise ConfigError(
+            f"{where} has no whole number for {' and '.join(missing)}: a plan needs these sizes of the experts"
+        )
+    shared = int(text.get("n_shared_experts") or 0) * int(text[width]) or int(
+        text.get("shared_expert_intermediate_size") or 0
+    )
+    layers, step = int(text["num_hidden_layers"]), int(text.get("decoder_sparse_step") or 1)
+    first, without = int(text.get("first_k_dense_replace") or 0), set(text.get("mlp_only_layers") or ())
+    sparse = [layer for layer in range(first, layers) if (layer + 1) % step == 0 and layer not in without]
+    return Experts(
+        number=int(text[number]),
+        chosen=int(text["num_experts_per_tok"]),
+        intermediate=int(text[width]),
+        shared=shared,
+        is_gated=family == "qwen2_moe",
+        biased=family == "gpt_oss",
+        dense_blocks=layers - len(sparse),
+    )

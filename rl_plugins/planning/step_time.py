@@ -94,7 +94,7 @@ def rollout_seconds(work: Workload, plan: Plan, device: Device) -> float:
     read = responses * prompt_tokens_of_sample(work, on_cpu=device.is_cpu)
     prefill = shape.forward_flops(read, work.prompt_tokens / 2) / flops
     context = work.prompt_tokens + work.response_tokens / 2
-    reading = (shape.multiplied * width + sequences * context * shape.kv_bytes(width)) / bandwidth
+    reading = (shape.multiplied_by(sequences) * width + sequences * context * shape.kv_bytes(width)) / bandwidth
     multiplying = shape.forward_flops(sequences, context) / flops
     communication = 0.0
     if plan.tensor_parallel > 1:

@@ -53,6 +53,25 @@ def test_plan_prints_the_placements_and_the_options_of_the_best(model, capsys):
     check_fit(roles_of(config), [{"CPU": 64.0, "GPU": 8.0}], "the machine")
 
 
+def test_plan_of_a_mixture_holds_all_experts_and_computes_the_chosen_experts(tmp_path, capsys):
+    dense = {
+        "model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 768, "num_hidden_layers": 48, "head_dim": 128,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936, "max_position_embeddings": 40960,
+    }  # fmt: skip
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    (tmp_path / "dense.json").write_text(json.dumps({**dense, "intermediate_size": 8 * 768}))
+    (tmp_path / "mixture.json").write_text(json.dumps({**dense, "model_type": "qwen3_moe", **experts}))
+    training = []
+    for name in ("dense", "mixture"):
+        words = ["plan", "grpo", f"model.path={tmp_path / name}.json", "--device", "h100", "--devices", "64"]
+        assert main([*words, "model.precision=bf16-true", "strategy.zero_stage=3"]) == 0
+        shown = capsys.readouterr().out
+        training.append(float(shown.splitlines()[2][shown.splitlines()[1].index("rollout") + 7 :].split()[0]))
+    assert "30.53 B parameters (3.04 B for a token), 32 x 8 samples" in shown
+    # The shards of all experts are gathered, too.
+    assert training[0] < training[1] < 10 * training[0]
+
+
 def test_plan_has_the_precision_of_a_run_on_the_device(model, capsys):
     for device, precision in (("h100", "bf16-mixed"), ("cpu", "32-true")):
         assert main(["plan", "grpo", f"model.path={model}", "--device", device, "--devices", "8"]) in (0, 2)

@@ -11,11 +11,17 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from rl_plugins.config.models import LoraConfig
@@ -25,6 +31,7 @@ from rl_plugins.models.lora import add_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.planning.shape import shape_of
 from rl_plugins.tests.cases import case
+from rl_plugins.tests.loops import for_each
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 1000, "hidden_size": 96, "intermediate_size": 160}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -51,8 +58,42 @@ def test_shape_of_counts_the_parameters_of_the_model(config):
     assert shape_of(config.to_dict(), "it").parameters == sum(p.numel() for p in model.parameters())
 
 
-def test_adapter_counts_the_trained_parameters_of_peft():
-    config = Qwen2Config(**SIZES, **HEADS)
+LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MIXTURES = [
+    MixtralConfig(**SIZES, **HEADS, **LOCAL_EXPERTS),
+    Qwen2MoeConfig(**SIZES, **HEADS, **EXPERTS, shared_expert_intermediate_size=48),
+    Qwen3MoeConfig(**SIZES, **HEADS, **EXPERTS, head_dim=24),
+    Qwen3MoeConfig(**SIZES, **HEADS, **EXPERTS, head_dim=24, mlp_only_layers=[1]),
+    Qwen3MoeConfig(**SIZES, **HEADS, **EXPERTS, head_dim=24, decoder_sparse_step=2),
+    OlmoeConfig(**SIZES, **HEADS, num_experts=8, num_experts_per_tok=2, pad_token_id=0),
+    Glm4MoeConfig(
+        **SIZES, **HEADS, head_dim=24, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+        n_shared_experts=2, first_k_dense_replace=1, use_qk_norm=True,
+    ),
+    GptOssConfig(**SIZES, **HEADS, **LOCAL_EXPERTS, head_dim=24, pad_token_id=0),
+]  # fmt: skip
+
+
+@for_each("config", MIXTURES)
+def test_shape_of_counts_the_parameters_of_a_mixture_and_of_the_experts_of_a_token(config):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = shape_of(config.to_dict(), "it")
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for name, p in model.named_parameters() if "experts" in name and p.ndim == 3)
+    # Two of eight experts for one token; all experts for many tokens.
+    assert shape.multiplied - shape.multiplied_by(1) == pytest.approx(experts * 6 / 8)
+    assert shape.multiplied_by(1000) == pytest.approx(shape.multiplied)
+    assert shape.largest == max(p.numel() for p in model.parameters())
+    for threshold in (5_000, 50_000):
+        large = sum(p.numel() for p in model.parameters() if p.ndim > 1 and p.numel() > threshold)
+        # A bias of all experts is a matrix, too, and small beside the experts.
+        assert shape.large(threshold) == pytest.approx(large, rel=0.01)
+
+
+@for_each("config", [Qwen2Config(**SIZES, **HEADS), MIXTURES[0], MIXTURES[1], MIXTURES[2]])
+def test_adapter_counts_the_trained_parameters_of_peft(config):
     adapted = add_adapter(AutoModelForCausalLM.from_config(config), LoraConfig(rank=4))
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert shape_of(config.to_dict(), "it").adapter(4) == trained
@@ -86,7 +127,9 @@ def kept_by_autograd(config, dtype, *, same_prompt):
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("family", [Qwen2Config, LlamaConfig, Qwen3Config], ids=lambda family: family.model_type)
+@pytest.mark.parametrize(
+    "family", [Qwen2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig], ids=lambda family: family.model_type
+)
 def test_activation_bytes_are_the_bytes_that_autograd_keeps(family):
     for dtype, same_prompt in product((torch.float32, torch.bfloat16), (False, True)):
         with case(f"{dtype}, {same_prompt=}"):
@@ -94,8 +137,10 @@ def test_activation_bytes_are_the_bytes_that_autograd_keeps(family):
 
 
 def check_activations(family, dtype, *, same_prompt):
+    experts = EXPERTS if family is Qwen3MoeConfig else {}
+
     def config(layers):
-        return family(**{**SIZES, "num_hidden_layers": layers}, **HEADS, head_dim=24)
+        return family(**{**SIZES, "num_hidden_layers": layers}, **HEADS, **experts, head_dim=24)
 
     three_blocks, one_block = (kept_by_autograd(config(layers), dtype, same_prompt=same_prompt) for layers in (3, 1))
     tokens = 56 + 4 * 8 if same_prompt else 4 * 64
@@ -106,5 +151,7 @@ def check_activations(family, dtype, *, same_prompt):
 def test_shape_of_refuses_missing_sizes_and_experts_by_name():
     with pytest.raises(ConfigError, match="it has no whole number for hidden_size and vocab_size"):
         shape_of({"num_hidden_layers": 1, "intermediate_size": 1, "num_attention_heads": 1}, "it")
-    with pytest.raises(ConfigError, match="num_experts=8: plans do not support models with experts"):
-        shape_of({"num_experts": 8}, "it")
+    with pytest.raises(ConfigError, match=r"it: n_routed_experts=8: plans know the experts of glm4_moe.*not of"):
+        shape_of({**SIZES, **HEADS, "model_type": "deepseek_v3", "n_routed_experts": 8}, "it")
+    with pytest.raises(ConfigError, match="it has no whole number for num_experts_per_tok: a plan needs these"):
+        shape_of({**SIZES, **HEADS, "model_type": "mixtral", "num_local_experts": 8}, "it")
