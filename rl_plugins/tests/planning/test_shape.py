@@ -60,15 +60,16 @@ def test_shape_of_counts_the_parameters_of_the_model(config):
 
 LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+WIDE: dict[str, Any] = {**SIZES, **HEADS, "head_dim": 24}
 MIXTURES = [
     MixtralConfig(**SIZES, **HEADS, **LOCAL_EXPERTS),
     Qwen2MoeConfig(**SIZES, **HEADS, **EXPERTS, shared_expert_intermediate_size=48),
-    Qwen3MoeConfig(**SIZES, **HEADS, **EXPERTS, head_dim=24),
-    Qwen3MoeConfig(**SIZES, **HEADS, **EXPERTS, head_dim=24, mlp_only_layers=[1]),
-    Qwen3MoeConfig(**SIZES, **HEADS, **EXPERTS, head_dim=24, decoder_sparse_step=2),
+    Qwen3MoeConfig(**WIDE, **EXPERTS),
+    Qwen3MoeConfig(**WIDE, **EXPERTS, mlp_only_layers=[1]),
+    Qwen3MoeConfig(**WIDE, **EXPERTS, decoder_sparse_step=2),
     OlmoeConfig(**SIZES, **HEADS, num_experts=8, num_experts_per_tok=2, pad_token_id=0),
     Glm4MoeConfig(
-        **SIZES, **HEADS, head_dim=24, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+        **WIDE, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
         n_shared_experts=2, first_k_dense_replace=1, use_qk_norm=True,
     ),
     GptOssConfig(**SIZES, **HEADS, **LOCAL_EXPERTS, head_dim=24, pad_token_id=0),
