@@ -118,7 +118,7 @@ def options(run: str, row: Row, folder: Path) -> list[str]:
         if row.family in _RECURRENT:
             found.append("rollout.prefix_caching=false")
         if has_routers({"model_type": row.family}):
-            found += ["model.router_replay=recompute", "batch.updates_per_step=2"]
+            found += ["model.router_replay=recompute", "model.router_losses.balance=0.01", "batch.updates_per_step=2"]
     return [*found, *extras]
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,10 +82,10 @@ class RouterReplay:
         """
         if self._routers:
             return
-        named = _routers_of(model)
+        named = routers_of(model)
         if not named:
             raise ConfigError(NO_ROUTERS)
-        self._routers = list(named.values())
+        self._routers = [router.module for router in named.values()]
         # The last number of a name such as `model.layers.3.mlp.gate` is the number of the block.
         self._blocks = [int(re.findall(r"\d+", name)[-1]) for name in named]
         for layer, router in enumerate(self._routers):
@@ -204,15 +204,30 @@ class _Choice(TorchFunctionMode):
         return result
 
 
-def _routers_of(model: nn.Module) -> dict[str, nn.Module]:
+class ExpertRouter(NamedTuple):
+    """A router of a mixture of experts.
+
+    Attributes:
+        module: the router.
+        logits: index of the logits in the output of the module.
+        chosen: experts of a token.
+    """
+
+    module: nn.Module
+    logits: int
+    chosen: int
+
+
+def routers_of(model: nn.Module) -> dict[str, ExpertRouter]:
     """Return the routers of a model by name: the modules from which transformers takes `router_logits`."""
     for inner in model.modules():
         if isinstance(inner, PreTrainedModel):
-            recorders = _recorders(inner)
+            chosen: int = getattr(inner.config.get_text_config(), "num_experts_per_tok", 0)
             return {
-                name: module
+                name: ExpertRouter(module, one.index, chosen)
                 for name, module in inner.named_modules()
-                if any(isinstance(module, one.target_class) and (one.layer_name or "") in name for one in recorders)
+                for one in _recorders(inner)
+                if isinstance(module, one.target_class) and (one.layer_name or "") in name
             }
     return {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 from rl_plugins.config.judge import check_deadline, judges_of
@@ -123,19 +124,21 @@ def _check_kernels(config: RecipeConfig) -> None:
 
 
 def _check_routes(config: RecipeConfig) -> None:
-    source = config.model.router_replay
-    if source is None:
-        return
-    option = f"model.router_replay={source}"
-    _needs_collecting(config, option)
+    source, losses, parts = config.model.router_replay, config.model.router_losses, config.strategy.tensor_parallel
+    if source is not None:
+        _needs_collecting(config, f"model.router_replay={source}")
     if source == "rollout" and config.rollout.engine == "vllm" and not config.rollout.prefix_caching:
-        raise ConfigError(f"{option}: vLLM returns experts with rollout.prefix_caching=true only: set it")
-    size = config.strategy.tensor_parallel
-    for other, is_set in {
+        raise ConfigError(
+            "model.router_replay=rollout: vLLM returns experts with rollout.prefix_caching=true only: set it"
+        )
+    options = {f"model.router_replay={source}": source is not None, "model.router_losses": losses.active}
+    others = {
         "model.compile=true": config.model.compile,
-        f"strategy.tensor_parallel={size}": size > 1,
-    }.items():
-        if is_set:
+        f"strategy.tensor_parallel={parts}": parts > 1,
+        f"strategy.sequence_parallel={config.strategy.sequence_parallel}": config.strategy.sequence_parallel > 1,
+    }
+    for (option, is_used), (other, is_set) in product(options.items(), others.items()):
+        if is_used and is_set:
             raise ConfigError(f"{option} has not been tried with {other}: leave one of them out")
 
 

@@ -74,6 +74,24 @@ def no_adapter() -> LoraConfig:
 
 
 @dataclass
+class RouterLossConfig(Settings):
+    """Losses of the routers of a mixture of experts; see `rl_plugins.callbacks.router_losses.RouterLosses`.
+
+    Attributes:
+        balance: coefficient of the loss for an even load of the experts; 0 for none.
+        z: coefficient of the loss for small logits; 0 for none.
+    """
+
+    balance: Annotated[float, NOT_NEGATIVE] = 0.0
+    z: Annotated[float, NOT_NEGATIVE] = 0.0
+
+    @property
+    def active(self) -> bool:
+        """True if there is a loss."""
+        return bool(self.balance or self.z)
+
+
+@dataclass
 class ModelConfig(Settings):
     """Policy.
 
@@ -92,6 +110,7 @@ class ModelConfig(Settings):
         router_replay: in a mixture of experts, the experts of the tokens in the updates of a step, so that ratios
             compare the same experts: `recompute` for the experts that computed the old log-probs, `rollout` for the
             experts of the rollout engine (vLLM on GPUs, or the transformers engine). Null lets the routers choose.
+        router_losses: losses of the routers of a mixture of experts; off by default.
         trust_remote_code: run Python code that the config.json of a model of the run names (`auto_map`), in every
             process that loads the model. The code has all rights of the user, so read the code first.
         lora: adapter of the policy; off by default.
@@ -105,6 +124,7 @@ class ModelConfig(Settings):
     liger: bool = False
     attention: str | None = None
     router_replay: Annotated[str | None, one_of(None, "recompute", "rollout")] = None
+    router_losses: RouterLossConfig = field(default_factory=RouterLossConfig)
     trust_remote_code: bool = False
     lora: LoraConfig = field(default_factory=no_adapter)
 

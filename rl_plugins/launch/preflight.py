@@ -66,6 +66,14 @@ def preflight(config: RecipeConfig) -> None:
             instantiate_as("debug.profiler", config.debug.profiler, Profiler)
     if config.model.attention is not None:
         _check_attention(config.model.attention, on_cpu=_on_cpu(config))
+    if config.model.router_losses.active:
+        # The import loads transformers, which takes seconds.
+        from rl_plugins.router_replay import has_routers
+
+        if not has_routers(models[config.model.path]):
+            raise ConfigError(
+                f"model.router_losses: {config.model.path} is not a mixture of experts: leave model.router_losses out"
+            )
     if config.stage in ("policy_optimization", "prime"):
         # The import loads torch, which takes seconds.
         from rl_plugins.launch.algorithm_check import (

@@ -33,6 +33,7 @@ from rl_plugins.callbacks.liger_kernels import LigerKernels
 from rl_plugins.callbacks.progress import DataReport, StepProgress
 from rl_plugins.callbacks.report import Curves, RunReport
 from rl_plugins.callbacks.rollout_dump import RolloutDump, RolloutReplay
+from rl_plugins.callbacks.router_losses import RouterLosses
 from rl_plugins.callbacks.samples import RolloutTraces, SampleTable
 from rl_plugins.callbacks.system_metrics import SystemMetrics
 from rl_plugins.callbacks.target_reward import TargetReward
@@ -225,6 +226,8 @@ class TrainingRun:
             callbacks.append(CompiledBlocks())
         if config.model.liger:
             callbacks.append(LigerKernels())
+        if config.model.router_losses.active:
+            callbacks.append(RouterLosses(config.model.router_losses.balance, config.model.router_losses.z))
         if config.debug.dump_rollouts:
             callbacks.append(RolloutDump(folder.rollouts, keep_last=config.debug.dump_rollouts))
         if config.debug.replay:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 from hydra.utils import get_object
 from torch import Tensor, nn
@@ -21,6 +21,19 @@ MicroBatchLoss = tuple[Tensor, bool]
 """Scalar loss of a micro-batch, and True for the last micro-batch of an optimizer step."""
 Optimize = Callable[[Iterable[MicroBatchLoss], str], None]
 """Function that takes one optimizer step of the named model: `Stage.optimize`."""
+
+
+class FurtherLoss(Protocol):
+    """Function that returns a further loss of a micro-batch, or None."""
+
+    def __call__(self, name: str, *, last: bool) -> Tensor | None:
+        """Return the loss of the last forward pass of model `name`; `last` is True before an optimizer step."""
+
+
+def with_further(loss: Tensor, further: Sequence[FurtherLoss], name: str, *, last: bool) -> Tensor:
+    """Return the loss of a micro-batch with the further losses."""
+    added = [function(name, last=last) for function in further]
+    return sum((one for one in added if one is not None), loss)
 
 
 def only_one(configured: object, owner: object) -> dict[str, Any]:

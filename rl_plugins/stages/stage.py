@@ -28,7 +28,7 @@ from rl_plugins.models.lora import MergedWeightSource, adapted_layers, has_adapt
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
-from rl_plugins.stages.optimizer import MicroBatchLoss, build_optimizer, only_one
+from rl_plugins.stages.optimizer import FurtherLoss, MicroBatchLoss, build_optimizer, only_one, with_further
 from rl_plugins.stages.own_module import (
     call_hooks_of,
     check_adapter,
@@ -42,9 +42,7 @@ from rl_plugins.stages.trainer_flags import COMPILED, check_not_compiled, check_
 from rl_plugins.stages.validation import GenerationValidation
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy_of
 
-_DTYPES = {
-    "64-true": torch.float64, "32-true": torch.float32, "16-true": torch.float16, "16-mixed": torch.float32
-}  # fmt: skip
+_DTYPES = {"64-true": torch.float64, "32-true": torch.float32, "16-true": torch.float16, "16-mixed": torch.float32}
 
 
 class Stage(LightningModule):
@@ -68,6 +66,7 @@ class Stage(LightningModule):
         reference: frozen reference, in stages with a reference.
         reference_is_base: True if the reference is the policy without its adapter.
         further_metrics: functions of the metrics of a step, called on every rank; the results are added.
+        further_losses: functions whose results are added to the loss of each micro-batch.
 
     Args:
         model: Hugging Face name or folder; a model with the forward of a Hugging Face causal language model; or a
@@ -134,8 +133,7 @@ class Stage(LightningModule):
         self.loading = LoadingOptions(
             gradient_checkpointing=gradient_checkpointing, attention=attention, trust_remote_code=trust_remote_code
         )
-        self._lora = lora
-        self._own_path = model if isinstance(model, str) else None
+        self._lora, self._own_path = lora, model if isinstance(model, str) else None
         self._reference_path: str | None = None
         self._has_reference = False
         self._model_of_optimizer: dict[int, str] = {}
@@ -143,6 +141,7 @@ class Stage(LightningModule):
         self._trainers_clip: float | None = None
         self._parts_of: Strategy | None = None
         self.further_metrics: list[Callable[[Mapping[str, float]], Mapping[str, float]]] = []
+        self.further_losses: list[FurtherLoss] = []
         if isinstance(model, LightningModule):
             call_hooks_of(model, self)
 
@@ -306,7 +305,7 @@ class Stage(LightningModule):
         name = name or self.trained
         for loss, last in losses:
             self.strategy.accumulate_gradients(name, last=last)
-            self.manual_backward(loss, model_name=name)
+            self.manual_backward(with_further(loss, self.further_losses, name, last=last), model_name=name)
         self._optimizer_of(name).step()
         self._stepped.add(name)
 

@@ -36,6 +36,8 @@ _IMPORTED = [
     "rl_plugins.tests.rank_state", "rl_plugins.tests.rollout.cuda_stubs", "rl_plugins.tests.stages.canned",
 ]  # fmt: skip
 _START_S = 120.0
+_BEGUN = b""
+"""Message of a rank that begins a function."""
 # Time for the other ranks after the failure of a rank: their collectives fail at once.
 _AFTER_FAILURE_S = 20.0
 
@@ -145,16 +147,26 @@ class _Ranks:
         results: dict[int, bytes] = {}
         failed: list[int] = []
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
-        deadline = time.monotonic() + patient(timeout_s)
+        # The time of the function counts from the moment when all ranks are in the function.
+        not_begun = set(range(len(self._connections)))
+        deadline = time.monotonic() + patient(_START_S) + patient(timeout_s)
         while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
-                    results[rank] = connection.recv_bytes()
+                    message = connection.recv_bytes()
                 except (EOFError, ConnectionResetError):
                     failed.append(rank)
                     deadline = min(deadline, time.monotonic() + patient(_AFTER_FAILURE_S))
+                    continue
+                if message != _BEGUN:
+                    results[rank] = message
+                    continue
+                waiting[connection] = rank
+                not_begun.discard(rank)
+                if not not_begun and not failed:
+                    deadline = time.monotonic() + patient(timeout_s)
         return results, failed
 
     def _dump_stacks(self, rank: int) -> None:
@@ -213,6 +225,7 @@ def _serve(rank: int, world_size: int, connection: Connection, log: str) -> None
             _print_to(log)
             try:
                 function, arguments = pickle.loads(call)
+                connection.send_bytes(_BEGUN)
                 result = pickle.dumps(function(rank, *arguments))
                 del function, arguments
                 state.restore()

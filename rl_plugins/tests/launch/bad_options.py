@@ -65,6 +65,7 @@ CHECKS: dict[str, list[Case]] = {
         ),
         (["optimizer.name=Muon"], ["optimizer.name=Muon", "needs whole matrices", "strategy.name=fsdp"]),
         (["model.router_replay=recompute"], ["model.router_replay: the policy", "not a mixture of experts"]),
+        (["model.router_losses.z=0.1"], ["model.router_losses", "model is not a mixture of experts"]),
         (["model.router_replay=rollout", "model.compile=true", "strategy.zero_stage=2"], ["with model.compile=true"]),
         (["model.liger=true"], ["model.liger=true", "not installed", "pip install 'rl-plugins[liger]'"]),
         (

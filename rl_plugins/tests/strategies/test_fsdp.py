@@ -184,8 +184,8 @@ def test_muon_trains_like_on_a_single_device_and_resumes(tmp_path: Path) -> None
     got = run(fsdp_runs.course, one_update, tmp_path, {**muon, "leave": start})
     initial = load_file(tmp_path / "policy" / "model.safetensors")
     for name, weight in expected[0][0].items():
-        # Muon rounds to bfloat16.
-        tolerance = 0.05 if name.endswith("_proj.weight") else 1e-3
+        # Muon rounds to bfloat16, and enlarges small differences. A Muon of each shard alone would differ by 0.7.
+        tolerance = 0.25 if name.endswith("_proj.weight") else 1e-3
         assert float((got[0][0][name] - weight).norm()) < tolerance * float((weight - initial[name]).norm()), name
     resumed = run(fsdp_runs.course, one_update, tmp_path, {**muon, "steps": 1, "start": start})
     assert_same_course(resumed, got[1:], exactly=True)
