@@ -33,14 +33,16 @@ from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
 
+_NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in configurations of transformers."""
 NO_ROUTERS = "router_replay: the policy is not a mixture of experts of transformers: leave router_replay out"
 
 
 class RouterReplay:
     """Records the experts of forward passes, or sets the experts; -1 leaves the choice to the router.
 
-    Call `prepare` before a forward pass, and `start` as the last call before the model runs. The experts stay set until
-    the next `prepare`, because gradient checkpointing runs the routers again in the backward pass.
+    Call `prepare` before a forward pass, `start` as the last call before the model runs, and `stop` after the pass, or
+    after its backward pass, because gradient checkpointing runs the routers again there.
 
     Args:
         source: routes that a stage replays: `recompute` for the routes of the pass that computes the old log-probs,
@@ -54,10 +56,13 @@ class RouterReplay:
         >>> replay.install(policy)
         >>> replay.prepare(None)
         >>> old = response_log_probs(policy, **inputs, router_replay=replay)
+        >>> replay.stop()
         >>> experts_NLK = replay.experts_NLK
         >>> optimizer.step()
         >>> replay.prepare(experts_NLK)
         >>> new = response_log_probs(policy, **inputs, router_replay=replay)
+        >>> loss_of(new, old).backward()
+        >>> replay.stop()
     """
 
     def __init__(self, source: str = "recompute") -> None:
@@ -69,6 +74,7 @@ class RouterReplay:
         self._prepared_NLK: Tensor | None = None
         self._places_N: Tensor | None = None
         self._set_MLK: Tensor | None = None
+        self._is_on = False
         self._chosen: dict[int, Tensor] = {}
 
     def install(self, model: nn.Module) -> None:
@@ -88,8 +94,8 @@ class RouterReplay:
         self._routers = [router.module for router in named.values()]
         # The last number of a name such as `model.layers.3.mlp.gate` is the number of the block.
         self._blocks = [int(re.findall(r"\d+", name)[-1]) for name in named]
-        for layer, router in enumerate(self._routers):
-            router.__dict__["forward"] = _Routed(router.forward, self, layer)
+        for layer, router in enumerate(named.values()):
+            router.module.__dict__["forward"] = _Routed(router, self, layer)
 
     def prepare(self, experts_NLK: Tensor | None) -> None:
         """Set the experts of the next forward pass; None lets the routers choose.
@@ -99,7 +105,7 @@ class RouterReplay:
         """
         if experts_NLK is not None and experts_NLK.shape[1] != len(self._routers):
             experts_NLK = experts_NLK[:, self._blocks]
-        self._prepared_NLK, self._places_N, self._set_MLK = experts_NLK, None, None
+        self._prepared_NLK, self._set_MLK, self._is_on = experts_NLK, None, False
         self._chosen.clear()
 
     def start(self, places_N: Tensor, num_tokens: int) -> None:
@@ -109,10 +115,14 @@ class RouterReplay:
             places_N: Index of each real token among the tokens that the routers see.
             num_tokens: Number of the tokens that the routers see, M.
         """
-        self._places_N = places_N
+        self._places_N, self._is_on = places_N, True
         if self._prepared_NLK is not None:
             self._set_MLK = places_N.new_full((num_tokens, *self._prepared_NLK.shape[1:]), -1)
             self._set_MLK[places_N] = self._prepared_NLK.to(self._set_MLK)
+
+    def stop(self) -> None:
+        """Let the routers choose in passes of others, such as a check of the weights."""
+        self._is_on = False
 
     @property
     def experts_NLK(self) -> Tensor:
@@ -133,7 +143,7 @@ class RouterReplay:
 
     def chosen(self, layer: int, scores_ME: Tensor, best: Any) -> Any:
         """Return the result of `torch.topk` for the experts of a layer, given the result for the router's choice."""
-        if self._places_N is None:
+        if not self._is_on:
             return best
         self._chosen[layer] = best.indices
         if self._set_MLK is None:
@@ -168,25 +178,24 @@ def has_routers(config: Mapping[str, Any]) -> bool:
 class _Routed:
     """Forward of a router whose choice of experts goes through a `RouterReplay`."""
 
-    def __init__(self, forward: Callable[..., Any], replay: RouterReplay, layer: int) -> None:
-        self._forward, self._replay, self._layer = forward, replay, layer
+    def __init__(self, router: ExpertRouter, replay: RouterReplay, layer: int) -> None:
+        self._router, self._forward = router, router.module.forward
+        self._replay, self._layer = replay, layer
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        with _Choice(self._replay, self._layer):
+        with _Choice(self._router, self._replay, self._layer):
             return self._forward(*arguments, **options)
 
 
 class _Choice(TorchFunctionMode):
     """Finds the choice of experts in the forward of a router.
 
-    Some routers first choose groups of experts by `torch.topk`, too. The choice of experts has as many columns as the
-    linear layer of the router has outputs.
+    Some routers first choose groups of experts by `torch.topk`, too. The choice of experts has a column per expert.
     """
 
-    def __init__(self, replay: RouterReplay, layer: int) -> None:
+    def __init__(self, router: ExpertRouter, replay: RouterReplay, layer: int) -> None:
         super().__init__()
-        self._replay, self._layer = replay, layer
-        self._num_experts = 0
+        self._router, self._replay, self._layer = router, replay, layer
 
     @override
     def __torch_function__(
@@ -197,9 +206,7 @@ class _Choice(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is nn.functional.linear:
-            self._num_experts = result.shape[-1]
-        elif func in (torch.topk, Tensor.topk) and args[0].ndim == 2 and args[0].shape[-1] == self._num_experts:
+        if func in (torch.topk, Tensor.topk) and args[0].ndim == 2 and args[0].shape[-1] == self._router.experts:
             return self._replay.chosen(self._layer, args[0], result)
         return result
 
@@ -210,11 +217,13 @@ class ExpertRouter(NamedTuple):
     Attributes:
         module: the router.
         logits: index of the logits in the output of the module.
+        experts: experts of the layer.
         chosen: experts of a token.
     """
 
     module: nn.Module
     logits: int
+    experts: int
     chosen: int
 
 
@@ -222,9 +231,11 @@ def routers_of(model: nn.Module) -> dict[str, ExpertRouter]:
     """Return the routers of a model by name: the modules from which transformers takes `router_logits`."""
     for inner in model.modules():
         if isinstance(inner, PreTrainedModel):
-            chosen: int = getattr(inner.config.get_text_config(), "num_experts_per_tok", 0)
+            sizes: Any = inner.config.get_text_config()
+            experts = next((number for key in _NUMBERS if (number := getattr(sizes, key, None))), 0)
+            chosen = getattr(sizes, "num_experts_per_tok", 0)
             return {
-                name: ExpertRouter(module, one.index, chosen)
+                name: ExpertRouter(module, one.index, experts, chosen)
                 for name, module in inner.named_modules()
                 for one in _recorders(inner)
                 if isinstance(module, one.target_class) and (one.layer_name or "") in name

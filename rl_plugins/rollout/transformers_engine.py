@@ -189,6 +189,7 @@ class TransformersRollout(SynchronousGroups):
             )
             cache = output.past_key_values
             if self._routes is not None:
+                self._routes.stop()
                 experts_by_step.append(self._routes.experts_NLK.unflatten(0, tuple(input_ids.shape)))
             log_probs_BV = _processed_log_probs(output.logits[:, -1].float(), sampling)
             tokens_B = _draw(log_probs_BV, sampling.temperature, generators)

@@ -102,6 +102,8 @@ class ForwardPasses:
                 tokens_BTK=rows.samples.teacher_top_ids if name == POLICY else None,
                 router_replay=self.router_replay if name == POLICY else None,
             )
+        if self.router_replay is not None and not torch.is_grad_enabled():
+            self.router_replay.stop()
         return found.mapped(rows.fold)
 
     def experts(self, samples: Experience) -> list[Tensor]:

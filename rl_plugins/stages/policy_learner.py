@@ -158,6 +158,8 @@ class PolicyLearner:
             # Model engines average gradients over ranks, so the loss of a rank is scaled up by the number of ranks.
             metrics.add_sum("loss", loss.detach() / (world_size * self._updates))
             yield loss, position == len(micro_batches) - 1
+            if self._passes.router_replay is not None:
+                self._passes.router_replay.stop()
 
     def _adapt(self, batch: Experience, metrics: Mapping[str, float]) -> dict[str, float]:
         """Update the controllers; return the coefficients and the measures of the critics."""

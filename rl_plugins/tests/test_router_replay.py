@@ -143,6 +143,31 @@ def test_router_replay_sets_the_experts_again_in_the_backward_pass_of_checkpoint
         torch.testing.assert_close(checkpointed, plain)
 
 
+def test_router_replay_leaves_other_passes_alone_after_stop(tmp_path: Path) -> None:
+    model, replay = mixture("qwen3_moe", tmp_path), RouterReplay()
+    replay.install(model)
+    ids = torch.arange(6)[None]
+    free = model(ids).logits
+    log_probs(model, replay, torch.zeros(sum(map(sum, LENGTHS)), 2, 2, dtype=torch.int16))
+    replay.stop()
+    differing_N = replay.differing_N
+    assert torch.equal(model(ids).logits, free)
+    # The results of the pass are still there.
+    assert torch.equal(replay.differing_N, differing_N)
+
+
+def test_router_replay_finds_the_choice_in_a_linear_layer_of_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, replay = mixture("glm4_moe", tmp_path), RouterReplay()
+    expected_N = log_probs(model, None)
+    # As DeepSpeed does for ZeRO-3, whose function torch does not announce.
+    monkeypatch.setattr(nn.functional, "linear", lambda hidden, weight, bias=None: hidden @ weight.T)
+    replay.install(model)
+    torch.testing.assert_close(log_probs(model, replay), expected_N)
+    assert len(replay.experts_NLK) == sum(map(sum, LENGTHS))
+
+
 def test_router_replay_refuses_a_dense_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the policy is not a mixture of experts of transformers"):
         RouterReplay().install(mixture("llama", tmp_path))
