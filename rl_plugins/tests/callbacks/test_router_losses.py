@@ -142,7 +142,7 @@ def test_router_losses_do_not_depend_on_micro_batches_and_packing(folder: Path, 
         assert metrics[f"train/router_{name}"] == pytest.approx(expected_metrics[f"train/router_{name}"], rel=1e-4)
 
 
-def test_router_losses_of_ranks_are_those_of_the_whole_batch(folder: Path) -> None:
+def test_router_losses_of_ranks_equal_the_losses_of_the_whole_batch(folder: Path) -> None:
     expected, expected_metrics = trained(folder, RouterLosses(balance=0.5, z=0.25))
     for (gradients, metrics), _ in run_ranks(trained_rank, folder, world_size=2):
         assert_same(gradients, expected.recorder.gradients[1])
