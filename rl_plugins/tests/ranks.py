@@ -282,7 +282,9 @@ def _print_to(file: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log, stream.fileno())
     os.close(log)
-    # File for the stacks of a rank that hangs or crashes.
+    # File for the stacks of a rank that hangs or crashes. A trainer of Lightning has put other handlers in place of
+    # those of faulthandler, and `enable` alone changes nothing while faulthandler is on.
+    faulthandler.disable()
     faulthandler.enable(sys.stderr)
 
 

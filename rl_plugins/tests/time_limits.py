@@ -1,7 +1,8 @@
 """Pytest plugin that keeps tests fast: a test over the limit of its tier fails, unless `ALLOWED` gives a reason.
 
-The seconds of a test are the seconds of its set-up, call and teardown. A slow or busy machine changes no outcome: the
-limit of a test over its limit is multiplied by the slowdown of the machine at this moment.
+The seconds of a test are the seconds of its set-up, call and teardown. A fixture of several tests has a limit of its
+own, the limit of a test of the tier, so the order of the tests changes no outcome. A slow or busy machine changes no
+outcome either: the limit of a test over its limit is multiplied by the slowdown of the machine at this moment.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ PROBE_S = 0.2
 """Seconds of `slowdown`'s computation on a quiet machine, the basis of the limits."""
 _PROBE_ROUNDS = 9_000_000
 _SPENT = pytest.StashKey[float]()
+_SHARED = pytest.StashKey[dict[str, float]]()
+"""Seconds of the shared fixtures that were set up for a test."""
 
 
 def slowdown() -> float:
@@ -107,19 +110,35 @@ def limit_of(item: pytest.Item) -> float:
     return max(limit for tier, limit in LIMITS_S.items() if tier == "unit" or item.get_closest_marker(tier))
 
 
-def excess(item: pytest.Item, seconds: float) -> str | None:
-    """Return a message if a test took longer than its limit, else None."""
-    limit = limit_of(item)
+def excess(subject: str, seconds: float, limit: float) -> str | None:
+    """Return a message if a test or a fixture took longer than its limit, else None."""
     if seconds <= limit:
         return None
     slower = slowdown()
     if seconds <= limit * slower:
         return None
     return (
-        f"{item.nodeid} took {seconds:.1f} s, its limit is {limit:g} s (the machine is {slower:.1f} times as slow or "
+        f"{subject} took {seconds:.1f} s, its limit is {limit:g} s (the machine is {slower:.1f} times as slow or "
         "busy as the one that limits are made for): make the test faster, or give a reason in ALLOWED of "
         "rl_plugins/tests/time_limits.py"
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """Measure the set-up of a fixture that several tests share."""
+    if fixturedef.scope == "function":
+        return (yield)
+    shared = request.config.stash.setdefault(_SHARED, {})
+    start, others = time.perf_counter(), sum(shared.values())
+    try:
+        return (yield)
+    finally:
+        # A fixture can ask for other shared fixtures during its own set-up.
+        seconds = time.perf_counter() - start - (sum(shared.values()) - others)
+        shared[f"{fixturedef.baseid}::{fixturedef.argname}"] = seconds
 
 
 @pytest.hookimpl(wrapper=True)
@@ -129,9 +148,13 @@ def pytest_runtest_makereport(
     """Let the teardown of a slow test fail."""
     report = yield
     item.stash[_SPENT] = item.stash.get(_SPENT, 0.0) + call.duration
-    if call.when == "teardown" and report.passed:
-        message = excess(item, item.stash[_SPENT])
-        if message is not None:
+    if call.when == "teardown":
+        shared, item.config.stash[_SHARED] = item.config.stash.get(_SHARED, {}), {}
+        own = item.stash[_SPENT] - sum(shared.values())
+        messages = [excess(item.nodeid, own, limit_of(item))]
+        messages += [excess(f"the fixture {name}", seconds, limit_of(item)) for name, seconds in shared.items()]
+        late = [message for message in messages if message is not None]
+        if report.passed and late:
             report.outcome = "failed"
-            report.longrepr = message
+            report.longrepr = "\n".join(late)
     return report

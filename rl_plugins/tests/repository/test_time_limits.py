@@ -14,9 +14,19 @@ import time
 import pytest
 
 
+@pytest.fixture(scope="module")
+def shared():
+    time.sleep({shared_s})
+
+
+@pytest.fixture
+def own(shared):
+    time.sleep(0.0)
+
+
 @pytest.mark.unit
-def test_slow():
-    time.sleep(0.05)
+def test_slow(own):
+    time.sleep({slow_s})
 
 
 @pytest.mark.integration
@@ -25,8 +35,8 @@ def test_slow_of_another_tier():
 """
 
 
-def outcomes(pytester: pytest.Pytester) -> tuple[dict[str, int], str]:
-    pytester.makepyfile(test_seconds=SLOW)
+def outcomes(pytester: pytest.Pytester, slow_s: float = 0.05, shared_s: float = 0.0) -> tuple[dict[str, int], str]:
+    pytester.makepyfile(test_seconds=SLOW.format(slow_s=slow_s, shared_s=shared_s))
     pytester.makeini("[pytest]\nmarkers =\n  unit: fast\n  integration: slower\n")
     result = pytester.runpytest_inprocess("-p", "rl_plugins.tests.time_limits", "-p", "no:cacheprovider")
     return result.parseoutcomes(), result.stdout.str()
@@ -42,6 +52,13 @@ def test_test_over_the_limit_of_the_tier_fails(pytester: pytest.Pytester) -> Non
     counts, output = outcomes(pytester)
     assert counts == {"passed": 2, "errors": 1}
     assert "test_seconds.py::test_slow took" in output and "its limit is 0.01 s" in output
+
+
+def test_shared_fixture_has_a_limit_of_its_own(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_limits, "LIMITS_S", {"unit": 0.5, "integration": 60.0})
+    counts, output = outcomes(pytester, slow_s=0.0, shared_s=0.6)
+    assert counts == {"passed": 2, "errors": 1}
+    assert "the fixture test_seconds.py::shared took" in output and "test_slow took" not in output
 
 
 def test_limit_grows_with_the_slowdown_of_the_machine(
