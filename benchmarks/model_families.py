@@ -115,7 +115,7 @@ def options(run: str, row: Row, folder: Path) -> list[str]:
             "batch.samples_per_prompt=4", f"rollout.engine={row.engine}", "rollout.check_updates=1",
             "reward.functions.default={_target_: integration_tests.rewards.shortness}",
         ]  # fmt: skip
-        if has_routers({"model_type": row.family}):
+        if has_routers(row.family):
             found += ["model.router_replay=recompute", "model.router_losses.balance=0.01", "batch.updates_per_step=2"]
     if row.family in _RECURRENT:
         found.append("rollout.prefix_caching=false")

@@ -9,6 +9,7 @@ Axes: `M` tokens that the routers see; `L` routers; `E` experts of a layer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.router_replay import NO_ROUTERS, ExpertRouter, routers_of
+from rl_plugins.router_replay import ExpertRouter, routers_of
 from rl_plugins.stages.stage import Stage
 
 
@@ -48,16 +49,25 @@ class RouterLosses(Callback):
         self._tokens = 0.0
         self._sums: _Sums | None = None
         self._metrics: dict[str, float] = {}
+        self._installed = ExitStack()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, Stage)
-        routers = routers_of(pl_module.named_models()[pl_module.trained])
-        if not routers:
-            raise ConfigError(NO_ROUTERS.replace("router_replay", "router_losses"))
-        self._stage, self._passes = pl_module, _RouterPasses(pl_module.named_models()[pl_module.trained], routers)
+        # A run that ended with an error had no teardown.
+        self._installed.close()
+        self._sums = None
+        model = pl_module.named_models()[pl_module.trained]
+        routers = routers_of(model, "router_losses")
+        self._stage, self._passes = pl_module, _RouterPasses(model, routers, self._installed)
         pl_module.further_losses.append(self._loss)
+        self._installed.callback(pl_module.further_losses.remove, self._loss)
         pl_module.further_metrics.append(self._take_metrics)
+        self._installed.callback(pl_module.further_metrics.remove, self._take_metrics)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._installed.close()
 
     def _loss(self, name: str, *, last: bool) -> Tensor | None:
         """Return the losses of the routers in the last forward pass of the trained model, if there are any."""
@@ -141,12 +151,12 @@ class _RouterPasses:
     module arrives.
     """
 
-    def __init__(self, model: nn.Module, routers: Mapping[str, ExpertRouter]) -> None:
+    def __init__(self, model: nn.Module, routers: Mapping[str, ExpertRouter], installed: ExitStack) -> None:
         self._mask_M: Tensor | None = None
         self._of_layer: dict[int, _Sums] = {}
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        installed.enter_context(model.register_forward_pre_hook(self._begin, with_kwargs=True))
         for layer, router in enumerate(routers.values()):
-            router.module.register_forward_hook(partial(self._add, layer, router))
+            installed.enter_context(router.module.register_forward_hook(partial(self._add, layer, router)))
 
     def take(self) -> _Sums:
         """Return the sums of the last forward pass.

@@ -11,12 +11,12 @@ of 6, because it has no weight gradient.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from rl_plugins.ranks import Ranks
@@ -61,7 +61,7 @@ class Throughput(Callback):
 
     def __init__(self, peak_tflops: float | None = None) -> None:
         self._peak_tflops = peak_tflops
-        self._hook: RemovableHandle | None = None
+        self._installed = ExitStack()
         self._ranks = Ranks()
         self._counts: list[Tensor] = []
 
@@ -69,12 +69,16 @@ class Throughput(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         clock(pl_module)
         assert isinstance(pl_module, Stage)
+        # A run that ended with an error had no teardown.
+        self._installed.close()
+        self._counts.clear()
         model = pl_module.named_models()[pl_module.trained]
         self._flops_per_token, self._flops_per_pair = flops_per_token(model)
         self._peak_tflops = self._peak_tflops or known_peak(pl_module.device)
         self._ranks, self._devices, self._trained = pl_module.strategy.ranks, trainer.world_size, pl_module.trained
-        self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._installed.enter_context(model.register_forward_pre_hook(self._count, with_kwargs=True))
         pl_module.further_metrics.append(self._metrics_of_step)
+        self._installed.callback(pl_module.further_metrics.remove, self._metrics_of_step)
 
     def _count(self, model: nn.Module, arguments: tuple[object, ...], inputs: dict[str, Tensor]) -> None:
         if torch.is_grad_enabled():
@@ -102,11 +106,7 @@ class Throughput(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._hook is not None:
-            assert isinstance(pl_module, Stage)
-            pl_module.further_metrics.remove(self._metrics_of_step)
-            self._hook.remove()
-            self._hook = None
+        self._installed.close()
 
 
 def flops_per_token(model: nn.Module) -> tuple[float, float]:

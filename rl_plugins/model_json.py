@@ -12,6 +12,8 @@ _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings",
 )  # fmt: skip
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of the number of experts. Files of one family may have different keys."""
 AGAIN = "download or export the model again"
 """Way out for a damaged file."""
 

@@ -32,10 +32,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
-
-_NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts in configurations of transformers."""
-NO_ROUTERS = "router_replay: the policy is not a mixture of experts of transformers: leave router_replay out"
+from rl_plugins.model_json import EXPERT_COUNT_KEYS
 
 
 class RouterReplay:
@@ -88,9 +85,7 @@ class RouterReplay:
         """
         if self._routers:
             return
-        named = routers_of(model)
-        if not named:
-            raise ConfigError(NO_ROUTERS)
+        named = routers_of(model, "router_replay")
         self._routers = [router.module for router in named.values()]
         # The last number of a name such as `model.layers.3.mlp.gate` is the number of the block.
         self._blocks = [int(re.findall(r"\d+", name)[-1]) for name in named]
@@ -163,16 +158,28 @@ class RouterReplay:
         return torch.stack([self._chosen[layer][self._places_N] for layer in range(len(self._routers))], dim=1)
 
 
-def has_routers(config: Mapping[str, Any]) -> bool:
-    """Return False if the class of a model has no routers. A class of the model's own code is not looked at.
+def check_routers(config: Mapping[str, Any], option: str) -> None:
+    """Check if the class of a model has routers. A class of the model's own code is not looked at.
 
     Args:
         config: Content of the model's config.json.
+        option: Option that needs routers.
+
+    Raises:
+        ConfigError: The class has no routers.
     """
-    if "auto_map" in config:
-        return True
-    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(AutoConfig.for_model(config["model_type"])), None)
-    return family is not None and bool(_recorders(family))
+    if "auto_map" not in config and not has_routers(config["model_type"]):
+        raise _without_routers(option)
+
+
+def has_routers(family: str) -> bool:
+    """Return True if the models of a family, such as qwen3_moe, have routers."""
+    of_family: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(AutoConfig.for_model(family)), None)
+    return of_family is not None and bool(_recorders(of_family))
+
+
+def _without_routers(option: str) -> ConfigError:
+    return ConfigError(f"{option}: the model is not a mixture of experts of transformers: leave {option} out")
 
 
 class _Routed:
@@ -227,20 +234,31 @@ class ExpertRouter(NamedTuple):
     chosen: int
 
 
-def routers_of(model: nn.Module) -> dict[str, ExpertRouter]:
-    """Return the routers of a model by name: the modules from which transformers takes `router_logits`."""
+def routers_of(model: nn.Module, option: str) -> dict[str, ExpertRouter]:
+    """Return the routers of a model by name: the modules from which transformers takes `router_logits`.
+
+    Args:
+        model: Mixture of experts of transformers, possibly with an adapter.
+        option: Option that needs routers.
+
+    Raises:
+        ConfigError: The model has no routers.
+    """
     for inner in model.modules():
         if isinstance(inner, PreTrainedModel):
             sizes: Any = inner.config.get_text_config()
-            experts = next((number for key in _NUMBERS if (number := getattr(sizes, key, None))), 0)
+            experts = next((number for key in EXPERT_COUNT_KEYS if (number := getattr(sizes, key, None))), 0)
             chosen = getattr(sizes, "num_experts_per_tok", 0)
-            return {
+            found = {
                 name: ExpertRouter(module, one.index, experts, chosen)
                 for name, module in inner.named_modules()
                 for one in _recorders(inner)
                 if isinstance(module, one.target_class) and (one.layer_name or "") in name
             }
-    return {}
+            if found:
+                return found
+            break
+    raise _without_routers(option)
 
 
 def _recorders(model: PreTrainedModel | type[PreTrainedModel]) -> list[OutputRecorder]:

@@ -59,8 +59,8 @@ def check_pools(config: RecipeConfig) -> None:
             )
 
 
-def check_routes(config: RecipeConfig, policy: Mapping[str, Any]) -> None:
-    """Check if the policy and the updates have use for a replay of routes.
+def check_router_options(config: RecipeConfig, policy: Mapping[str, Any]) -> None:
+    """Check if the policy has routers for the options of routers, and the updates have use for a replay of routes.
 
     Args:
         config: Configuration of the run.
@@ -70,11 +70,13 @@ def check_routes(config: RecipeConfig, policy: Mapping[str, Any]) -> None:
         ConfigError: The policy is not a mixture of experts, or the updates need no old log-probs.
     """
     # The import loads transformers, which takes seconds.
-    from rl_plugins.router_replay import NO_ROUTERS, has_routers
+    from rl_plugins.router_replay import check_routers
 
-    with errors_with_options(["router_replay"], group="model"):
-        if not has_routers(policy):
-            raise ConfigError(NO_ROUTERS)
+    with errors_with_options(["router_losses", "router_replay"], group="model"):
+        if config.model.router_losses.active:
+            check_routers(policy, "router_losses")
+        if config.model.router_replay:
+            check_routers(policy, "router_replay")
         if config.model.router_replay == "recompute":
             updates = config.batch.updates_per_step * config.batch.passes_per_step
             check_recomputed_routes(instantiate_node("algorithm", config.algorithm), config.schedule, updates)

@@ -11,7 +11,9 @@ from rl_plugins.errors import ConfigError
 
 @contextmanager
 def errors_with_options(arguments: Sequence[str], *, group: str) -> Iterator[None]:
-    """Name options in place of arguments in a ConfigError: at its beginning, and in the way out (`or raise ...`).
+    """Name options in place of arguments in a ConfigError: at its beginning, and in the way out.
+
+    Ways out are `or raise ARGUMENT` at the end, and `leave ARGUMENT out`.
 
     Args:
         arguments: names of the arguments, which are also names of the options.
@@ -20,7 +22,7 @@ def errors_with_options(arguments: Sequence[str], *, group: str) -> Iterator[Non
     Raises:
         ConfigError: the context raised one.
     """
-    named = re.compile(rf"(?P<before>^|or raise )(?P<name>{'|'.join(arguments)})(?=[=:]|$)")
+    named = re.compile(rf"(?P<before>^|or raise |leave )(?P<name>{'|'.join(arguments)})(?=[=:]|$| out)")
     try:
         yield
     except ConfigError as error:

@@ -66,27 +66,21 @@ def preflight(config: RecipeConfig) -> None:
             instantiate_as("debug.profiler", config.debug.profiler, Profiler)
     if config.model.attention is not None:
         _check_attention(config.model.attention, on_cpu=_on_cpu(config))
-    if config.model.router_losses.active:
-        # The import loads transformers, which takes seconds.
-        from rl_plugins.router_replay import has_routers
+    if config.model.router_losses.active or config.model.router_replay:
+        # The import loads torch, which takes seconds.
+        from rl_plugins.launch.algorithm_check import check_router_options
 
-        if not has_routers(models[config.model.path]):
-            raise ConfigError(
-                f"model.router_losses: {config.model.path} is not a mixture of experts: leave model.router_losses out"
-            )
+        check_router_options(config, models[config.model.path])
     if config.stage in ("policy_optimization", "prime"):
         # The import loads torch, which takes seconds.
         from rl_plugins.launch.algorithm_check import (
             check_algorithm,
             check_pools,
             check_process_reward_model,
-            check_routes,
         )
 
         check_algorithm(config)
         check_pools(config)
-        if config.model.router_replay:
-            check_routes(config, models[config.model.path])
         if config.stage == "prime":
             check_process_reward_model(config)
     elif config.stage != "sft":

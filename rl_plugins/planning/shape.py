@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.model_json import EXPERT_COUNT_KEYS
 
 _BIASED = {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_moe"}
 """Families with biases of query, key and value that the configuration does not mention."""
@@ -27,8 +28,6 @@ _SPARSE = {
     "gpt_oss": "intermediate_size",
 }
 """Families with experts: the key of the width of an expert."""
-_NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of the number of experts. Files of one family may have different keys."""
 _TIED = {"gemma", "gemma2", "gemma3", "gemma3_text"}
 """Families with tied embeddings, unless the configuration has `tie_word_embeddings`."""
 
@@ -285,7 +284,7 @@ def _experts(text: Mapping[str, Any], family: str, where: str) -> Experts | None
         raise ConfigError(
             f"{where}: {found}={text[found]}: plans know the experts of {', '.join(sorted(_SPARSE))}, not of {family}"
         )
-    number = next((key for key in _NUMBERS if text.get(key)), _NUMBERS[0])
+    number = next((key for key in EXPERT_COUNT_KEYS if text.get(key)), EXPERT_COUNT_KEYS[0])
     width = _SPARSE[family]
     needed = (number, width, "num_experts_per_tok")
     if missing := [key for key in needed if not isinstance(text.get(key), int)]:

@@ -16,7 +16,7 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import LoadingOptions, prepared
 from rl_plugins.models.log_probs import response_log_probs
-from rl_plugins.router_replay import RouterReplay, has_routers
+from rl_plugins.router_replay import RouterReplay, check_routers
 from rl_plugins.tests.models.samples import batch_of, random_samples
 
 MIXTURES = (
@@ -169,13 +169,18 @@ def test_router_replay_finds_the_choice_in_a_linear_layer_of_an_engine(
 
 
 def test_router_replay_refuses_a_dense_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the policy is not a mixture of experts of transformers"):
+    with pytest.raises(
+        ConfigError,
+        match="router_replay: the model is not a mixture of experts of transformers: leave router_replay out",
+    ):
         RouterReplay().install(mixture("llama", tmp_path))
 
 
-def test_has_routers_knows_the_classes_of_transformers() -> None:
-    assert has_routers({"model_type": "qwen3_moe"}) and not has_routers({"model_type": "llama"})
-    assert has_routers({"model_type": "own", "auto_map": {}})
+def test_check_routers_knows_the_classes_of_transformers() -> None:
+    check_routers({"model_type": "qwen3_moe"}, "router_losses")
+    check_routers({"model_type": "own", "auto_map": {}}, "router_losses")
+    with pytest.raises(ConfigError, match="router_losses: the model is not a mixture of experts"):
+        check_routers({"model_type": "llama"}, "router_losses")
 
 
 def test_router_replay_refuses_a_router_without_topk(tmp_path: Path) -> None:

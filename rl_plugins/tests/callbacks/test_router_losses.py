@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_families import save_tiny_family
 from rl_plugins.callbacks.router_losses import RouterLosses
@@ -27,32 +26,9 @@ BATCH = {
 }
 
 
-class Recording(canned.OwnPolicy):
-    """A mixture of experts with an optimizer that records its gradients, and hardly changes the weights."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.model = model
-
-    def configure_optimizers(self) -> canned.Recorder:
-        self.recorder = canned.Recorder(self.model.parameters())
-        self.recorder.param_groups[0]["lr"] = 1e-9
-        return self.recorder
-
-
-def trained(
-    folder: Path,
-    callback: RouterLosses | None,
-    *,
-    steps: int = 2,
-    checkpointing: bool = False,
-    rank: int = 0,
-    world_size: int = 1,
-    **options: Any,
-) -> tuple[Recording, Any]:
-    """Train on the batch in each step; return the policy and the metrics of the last step."""
-    own = Recording(folder)
+def stage_of(folder: Path, *, steps: int = 2, checkpointing: bool = False, **options: Any) -> tuple[Any, Any]:
+    """Return a mixture of experts that hardly changes in a step, and a stage that trains the mixture."""
+    own = canned.mixture_policy(folder, lr=1e-9)
     if checkpointing:
         own.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     stage = SFT(
@@ -64,13 +40,25 @@ def trained(
         max_steps=steps,
         **options,
     )
-    metrics = canned.metrics_of(stage)
-    strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
-    if world_size > 1:
-        strategy = canned.AllReduceStrategy(rank, world_size, rollout=canned.CannedRollout())
+    return own, stage
+
+
+def fit(stage: Any, callback: RouterLosses | None, batches: list[Any], strategy: Any = None) -> None:
+    """Train a stage on batches."""
+    strategy = strategy or SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
     trainer = canned.quiet_trainer(strategy, callbacks=[callback] if callback else [])
+    trainer.fit(stage, canned.loader(batches))
+
+
+def trained(
+    folder: Path, callback: RouterLosses | None, *, steps: int = 2, rank: int = 0, world_size: int = 1, **options: Any
+) -> tuple[Any, Any]:
+    """Train on the batch in each step; return the policy and the metrics of the last step."""
+    own, stage = stage_of(folder, steps=steps, **options)
+    metrics = canned.metrics_of(stage)
+    strategy = canned.AllReduceStrategy(rank, world_size, rollout=canned.CannedRollout()) if world_size > 1 else None
     batch = {name: rows[rank::world_size] for name, rows in BATCH.items()}
-    trainer.fit(stage, canned.loader([batch] * steps))
+    fit(stage, callback, [batch] * steps, strategy)
     return own, metrics
 
 
@@ -159,7 +147,23 @@ def test_router_losses_go_on_from_a_checkpoint(folder: Path) -> None:
     assert_same(own.recorder.gradients[0], whole.recorder.gradients[1])
 
 
+def test_router_losses_count_once_in_the_run_after_an_error(folder: Path) -> None:
+    whole, _ = trained(folder, RouterLosses(balance=0.5, z=0.25))
+
+    def fail(metrics: Any) -> Any:
+        raise OSError("a disk is full")
+
+    callback, (own, stage) = RouterLosses(balance=0.5, z=0.25), stage_of(folder)
+    stage.further_metrics.append(fail)
+    with pytest.raises(OSError, match="a disk is full"):
+        fit(stage, callback, [BATCH])
+    stage.further_metrics.remove(fail)
+    fit(stage, callback, [BATCH])
+    assert_same(own.recorder.gradients[0], whole.recorder.gradients[1])
+    assert not stage.further_losses and not stage.further_metrics
+
+
 def test_router_losses_refuse_a_dense_model(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path, hidden_size=32, intermediate_size=48)
-    with pytest.raises(ConfigError, match="router_losses: the policy is not a mixture of experts"):
+    with pytest.raises(ConfigError, match="router_losses: the model is not a mixture of experts"):
         trained(tmp_path, RouterLosses(balance=0.5))

@@ -64,8 +64,8 @@ CHECKS: dict[str, list[Case]] = {
             ["strategy.tensor_parallel=2", "strategy.tensor_parallel=1"],
         ),
         (["optimizer.name=Muon"], ["optimizer.name=Muon", "needs whole matrices", "strategy.name=fsdp"]),
-        (["model.router_replay=recompute"], ["model.router_replay: the policy", "not a mixture of experts"]),
-        (["model.router_losses.z=0.1"], ["model.router_losses", "model is not a mixture of experts"]),
+        (["model.router_replay=recompute"], ["model.router_replay: the model", "leave model.router_replay out"]),
+        (["model.router_losses.z=0.1"], ["model.router_losses: the model", "leave model.router_losses out"]),
         (["model.router_replay=rollout", "model.compile=true", "strategy.zero_stage=2"], ["with model.compile=true"]),
         (["model.liger=true"], ["model.liger=true", "not installed", "pip install 'rl-plugins[liger]'"]),
         (

@@ -10,7 +10,7 @@ import pytest
 from rl_plugins.config import checks
 from rl_plugins.config.checks import check_options
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.algorithm_check import check_routes
+from rl_plugins.launch.algorithm_check import check_router_options
 from rl_plugins.launch.training import TrainingRun
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.launch.configurations import configured, message_of
@@ -55,10 +55,12 @@ def test_liger_runs_on_gpus_and_not_with_compiled_or_cut_blocks(monkeypatch: pyt
 def test_router_replay_needs_experts_and_a_second_update() -> None:
     mixture, recompute = {"model_type": "qwen3_moe"}, (*OPTIONS, "model.router_replay=recompute")
     config = configured("grpo", *recompute)
-    assert "model.router_replay=recompute: with one optimizer step" in message_of(lambda: check_routes(config, mixture))
+    assert "model.router_replay=recompute: with one optimizer step" in message_of(
+        lambda: check_router_options(config, mixture)
+    )
     twice = configured("grpo", *recompute, "batch.updates_per_step=2")
-    check_routes(twice, mixture)
-    assert "not a mixture of experts" in message_of(lambda: check_routes(twice, {"model_type": "llama"}))
+    check_router_options(twice, mixture)
+    assert "not a mixture of experts" in message_of(lambda: check_router_options(twice, {"model_type": "llama"}))
     sft = configured("sft", *recompute)
     assert "is for the stages policy_optimization and prime" in message_of(lambda: check_options(sft))
 
@@ -66,7 +68,7 @@ def test_router_replay_needs_experts_and_a_second_update() -> None:
 def test_router_replay_of_the_rollout_needs_an_engine_that_returns_experts() -> None:
     rollout = (*OPTIONS, "model.router_replay=rollout")
     config = configured("grpo", *rollout)
-    check_routes(config, {"model_type": "qwen3_moe"})
+    check_router_options(config, {"model_type": "qwen3_moe"})
     check_options(config)
     config.set_device("cuda")
     assert "vLLM returns experts on GPUs only" in message_of(lambda: config.set_device("cpu"))

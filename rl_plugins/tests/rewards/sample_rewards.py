@@ -232,3 +232,8 @@ def insists(solution_str: str) -> str:
 def mumbles(solution_str: str) -> object:
     """Reply with a number in place of text."""
     return {"role": "tool", "content": 4}
+
+
+def talkative(solution_str: str, turns_left: int) -> object:
+    """Continue the conversation after a response of odd length."""
+    return "and?" if turns_left and len(solution_str) % 2 else 1.0 + len(solution_str)

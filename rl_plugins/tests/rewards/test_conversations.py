@@ -22,6 +22,7 @@ from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each
+from rl_plugins.tests.rewards import sample_rewards
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.stages.test_scheduled_sampler import Loader
 
@@ -223,7 +224,7 @@ def test_policy_learns_from_the_sampled_tokens_of_a_conversation(staleness: int,
     stage = canned.Keeping(
         policy,
         tokenizer=tokenizer,
-        scorer=InlineScorer({"_target_": f"{__name__}.talkative"}),
+        scorer=InlineScorer({"_target_": f"{sample_rewards.__name__}.talkative"}),
         # An untrained policy ends few responses.
         sampling=SamplingConfig(max_tokens=30, num_samples=3, stop_token_ids=tuple(range(60, 200))),
         environment=EnvironmentConfig(max_turns=4),
@@ -241,8 +242,3 @@ def test_policy_learns_from_the_sampled_tokens_of_a_conversation(staleness: int,
         if not staleness:
             # The trainer gives each token the log-prob from its sampling.
             assert metrics["train/rollout_gap_max"] < 1e-4
-
-
-def talkative(solution_str: str, turns_left: int) -> object:
-    """Continue the conversation after a response of odd length."""
-    return "and?" if turns_left and len(solution_str) % 2 else 1.0 + len(solution_str)

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.connectors import callback_connector
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 from typing_extensions import override
 
 from rl_plugins.algorithms.aggregation import AGGREGATIONS
@@ -119,8 +120,8 @@ class CannedScorer:
 class Recorder(torch.optim.SGD):
     """An optimizer that records the gradients of every step."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=0.01)
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, lr=lr)
         self.gradients: list[list[Tensor]] = []
 
     @override
@@ -132,16 +133,22 @@ class Recorder(torch.optim.SGD):
 
 
 class OwnPolicy(LightningModule):
-    """A LightningModule with a tiny float64 model and the recording optimizer."""
+    """A LightningModule with a model, by default a tiny float64 model, and the recording optimizer."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, model: Any = None, lr: float = 0.01) -> None:
         super().__init__()
-        self.model = build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2, seed=seed).double()
+        default = build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2, seed=seed).double()
+        self.model, self._lr = default if model is None else model, lr
 
     @override
     def configure_optimizers(self) -> Recorder:
-        self.recorder = Recorder(self.model.parameters())
+        self.recorder = Recorder(self.model.parameters(), self._lr)
         return self.recorder
+
+
+def mixture_policy(folder: Path, lr: float) -> OwnPolicy:
+    """Return a policy with experts: the float32 model of a folder."""
+    return OwnPolicy(model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lr=lr)
 
 
 class Keeping(PolicyOptimization):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_families import save_tiny_family
 from rl_plugins.algorithms.algorithm import Algorithm
@@ -22,22 +21,8 @@ from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.rewards import sample_rewards
 from rl_plugins.tests.stages import canned
-
-
-class MixturePolicy(canned.OwnPolicy):
-    """A policy with experts, which learns so fast that its routers change in a step."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.model = model
-
-    def configure_optimizers(self) -> canned.Recorder:
-        self.recorder = canned.Recorder(self.model.parameters())
-        self.recorder.param_groups[0]["lr"] = 3.0
-        return self.recorder
-
 
 Updated = tuple[list[list[Tensor]], dict[str, float], Experience]
 """Gradients of two updates, metrics and samples of a step."""
@@ -51,7 +36,8 @@ def updated(folder: Path, **options: Any) -> Updated:
 
 def step(folder: Path, engine: RolloutEngine, **options: Any) -> Updated:
     """Return the result of a step."""
-    own = MixturePolicy(folder)
+    # The routers change in one step.
+    own = canned.mixture_policy(folder, lr=3.0)
     stage = canned.Keeping(
         own,
         tokenizer=canned.tokenizer,
@@ -65,11 +51,6 @@ def step(folder: Path, engine: RolloutEngine, **options: Any) -> Updated:
     trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=engine))
     trainer.fit(stage, canned.loader([canned.prompt_batch(canned.PROMPTS)]))
     return own.recorder.gradients, metrics, stage.trained_on[0]
-
-
-def continued(solution_str: str, turns_left: int) -> object:
-    """Continue the conversation after a response of odd length."""
-    return "and?" if turns_left and len(solution_str) % 2 else 1.0 + len(solution_str)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +87,9 @@ def test_router_replay_takes_the_experts_of_the_rollout_engine(folder: Path, max
         return step(
             folder,
             TransformersRollout(str(folder), return_experts=source == "rollout"),
-            scorer=InlineScorer({"_target_": f"{__name__}.continued" if max_turns > 1 else f"{__name__}.long"}),
+            scorer=InlineScorer(
+                {"_target_": f"{sample_rewards.__name__}.{'talkative' if max_turns > 1 else 'length'}"}
+            ),
             environment=EnvironmentConfig(max_turns=max_turns),
             router_replay=source,
         )
@@ -123,11 +106,6 @@ def test_router_replay_takes_the_experts_of_the_rollout_engine(folder: Path, max
         assert experts[:-1].equal(recomputed[:-1])
     for one, other in zip(gradients[1], free_gradients[1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
-
-
-def long(solution_str: str) -> float:
-    """Return the length of a response."""
-    return float(len(solution_str))
 
 
 def test_router_replay_of_the_rollout_needs_the_experts_of_the_engine(folder: Path) -> None:
@@ -148,7 +126,7 @@ def test_router_replay_of_the_rollout_needs_the_experts_of_the_engine(folder: Pa
 def test_router_replay_is_refused_without_old_log_probs(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PolicyOptimization(
-            MixturePolicy(folder),
+            canned.mixture_policy(folder, lr=3.0),
             tokenizer=canned.tokenizer,
             scorer=canned.CannedScorer(),
             sampling=SamplingConfig(max_tokens=20, num_samples=3),
