@@ -54,7 +54,7 @@ def test_test_over_the_limit_of_the_tier_fails(pytester: pytest.Pytester) -> Non
     assert "test_seconds.py::test_slow took" in output and "its limit is 0.01 s" in output
 
 
-def test_shared_fixture_has_a_limit_of_its_own(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_fixture_has_a_separate_limit(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_limits, "LIMITS_S", {"unit": 0.5, "integration": 60.0})
     counts, output = outcomes(pytester, slow_s=0.0, shared_s=0.6)
     assert counts == {"passed": 2, "errors": 1}
