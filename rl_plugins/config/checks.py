@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
-from rl_plugins.config.judge import check_deadline, judges_of
+from rl_plugins.config.judge import check_deadline, judges_of, models_of_engines
 from rl_plugins.config.placement import CRITIC_POOLS, POOLS
 from rl_plugins.config.recipe import COLLECTING_STAGES, GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.config.rollout import ADAPTER_RANKS
@@ -371,6 +371,7 @@ def _check_offload(config: RecipeConfig) -> None:
 
 
 def _check_judges(config: RecipeConfig) -> None:
+    _check_judge_engines(config)
     if not config.generates:
         return
     check_deadline(config.rewards, config.reward.deadline_s, "reward.deadline_s")
@@ -381,6 +382,27 @@ def _check_judges(config: RecipeConfig) -> None:
             f"reward.deadline_s={config.reward.deadline_s:g}: while a worker waits for its judge, the others wait for "
             f"the worker, at most strategy.collective_timeout_s={collective_s:g}: raise this option, or lower "
             "reward.judge.wait_s and reward.deadline_s"
+        )
+
+
+def _check_judge_engines(config: RecipeConfig) -> None:
+    judge, option = config.reward.judge, f"placement.judge.actors={config.placement.judge.actors}"
+    if not config.placement.judge.actors:
+        return
+    if config.launcher == "local":
+        raise ConfigError(f"{option}: launcher=local runs in one process: use launcher=ray, or leave it out")
+    asking = models_of_engines(config.rewards) if config.generates else []
+    if not asking:
+        raise ConfigError(
+            f"{option}: no reward of the run asks a judge without address: add reward=judge and leave "
+            "reward.judge.url out, or leave the engines out"
+        )
+    if judge.model is None:
+        raise ConfigError(f"{option}: add reward.judge.model, a folder or a name on the hub")
+    if others := [model for model in asking if model not in (None, judge.model)]:
+        raise ConfigError(
+            f"{option}: the engines have the model of reward.judge.model, and a judge without url has "
+            f"model={others[0]}: leave this model out, or give this judge a url"
         )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -25,6 +25,8 @@ from rl_plugins.redaction import REMOVED, without_password
 
 JUDGES = ("rl_plugins.rewards.judge.Judge", "rl_plugins.Judge")
 """Values of `_target_` for a judge."""
+ENGINE_KEY = "RL_PLUGINS_JUDGE_KEY"
+"""Environment variable with the key of the run's own engines of a judge (`placement.judge`)."""
 JUDGE_FILES = ("template_file", "cache")
 """Settings with the path of a file or folder."""
 PLACEHOLDER = re.compile(r"\{(\{[a-z_][\w.]*\})\}|\{([a-z_][\w.]*)\}")
@@ -56,8 +58,9 @@ class JudgeConfig(Settings):
     """Server, question, reading and limits of a language model as judge (`reward=judge`).
 
     Attributes:
-        url: address of a server with OpenAI's protocol, up to `/v1`, such as `http://localhost:8000/v1`.
-        model: name of the model on the server.
+        url: address of a server with OpenAI's protocol, up to `/v1`, such as `http://localhost:8000/v1`; null with
+            engines of the run (`placement.judge.actors`).
+        model: name of the model on the server; with engines of the run, folder or name on the hub.
         key_variable: name of the environment variable with the key of the server; null sends no key.
         template: text of the question, with `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{messages}`,
             `{extra_info.KEY}`, `{low}` and `{high}`; null is a general question about correctness and quality.
@@ -201,10 +204,32 @@ def with_judges(reward: Any, judge: JudgeConfig, processes: int) -> Any:
     return {name: with_judges(child, judge, processes) for name, child in reward.items()}
 
 
+def with_engines(reward: Any, urls: Sequence[str], model: str | None) -> Any:
+    """Return the configuration of rewards, with the engines of the run for each judge without an address.
+
+    Args:
+        reward: one reward, or a mapping from data source to reward, with the settings of each judge.
+        urls: addresses of the engines; none if the run has no engines.
+        model: name of the engines' model.
+    """
+    if not isinstance(reward, Mapping):
+        return reward
+    if _is_judge(reward):
+        if not urls or _option(reward, "url"):
+            return reward
+        return {**reward, "config": replace(judge_config(reward["config"]), model=model), "urls": list(urls)}
+    return {name: with_engines(child, urls, model) for name, child in reward.items()}
+
+
 def key_variables(reward: object) -> list[str]:
     """Return the names of the variables with the keys of all judges."""
-    names = [_option(node, "key_variable") for node in judges_of(reward)]
+    names = [ENGINE_KEY if node.get("urls") else _option(node, "key_variable") for node in judges_of(reward)]
     return sorted({str(name) for name in names if name})
+
+
+def models_of_engines(reward: object) -> list[str | None]:
+    """Return the model of each judge without an address."""
+    return [_option(node, "model") for node in judges_of(reward) if not _option(node, "url")]
 
 
 def longest_timeout(reward: object) -> float:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
+from rl_plugins.config.rollout import check_is_engine_argument
 from rl_plugins.config.settings import ABOVE_0, ABOVE_0_OR_NULL, AT_LEAST_1, GPUS, NOT_NEGATIVE, Settings, one_of
+from rl_plugins.errors import ConfigError
 
 _PLACE = one_of("while_sampling", "stay", "cpu", "nvme")
 
 CRITIC_POOLS = ("critic", "cost_critic")
 POOLS = ("reward_model", "cost_model", "teacher", "reference", *CRITIC_POOLS)
 """Models with an optional pool of processes; all but the critics are frozen."""
+_OF_JUDGE_ENGINES = {
+    "model": "reward.judge.model",
+    "served_model_name": "reward.judge.model",
+    "tensor_parallel_size": "placement.judge.gpus",
+    "trust_remote_code": "model.trust_remote_code",
+    "distributed_executor_backend": "placement.judge.gpus",
+}
+"""Arguments of vLLM's engine that the package sets for a judge, with the option for the argument."""
 
 
 @dataclass
@@ -101,6 +111,39 @@ class PoolOptions(Settings):
 
 
 @dataclass
+class JudgeEngineOptions(Settings):
+    """Engines of vLLM for the judge of `reward=judge`, in processes of the run.
+
+    Attributes:
+        actors: number of engines, each with the model `reward.judge.model`, a folder or a name on the hub; 0 asks the
+            server of `reward.judge.url`.
+        cpus: Ray CPUs of each engine; on CPU, also the number of its threads.
+        gpus: Ray GPUs of each engine, if there are GPUs; several GPUs share the model.
+        start_timeout_s: deadline for the start of an engine, in seconds.
+        vllm: further arguments of vLLM's engine, such as `{max_model_len: 8192}`.
+    """
+
+    actors: Annotated[int, NOT_NEGATIVE] = 0
+    cpus: Annotated[float, NOT_NEGATIVE] = 1.0
+    gpus: Annotated[float, GPUS] = 1.0
+    start_timeout_s: Annotated[float, ABOVE_0] = 600.0
+    vllm: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check all settings.
+
+        Raises:
+            ConfigError: A setting is out of its range, or `vllm` has an argument that vLLM does not know, or that the
+                package sets.
+        """
+        super().__post_init__()
+        for name in self.vllm:
+            if name in _OF_JUDGE_ENGINES:
+                raise ConfigError(f"vllm.{name}: the package sets this argument of vLLM: use {_OF_JUDGE_ENGINES[name]}")
+            check_is_engine_argument(name)
+
+
+@dataclass
 class PlacementConfig(Settings):
     """Processes of a run, and their machines and devices.
 
@@ -119,6 +162,7 @@ class PlacementConfig(Settings):
         reference: pool of the reference model.
         critic: pool of the critic, which is also trained in the pool.
         cost_critic: pool of the critic of the costs, which is also trained in the pool.
+        judge: engines of the judge.
         wait_for_nodes_s: seconds until a growing cluster must have room for all processes; 0 refuses a cluster without
             room.
         max_restarts: number of restarts of the workers by Ray Train, from the last checkpoint, after failures.
@@ -138,6 +182,7 @@ class PlacementConfig(Settings):
     reference: PoolOptions = field(default_factory=PoolOptions)
     critic: PoolOptions = field(default_factory=PoolOptions)
     cost_critic: PoolOptions = field(default_factory=PoolOptions)
+    judge: JudgeEngineOptions = field(default_factory=JudgeEngineOptions)
     wait_for_nodes_s: Annotated[float, NOT_NEGATIVE] = 0.0
     max_restarts: Annotated[int, NOT_NEGATIVE] = 2
     peak_tflops: Annotated[float | None, ABOVE_0_OR_NULL] = None

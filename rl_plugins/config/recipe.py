@@ -215,6 +215,8 @@ class RecipeConfig(Settings):
         places += [(f"teacher.paths.{name}", self.teacher.paths, name) for name in self.teacher.paths]
         if isinstance(self.process_reward_model, dict) and self.stage == "prime":
             places.append(("process_reward_model.path", self.process_reward_model, "path"))
+        if self.placement.judge.actors:
+            places.append(("reward.judge.model", vars(self.reward.judge), "model"))
         yield from (place for place in places if place[1].get(place[2]) and isinstance(place[1][place[2]], str))
 
     def set_device(self, device: str) -> None:

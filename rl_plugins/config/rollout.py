@@ -155,13 +155,18 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
             option = OWN_ARGUMENTS[name]
             way_out = f"use {option}" if option else "leave it out"
             raise ConfigError(f"vllm.{name}: the package sets this argument of vLLM: {way_out}")
-        known = engine_argument_names()
-        if known and name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
-            raise ConfigError(
-                f"vllm.{name}: the installed vLLM has no such engine argument: "
-                + (f"did you mean {' or '.join(close)}?" if close else "see vllm.EngineArgs")
-            )
+        check_is_engine_argument(name)
+
+
+def check_is_engine_argument(name: str) -> None:
+    """Raise a ConfigError if the installed vLLM has no engine argument of this name."""
+    known = engine_argument_names()
+    if known and name not in known:
+        close = difflib.get_close_matches(name, known, n=3)
+        raise ConfigError(
+            f"vllm.{name}: the installed vLLM has no such engine argument: "
+            + (f"did you mean {' or '.join(close)}?" if close else "see vllm.EngineArgs")
+        )
 
 
 def check_cpu_head_size(path: str, model: Mapping[str, Any]) -> None:

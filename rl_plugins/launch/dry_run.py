@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.config.judge import with_engines
 from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.launch.agent import check_agent
@@ -29,6 +30,8 @@ _ROWS_MEASURED = 1000
 _KEY = re.compile(r"\b\w+_key=")
 # A response without an answer, so that an environment replies.
 _NO_ANSWER = "?"
+_NO_SERVER = "http://127.0.0.1:9/v1"
+"""Address for a judge that is loaded and not called."""
 
 
 def set_steps(config: RecipeConfig) -> None:
@@ -145,7 +148,8 @@ def _first_of_source(rows: Iterable[Row]) -> dict[str, Row]:
 def _check_rewards(config: RecipeConfig, first_of_source: Mapping[str, Row]) -> list[Message]:
     """Call the reward once for each data source, in a process like a reward worker.
 
-    Rewards with GPUs are called in the reward workers of the cluster only: this machine may have no GPU.
+    Rewards with GPUs are called in the reward workers of the cluster only: this machine may have no GPU. Rewards that
+    ask an engine of the run are loaded only: the engine does not run yet.
 
     Returns:
         Replies of environments to the policy.
@@ -155,7 +159,8 @@ def _check_rewards(config: RecipeConfig, first_of_source: Mapping[str, Row]) -> 
 
     if not first_of_source:
         return []
-    rewards, reward = config.rewards, config.reward
+    reward, judges = config.reward, config.placement.judge.actors
+    rewards = with_engines(config.rewards, [_NO_SERVER] * judges, reward.judge.model)
     check_routes(rewards, first_of_source)
     if reward.gpus and config.launcher == "ray":
         return []
@@ -168,7 +173,7 @@ def _check_rewards(config: RecipeConfig, first_of_source: Mapping[str, Row]) -> 
         pass_env=reward.pass_env,
         in_process=not reward.num_workers,
     ) as trial:
-        return _replies(config, first_of_source, trial)
+        return [] if judges else _replies(config, first_of_source, trial)
 
 
 def _replies(config: RecipeConfig, first_of_source: Mapping[str, Row], trial: RewardTrial) -> list[Message]:

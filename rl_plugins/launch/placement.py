@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 WORKERS = "training workers"
 ENGINES = "rollout engines"
+JUDGES = "judge engines"
 Resources = Mapping[str, float]
 PlacedPool = tuple[PoolConfig, list[dict[str, Any]]]
 """Configuration of a pool, and Ray's options for each actor of the pool."""
@@ -88,6 +89,11 @@ def roles_of(config: RecipeConfig) -> list[Role]:
                 f"Set placement.{name}.gpus=1 or placement.{name}.actors=1"
             )
         roles.append(Role(name, pool.actors, pool.cpus, pool.gpus if on_gpus else 0.0, "PACK", options))
+    if judge := config.placement.judge.actors:
+        place = config.placement.judge
+        options = f"placement.judge.actors={judge}, placement.judge.cpus"
+        options += ", placement.judge.gpus" if on_gpus else ""
+        roles.append(Role(JUDGES, judge, place.cpus, place.gpus if on_gpus else 0.0, "PACK", options))
     if config.reward.gpus and config.generates:
         # Each training worker starts reward workers near itself.
         count, gpus = placement.num_workers * config.reward.num_workers, config.reward.gpus

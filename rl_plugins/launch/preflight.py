@@ -251,6 +251,8 @@ def check_models(
                 on_gpus = deepcopy(config)
                 on_gpus.placement.device = "cuda"
                 check_engine_weights(on_gpus, model, read_machine().visible)
+        if option == "reward.judge.model" and _on_cpu(config):
+            check_cpu_head_size(f"{option}={path}", model)
         limit = _context_window(model)
         prompt, response = config.data.max_prompt_tokens, config.sampling.max_tokens
         if limit is not None and prompt + response > limit:

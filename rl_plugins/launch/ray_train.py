@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from rl_plugins.collector import collector_off
+from rl_plugins.config.judge import ENGINE_KEY
 from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.errors import DeadlineExceeded
@@ -27,6 +29,7 @@ from rl_plugins.launch.hub_fetch import fetch_on_machines
 from rl_plugins.launch.own_ray import LEAST_BYTES, object_store_bytes, set_own_ray_up, start_own_ray
 from rl_plugins.launch.placement import (
     ENGINES,
+    JUDGES,
     WORKERS,
     PlacedPool,
     Reservation,
@@ -42,6 +45,7 @@ from rl_plugins.launch.placement import (
 )
 from rl_plugins.launch.terminal import redraw_interval_s
 from rl_plugins.models.pool_actor import PoolConfig, start_pool
+from rl_plugins.rewards.judge_engine import JudgeEngineConfig, addresses_of, start_judge_engines
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.signals import handlers_kept, stop_on_signals
 
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
 
 JOB_FOLDERS = "working_dir_files"
 """Name of the folder into which Ray unpacks the projects of all jobs."""
+_KEY_BYTES = 16
 _UNPACK_TIMEOUT_S = 60.0
 # Ray Train counts a failure when the workers have no resources for this time.
 _ATTEMPT_S = 60
@@ -99,8 +104,10 @@ def train_on_ray(config: RecipeConfig, folder: RunFolder) -> None:
 def _start_roles_and_fit(config: RecipeConfig, folder: RunFolder, roles: list[Role], places: Reservation) -> None:
     """Start all roles on the reserved resources and train."""
     # Ray ends an actor when its last handle is gone, so this function keeps all handles.
-    rollout = None
+    rollout, judges, judge_key = None, [], secrets.token_hex(_KEY_BYTES)
     for role in roles:
+        if role.name == JUDGES:
+            judges = start_judge_engines(JudgeEngineConfig.of(config, judge_key), places.options(role))
         if role.name == ENGINES:
             rollout = vllm_rollout(config)
             # The training workers start the engines on their GPUs, before they use the GPUs.
@@ -132,6 +139,8 @@ def _start_roles_and_fit(config: RecipeConfig, folder: RunFolder, roles: list[Ro
             "rollout": rollout,
             "pools": list(pools),
             "critics": critics,
+            "judge_urls": addresses_of(judges, config.placement.judge.start_timeout_s),
+            "judge_key": judge_key,
             # The driver draws the progress bar.
             "redraw_s": redraw_interval_s(),
             "started": psutil.Process().create_time(),
@@ -174,9 +183,8 @@ def _start_roles_and_fit(config: RecipeConfig, folder: RunFolder, roles: list[Ro
         # Another run may follow in this process, and needs the resources.
         if rollout is not None:
             rollout.stop()
-        for actors in pools.values():
-            for actor in actors:
-                ray.kill(actor)
+        for actor in (*judges, *(actor for actors in pools.values() for actor in actors)):
+            ray.kill(actor)
 
 
 def train_worker(arguments: dict[str, Any]) -> None:
@@ -206,7 +214,9 @@ def _training_run(arguments: dict[str, Any]) -> TrainingRun:
     device = config.placement.device
     # With GPUs, optimizer steps of `strategy.offload.policy=cpu` use the threads.
     torch.set_num_threads(max(1, int(config.placement.cpus_per_worker)))
-    scorer = scorer_of(config)
+    # Reward workers get the variable from this process.
+    os.environ[ENGINE_KEY] = arguments["judge_key"]
+    scorer = scorer_of(config, arguments["judge_urls"])
     rollout: RolloutEngine | None = arguments["rollout"]
     if rollout is None:
         rollout = transformers_rollout(config, device)

@@ -38,6 +38,7 @@ from rl_plugins.callbacks.samples import RolloutTraces, SampleTable
 from rl_plugins.callbacks.system_metrics import SystemMetrics
 from rl_plugins.callbacks.target_reward import TargetReward
 from rl_plugins.callbacks.throughput import Throughput
+from rl_plugins.config.judge import with_engines
 from rl_plugins.config.models import RewardModelConfig, RewardModelOptions
 from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.config.sampling import SamplingConfig
@@ -399,19 +400,24 @@ def train_in_this_process(config: RecipeConfig, folder: RunFolder) -> None:
             scorer.close()
 
 
-def scorer_of(config: RecipeConfig) -> RewardPool | InlineScorer | None:
+def scorer_of(config: RecipeConfig, judge_urls: Sequence[str] = ()) -> RewardPool | InlineScorer | None:
     """Return the scorer of a run: reward workers, or this process with reward.num_workers=0.
 
     None without samples, and with an environment that returns the rewards.
+
+    Args:
+        config: options of the run.
+        judge_urls: addresses of the run's engines of a judge.
     """
     if not config.generates or config.environment.scores_itself:
         return None
     reward = config.reward
     options: dict[str, Any] = {"deadline_s": reward.deadline_s, "max_failure_rate": reward.max_failure_rate}
+    rewards = with_engines(config.rewards, judge_urls, reward.judge.model)
     if not reward.num_workers:
-        return InlineScorer(config.rewards, **options)
+        return InlineScorer(rewards, **options)
     return RewardPool(
-        config.rewards,
+        rewards,
         num_workers=reward.num_workers,
         start_timeout_s=max(_START_S, reward.load_timeout_s),
         gpus_per_worker=reward.gpus,

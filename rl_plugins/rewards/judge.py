@@ -14,6 +14,7 @@ import math
 import os
 import statistics
 import time
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.config.judge import PLACEHOLDER, JudgeConfig, check_template, judge_config
+from rl_plugins.config.judge import ENGINE_KEY, PLACEHOLDER, JudgeConfig, check_template, judge_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.calling import CompositeReward
 from rl_plugins.rewards.judge_answers import AnswerFolder, JudgeAnswer, read_score
@@ -82,12 +83,14 @@ class Judge(CompositeReward):
 
     batched, is_async = False, True
 
-    def __init__(self, config: JudgeConfig | Mapping[str, Any], processes: int = 1) -> None:
+    def __init__(self, config: JudgeConfig | Mapping[str, Any], processes: int = 1, urls: Sequence[str] = ()) -> None:
         """Read the template and the key. The first call connects.
 
         Args:
             config: Settings of the judge.
             processes: Number of processes that share the limits of requests.
+            urls: Addresses of engines with the model, in the place of `config.url`. The launcher starts the engines
+                (`placement.judge`), and the environment has their key.
 
         Raises:
             ConfigError: An option is missing or out of range, or the environment has no key.
@@ -97,20 +100,23 @@ class Judge(CompositeReward):
             self._template = _read_template(self.config)
         except ConfigError as error:
             raise ConfigError(f"reward.judge.{error}") from None
-        for name, value in {"url": self.config.url, "model": self.config.model}.items():
+        addresses = [str(self.config.url)] if self.config.url else list(urls)
+        for name, value in {"url": addresses, "model": self.config.model}.items():
             if not value:
                 raise ConfigError(
                     f"reward.judge.{name} is missing: a judge needs reward.judge.url, the address of its server, and "
-                    "reward.judge.model, the name of its model there (in Python: JudgeConfig)"
+                    "reward.judge.model, the name of its model there (in Python: JudgeConfig); or "
+                    "placement.judge.actors=1, an engine of the run for a judge without address"
                 )
         limits = RequestLimits(
             self.config.timeout_s,
             self.config.retries,
             self.config.wait_s,
-            (self.config.requests_per_minute or math.inf) / processes,
-            max(1, self.config.concurrent_requests // processes),
+            (self.config.requests_per_minute or math.inf) / (processes * len(addresses)),
+            max(1, self.config.concurrent_requests // (processes * len(addresses))),
         )
-        self._server = JudgeServer(str(self.config.url), _read_key(self.config.key_variable), limits)
+        key = _read_key(self.config.key_variable) if self.config.url else os.environ.get(ENGINE_KEY)
+        self._servers = [JudgeServer(address, key, limits) for address in addresses]
         self._folder = AnswerFolder(self.config.cache)
         self._next_example = 0.0
 
@@ -145,12 +151,15 @@ class Judge(CompositeReward):
 
     async def _vote(self, content: str, number: int, stop: float) -> _Vote:
         body = self._body(content)
-        question = {"url": self._server.url, "body": body, "vote": number}
+        # All votes ask the same engine, which then computes the question only once.
+        server = self._servers[zlib.crc32(content.encode()) % len(self._servers)]
+        # Engines of a run have other addresses in the next run.
+        question = {"url": server.url if self.config.url else None, "body": body, "vote": number}
         known = self._folder.read(question)
         if known is not None and (score := self._read(known)) is not None:
             return _Vote(score, known)
         try:
-            reply = await self._server.ask(body, stop)
+            reply = await server.ask(body, stop)
         except NoAnswer as error:
             kind: Failure = "timeout" if error.is_late else "raised"
             return _Vote(None, requests=error.requests, failure=kind, message=str(error))

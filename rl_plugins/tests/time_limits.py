@@ -41,6 +41,10 @@ ALLOWED: dict[str, tuple[float, str]] = {
         180.0,
         "two runs, and one of the two has ten processes that load libraries",
     ),
+    "integration_tests/test_judge_engine.py::test_run_starts_an_engine_for_the_judge_and_waits_for_a_killed_server": (
+        120.0,
+        "the server of the judge starts twice",
+    ),
     "integration_tests/test_lost_engine.py::"
     "test_killed_engine_and_then_hung_engine_are_replaced_while_the_other_works": (
         180.0,

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from rl_plugins.config.checks import check_options
-from rl_plugins.config.judge import JudgeConfig, check_deadline, judges_of, key_variables, with_judges
+from rl_plugins.config.judge import (
+    ENGINE_KEY,
+    JudgeConfig,
+    check_deadline,
+    judges_of,
+    key_variables,
+    models_of_engines,
+    with_engines,
+    with_judges,
+)
 from rl_plugins.config.recipe import changed_options, parse_config, written
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.judge import TEMPLATE, Judge
@@ -74,6 +83,15 @@ def test_with_judges_gives_settings_to_judges_without_a_config() -> None:
     assert full["b"]["rewards"]["x"]["config"] == own and full["b"]["rewards"]["y"] == {"_target_": "z"}
     assert len(list(judges_of(full))) == 2 and key_variables(full) == ["A_KEY", "B_KEY"]
     assert list(judges_of({"_target_": Judge})) == [{"_target_": Judge}]
+
+
+def test_with_engines_gives_addresses_to_judges_without_an_address() -> None:
+    own = {"_target_": "rl_plugins.Judge", "config": {"url": "http://h/v1", "key_variable": "A_KEY"}}
+    rewards = with_judges({"a": NODE, "b": {"_target_": "sum", "rewards": {"x": own}}}, JudgeConfig(model="m"), 2)
+    assert models_of_engines(rewards) == ["m"] and with_engines(rewards, [], "copy") == rewards
+    full = with_engines(rewards, ["http://e/v1"], "copy")
+    assert full["a"]["urls"] == ["http://e/v1"] and full["a"]["config"].model == "copy"
+    assert full["b"] == rewards["b"] and key_variables(full) == ["A_KEY", ENGINE_KEY]
 
 
 def test_check_deadline_needs_time_for_the_wait() -> None:

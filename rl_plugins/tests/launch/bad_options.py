@@ -7,6 +7,7 @@ from rl_plugins.tests.launch import own_rows
 Case = tuple[list[str], list[str]]
 
 FILE = ["reward=file", "reward.functions.default.path=rewards.py"]
+JUDGE_ENGINE = ["reward=judge", "reward.judge.model=model", "placement.judge.actors=1"]
 JUDGE = ["reward=judge", "reward.judge.url=http://127.0.0.1:9/v1", "reward.judge.model=judge"]
 
 COMPOSING: dict[str, list[Case]] = {
@@ -393,6 +394,36 @@ CHECKS: dict[str, list[Case]] = {
         ),
         (["reward=file", "reward.functions.default.path=gone.py"], ["gone.py", "does not exist"]),
         (["reward=judge"], ["reward.judge.url is missing", "reward.judge.model"]),
+        (["placement.judge.actors=1"], ["placement.judge.actors=1: no reward of the run asks a judge without address"]),
+        (
+            [*JUDGE, "reward.judge.model=model", "placement.judge.actors=1"],
+            ["no reward of the run asks a judge", "reward.judge.url"],
+        ),
+        (["reward=judge", "placement.judge.actors=1"], ["placement.judge.actors=1: add reward.judge.model"]),
+        (
+            ["reward=judge", "placement.judge.actors=1", "reward.judge.model=./no_such_folder"],
+            ["no_such_folder: no such folder"],
+        ),
+        (
+            [*JUDGE_ENGINE, "launcher=local", "rollout.engine=transformers"],
+            ["placement.judge.actors=1: launcher=local runs in one process"],
+        ),
+        (
+            [
+                "placement.judge.actors=1", "reward.judge.model=model",
+                "reward.functions.default={_target_: rl_plugins.Judge, config: {model: other}}",
+            ],
+            ["a judge without url has model=other: leave this model out"],
+        ),
+        (
+            ["placement.judge.vllm={tensor_parallel_size: 2}"],
+            ["placement.judge.vllm.tensor_parallel_size", "use placement.judge.gpus"],
+        ),
+        (["placement.judge.vllm={max_len: 2}"], ["placement.judge.vllm.max_len", "no such engine argument"]),
+        (
+            [*JUDGE_ENGINE, "reward.judge.template_file=gone"],
+            ["gone: the file cannot be read"],
+        ),
         ([*JUDGE, "reward.judge.votes=0"], ["reward.judge.votes=0: must be at least 1"]),
         ([*JUDGE, "reward.judge.key_variable=NO_KEY"], ["reward.judge.key_variable=NO_KEY", "no such variable"]),
         ([*JUDGE, "reward.judge.template_file=gone.txt"], ["gone.txt", "the file cannot be read"]),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import rl_plugins as rl
-from rl_plugins.config.judge import JudgeConfig, with_judges
+from rl_plugins.config.judge import ENGINE_KEY, JudgeConfig, with_engines, with_judges
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.rewards import InlineScorer, RewardPool, Score
 from rl_plugins.rewards.judge import Judge
@@ -232,9 +232,31 @@ def test_judge_refuses_a_key_that_is_no_header(monkeypatch: pytest.MonkeyPatch) 
 
 def test_judge_shares_the_limits_between_processes() -> None:
     judge = Judge(settings("http://h/v1", requests_per_minute=60.0, concurrent_requests=8), processes=4)
-    assert (judge._server._limits.per_minute, judge._server._limits.concurrent) == (15.0, 2)
+    assert [(one._limits.per_minute, one._limits.concurrent) for one in judge._servers] == [(15.0, 2)]
     judge = Judge(settings("http://h/v1", concurrent_requests=1), processes=4)
-    assert (judge._server._limits.per_minute, judge._server._limits.concurrent) == (math.inf, 1)
+    assert [(one._limits.per_minute, one._limits.concurrent) for one in judge._servers] == [(math.inf, 1)]
+
+
+def test_judge_asks_the_engines_of_the_run_with_their_key(
+    stub: JudgeStub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(ENGINE_KEY, KEY)
+    config = JudgeConfig(
+        model="folder", votes=2, temperature=1.0, requests_per_minute=6000.0, concurrent_requests=8,
+        cache=str(tmp_path),
+    )  # fmt: skip
+    with judge_stub() as second:
+        rewards = with_engines(with_judges({"_target_": TARGET}, config, 1), [stub.url, second.url], "copy")
+        with RewardPool(rewards, num_workers=1, deadline_s=DEADLINE_S) as pool:
+            scores = pool.score([request(str(number)) for number in range(16)])
+        asked = [one for server in (stub, second) for one in server.requests]
+        questions = [{one["messages"][0]["content"] for one in server.requests} for server in (stub, second)]
+    assert {one.value for one in scores} == {0.8}
+    assert len(asked) == 32 and {(one["key"], one["model"]) for one in asked} == {(f"Bearer {KEY}", "copy")}
+    # Both engines have work, and all votes of a question ask one engine.
+    assert all(questions) and not questions[0] & questions[1]
+    judge = Judge(config, urls=[stub.url, "http://another/v1"])
+    assert [(one._limits.per_minute, one._limits.concurrent) for one in judge._servers] == [(3000.0, 4)] * 2
 
 
 def test_reward_workers_get_the_key_of_a_judge_and_no_other_secret(
