@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -205,11 +204,3 @@ def server(mlflow_server: Server) -> Server:
     """A running tracking server, also after a test that stopped the server."""
     mlflow_server.start()
     return mlflow_server
-
-
-def free_port() -> int:
-    """A port without a listening process. Another process may take the port before the caller does."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -13,7 +13,7 @@ import psutil
 from ray.cluster_utils import Cluster
 from ray.util.state import list_actors
 
-from integration_tests.conftest import free_port
+from rl_plugins.connections import free_port
 from rl_plugins.tests.patience import patient
 
 _OBJECT_STORE_BYTES = 10**8
@@ -96,8 +96,8 @@ def machines() -> Iterator[Machines]:
             "num_cpus": 0,
             "include_dashboard": True,
             # Without ports, Ray would take 8265 and 52365, which another Ray of this machine may have.
-            "dashboard_port": free_port(),
-            "dashboard_agent_listen_port": free_port(),
+            "dashboard_port": free_port("127.0.0.1"),
+            "dashboard_agent_listen_port": free_port("127.0.0.1"),
             "object_store_memory": _OBJECT_STORE_BYTES,
         },
     )

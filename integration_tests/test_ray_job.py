@@ -20,7 +20,8 @@ import psutil
 import pytest
 
 from integration_tests.command_server import take_signals
-from integration_tests.conftest import Recipe, free_port
+from integration_tests.conftest import Recipe
+from rl_plugins.connections import free_port
 from rl_plugins.run_folder import RunFolder, checkpoint_step, read_metrics
 from rl_plugins.tests.patience import patient, wait_until
 
@@ -71,12 +72,12 @@ def head_node() -> Iterator[HeadNode]:
 
 def start_head(folder: Path, log: Path, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], str]:
     """Start a head node; return the process and the address. The process ends if another process has a port."""
-    dashboard = free_port()
+    dashboard = free_port("127.0.0.1")
     ports = ("ray-client-server-port", "dashboard-agent-listen-port")
     command = [
         *RAY, "start", "--head", "--block", "--num-cpus=3", f"--temp-dir={folder}", "--port=0",
         "--include-dashboard=true", f"--dashboard-port={dashboard}", "--object-store-memory=200000000",
-        "--disable-usage-stats", *(f"--{name}={free_port()}" for name in ports),
+        "--disable-usage-stats", *(f"--{name}={free_port('127.0.0.1')}" for name in ports),
     ]  # fmt: skip
     with log.open("a") as output:
         head = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)

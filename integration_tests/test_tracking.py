@@ -16,8 +16,9 @@ import pytest
 from mlflow import MlflowClient
 
 from integration_tests.command_server import run_command
-from integration_tests.conftest import Recipe, free_port
+from integration_tests.conftest import Recipe
 from integration_tests.mlflow_server import Server, best_of
+from rl_plugins.connections import free_port
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.tests.patience import patient, wait_until
@@ -64,7 +65,7 @@ def test_registered_policy_answers_chats_from_mlflow_models_serve(tmp_path: Path
     policy = save_tiny_policy(tmp_path / "policy")
     run = open_run(store, "serving", folder, RunDescription())
     register_policy(run, policy, "adder", Evaluation("val/reward", 0.5, "data"), "17+25=")
-    url, log = f"http://127.0.0.1:{free_port()}", tmp_path / "serve.log"
+    url, log = f"http://127.0.0.1:{free_port('127.0.0.1')}", tmp_path / "serve.log"
     command = [
         sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/adder@champion", "--env-manager", "local",
         "--port", url.rpartition(":")[2], "--workers", "1",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from rl_plugins.redaction import redacted
 
 
@@ -85,3 +88,16 @@ class RunStopped(Exception):
     The command-line entry points print one line with the option for a resume, and exit with status 75 ("try again
     later" in sysexits.h).
     """
+
+
+@contextmanager
+def user_errors_of_tasks() -> Iterator[None]:
+    """Raise the `UserError` of a Ray task or actor, instead of Ray's error with the traceback of another process."""
+    import ray
+
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise error.cause from None
+        raise

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rl_plugins.connections import free_port
 from rl_plugins.run_folder import RunFolder
 
 IMAGES = Path(__file__).parent
@@ -46,9 +47,7 @@ def served(run: RunFolder) -> Iterator[str]:
 
     store = OmegaConf.load(run.config).tracking.uri
     run_id = run.tracking_run.read_text().strip()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port("127.0.0.1")
     address = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store, "--port", str(port)]
     server = subprocess.Popen([*command, "--workers", "1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -325,8 +325,7 @@ def _check_pools(config: RecipeConfig) -> None:
         option = f"placement.{role}.actors={pool.actors}"
         if not pool.actors:
             continue
-        if config.launcher == "local":
-            raise ConfigError(f"{option}: launcher=local runs in one process: use launcher=ray, or leave it out")
+        _needs_ray(config, option)
         _needs_collecting(config, option)
         if models[role] is None:
             raise ConfigError(f"{option}, and there is no such model: name it with {role}.path, or leave the pool out")
@@ -389,8 +388,7 @@ def _check_judge_engines(config: RecipeConfig) -> None:
     judge, option = config.reward.judge, f"placement.judge.actors={config.placement.judge.actors}"
     if not config.placement.judge.actors:
         return
-    if config.launcher == "local":
-        raise ConfigError(f"{option}: launcher=local runs in one process: use launcher=ray, or leave it out")
+    _needs_ray(config, option)
     asking = models_of_engines(config.rewards) if config.generates else []
     if not asking:
         raise ConfigError(
@@ -404,6 +402,11 @@ def _check_judge_engines(config: RecipeConfig) -> None:
             f"{option}: the engines have the model of reward.judge.model, and a judge without url has "
             f"model={others[0]}: leave this model out, or give this judge a url"
         )
+
+
+def _needs_ray(config: RecipeConfig, option: str) -> None:
+    if config.launcher == "local":
+        raise ConfigError(f"{option}: launcher=local runs in one process: use launcher=ray, or leave it out")
 
 
 def _next_multiple(value: int, of: int) -> int:

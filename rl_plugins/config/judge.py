@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Annotated, Any
@@ -197,11 +197,7 @@ def with_judges(reward: Any, judge: JudgeConfig, processes: int) -> Any:
         judge: settings of judges without a `config` of their own.
         processes: number of processes that share the limits of requests.
     """
-    if not isinstance(reward, Mapping):
-        return reward
-    if _is_judge(reward):
-        return {"config": judge, **reward, "processes": processes}
-    return {name: with_judges(child, judge, processes) for name, child in reward.items()}
+    return _with_nodes(reward, lambda node: {"config": judge, **node, "processes": processes})
 
 
 def with_engines(reward: Any, urls: Sequence[str], model: str | None) -> Any:
@@ -212,19 +208,24 @@ def with_engines(reward: Any, urls: Sequence[str], model: str | None) -> Any:
         urls: addresses of the engines; none if the run has no engines.
         model: name of the engines' model.
     """
-    if not isinstance(reward, Mapping):
-        return reward
-    if _is_judge(reward):
-        if not urls or _option(reward, "url"):
-            return reward
-        return {**reward, "config": replace(judge_config(reward["config"]), model=model), "urls": list(urls)}
-    return {name: with_engines(child, urls, model) for name, child in reward.items()}
+
+    def asking(node: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not urls or _option(node, "url"):
+            return node
+        return {**node, "config": replace(judge_config(node["config"]), model=model), "urls": list(urls)}
+
+    return _with_nodes(reward, asking)
 
 
 def key_variables(reward: object) -> list[str]:
     """Return the names of the variables with the keys of all judges."""
     names = [ENGINE_KEY if node.get("urls") else _option(node, "key_variable") for node in judges_of(reward)]
     return sorted({str(name) for name in names if name})
+
+
+def asks_engine(reward: object) -> bool:
+    """Return True if a judge asks an engine of the run (see `with_engines`)."""
+    return any(node.get("urls") for node in judges_of(reward))
 
 
 def models_of_engines(reward: object) -> list[str | None]:
@@ -255,6 +256,15 @@ def check_deadline(reward: object, deadline_s: float, option: str) -> None:
                 f"{option}={deadline_s:g} is below the {wait_s + timeout_s:g} s of reward.judge.wait_s={wait_s:g} and "
                 f"reward.judge.timeout_s={timeout_s:g}: raise {option}, or lower reward.judge.wait_s"
             )
+
+
+def _with_nodes(reward: Any, changed: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Any:
+    """Return the configuration of rewards, with a change of the node of each judge."""
+    if not isinstance(reward, Mapping):
+        return reward
+    if _is_judge(reward):
+        return changed(reward)
+    return {name: _with_nodes(child, changed) for name, child in reward.items()}
 
 
 def _is_judge(reward: Mapping[Any, Any]) -> bool:

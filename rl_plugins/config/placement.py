@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
-from rl_plugins.config.rollout import check_is_engine_argument
+from rl_plugins.config.rollout import check_engine_arguments
 from rl_plugins.config.settings import ABOVE_0, ABOVE_0_OR_NULL, AT_LEAST_1, GPUS, NOT_NEGATIVE, Settings, one_of
-from rl_plugins.errors import ConfigError
 
 _PLACE = one_of("while_sampling", "stay", "cpu", "nvme")
 
@@ -137,10 +136,7 @@ class JudgeEngineOptions(Settings):
                 package sets.
         """
         super().__post_init__()
-        for name in self.vllm:
-            if name in _OF_JUDGE_ENGINES:
-                raise ConfigError(f"vllm.{name}: the package sets this argument of vLLM: use {_OF_JUDGE_ENGINES[name]}")
-            check_is_engine_argument(name)
+        check_engine_arguments(self.vllm, _OF_JUDGE_ENGINES)
 
 
 @dataclass

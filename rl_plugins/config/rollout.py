@@ -144,29 +144,27 @@ def default_sleep(*, on_gpus: bool, sends_adapter: bool) -> str:
     return "all" if on_gpus and not sends_adapter else "kv_cache"
 
 
-def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
+def check_engine_arguments(arguments: Mapping[str, Any], own: Mapping[str, str | None] = OWN_ARGUMENTS) -> None:
     """Check the names of arguments of vLLM's engine, without an import of vLLM.
+
+    Args:
+        arguments: arguments by name.
+        own: arguments that the package sets, with the option for the argument, if there is one.
 
     Raises:
         ConfigError: vLLM does not know an argument, or the package sets the argument.
     """
-    for name in arguments:
-        if name in OWN_ARGUMENTS:
-            option = OWN_ARGUMENTS[name]
-            way_out = f"use {option}" if option else "leave it out"
-            raise ConfigError(f"vllm.{name}: the package sets this argument of vLLM: {way_out}")
-        check_is_engine_argument(name)
-
-
-def check_is_engine_argument(name: str) -> None:
-    """Raise a ConfigError if the installed vLLM has no engine argument of this name."""
     known = engine_argument_names()
-    if known and name not in known:
-        close = difflib.get_close_matches(name, known, n=3)
-        raise ConfigError(
-            f"vllm.{name}: the installed vLLM has no such engine argument: "
-            + (f"did you mean {' or '.join(close)}?" if close else "see vllm.EngineArgs")
-        )
+    for name in arguments:
+        if name in own:
+            way_out = f"use {own[name]}" if own[name] else "leave it out"
+            raise ConfigError(f"vllm.{name}: the package sets this argument of vLLM: {way_out}")
+        if known and name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            raise ConfigError(
+                f"vllm.{name}: the installed vLLM has no such engine argument: "
+                + (f"did you mean {' or '.join(close)}?" if close else "see vllm.EngineArgs")
+            )
 
 
 def check_cpu_head_size(path: str, model: Mapping[str, Any]) -> None:

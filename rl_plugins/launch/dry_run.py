@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.config.judge import with_engines
+from rl_plugins.config.judge import asks_engine, with_engines
 from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.launch.agent import check_agent
@@ -149,12 +149,12 @@ def _check_rewards(config: RecipeConfig, first_of_source: Mapping[str, Row]) -> 
     """Call the reward once for each data source, in a process like a reward worker.
 
     Rewards with GPUs are called in the reward workers of the cluster only: this machine may have no GPU. Rewards that
-    ask an engine of the run are loaded only: the engine does not run yet.
+    ask an engine of the run are loaded and not called: the engine does not run yet.
 
     Returns:
         Replies of environments to the policy.
     """
-    from rl_plugins.rewards.calling import check_routes
+    from rl_plugins.rewards.calling import check_routes, route_of
     from rl_plugins.rewards.trial import RewardTrial, trial_deadline_s
 
     if not first_of_source:
@@ -173,7 +173,8 @@ def _check_rewards(config: RecipeConfig, first_of_source: Mapping[str, Row]) -> 
         pass_env=reward.pass_env,
         in_process=not reward.num_workers,
     ) as trial:
-        return [] if judges else _replies(config, first_of_source, trial)
+        called = {source: row for source, row in first_of_source.items() if not asks_engine(route_of(rewards, source))}
+        return _replies(config, called, trial)
 
 
 def _replies(config: RecipeConfig, first_of_source: Mapping[str, Row], trial: RewardTrial) -> list[Message]:

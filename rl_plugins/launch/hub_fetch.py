@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from rl_plugins.config.recipe import RecipeConfig
-from rl_plugins.errors import ConfigError, DeadlineExceeded, StorageError
+from rl_plugins.errors import ConfigError, DeadlineExceeded, StorageError, user_errors_of_tasks
 from rl_plugins.hub.files import download, repository_files
 from rl_plugins.hub.names import HubName, model_name
 from rl_plugins.launch.hub_commits import SCHEME, HubCommits
@@ -183,11 +183,10 @@ def fetch_on_machines(config: RecipeConfig, nodes: Sequence[Mapping[str, Any]]) 
         for task in done:
             address = waiting.pop(task)
             try:
-                ray.get(task, timeout=_SAY_EVERY_S)
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, ConfigError):
-                    raise ConfigError(f"machine {address}: {error.cause}") from None
-                raise
+                with user_errors_of_tasks():
+                    ray.get(task, timeout=_SAY_EVERY_S)
+            except ConfigError as error:
+                raise ConfigError(f"machine {address}: {error}") from None
         waited, machines = time.monotonic() - begun, ", ".join(sorted(waiting.values()))
         if waiting and waited > _DEADLINE_S:
             raise DeadlineExceeded(f"the run waited {waited:.0f} s for {machines} to download {names}")

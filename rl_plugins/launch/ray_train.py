@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from rl_plugins.collector import collector_off
 from rl_plugins.config.judge import ENGINE_KEY
 from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.recipe import RecipeConfig, write_config
+from rl_plugins.connections import free_port
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.launch.gpu_checks import check_nodes
 from rl_plugins.launch.gpus import local_gpus
@@ -214,8 +214,9 @@ def _training_run(arguments: dict[str, Any]) -> TrainingRun:
     device = config.placement.device
     # With GPUs, optimizer steps of `strategy.offload.policy=cpu` use the threads.
     torch.set_num_threads(max(1, int(config.placement.cpus_per_worker)))
-    # Reward workers get the variable from this process.
-    os.environ[ENGINE_KEY] = arguments["judge_key"]
+    if arguments["judge_urls"]:
+        # Reward workers get the variable from this process.
+        os.environ[ENGINE_KEY] = arguments["judge_key"]
     scorer = scorer_of(config, arguments["judge_urls"])
     rollout: RolloutEngine | None = arguments["rollout"]
     if rollout is None:
@@ -317,9 +318,7 @@ def start_ray(environment: dict[str, str], object_store: int = LEAST_BYTES) -> N
         return
     # Ray Train asks the state API of the dashboard if its controller is alive. Without an address it may ask
     # another Ray on this machine, which does not know the controller, and then the workers are killed.
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port("127.0.0.1")
     environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
     # A local Ray has no nodes that could be preempted, and Ray reports an error for the watcher.
     environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"

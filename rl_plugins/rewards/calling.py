@@ -180,6 +180,12 @@ def normalize_routes(reward_config: Mapping[str, Any]) -> dict[str, Mapping[str,
     return routes
 
 
+def route_of(reward_config: Mapping[str, Any], data_source: str) -> Mapping[str, Any]:
+    """Return the configuration of the reward of a data source that has a reward (see `check_routes`)."""
+    routes = normalize_routes(reward_config)
+    return routes.get(data_source) or routes["default"]
+
+
 def check_routes(reward_config: Mapping[str, Any], data_sources: Iterable[str]) -> None:
     """Check that every data source of a data set has a reward, before a run starts. No reward is loaded.
 

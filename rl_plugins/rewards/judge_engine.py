@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,9 +17,11 @@ from threading import Event, Thread
 from typing import Any
 
 from rl_plugins.config.recipe import RecipeConfig
-from rl_plugins.errors import ConfigError, DeadlineExceeded, UserError
+from rl_plugins.connections import free_port
+from rl_plugins.errors import ConfigError, DeadlineExceeded, user_errors_of_tasks
 from rl_plugins.hub.files import model_folder
 from rl_plugins.rewards.child_process import ChildProcess
+from rl_plugins.rollout.vllm.config import engine_environment, executor_name
 
 _MODULE = "rl_plugins.rewards.judge_engine"
 _RESTARTS = 10
@@ -77,15 +78,14 @@ class JudgeEngineConfig:
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of vLLM's server."""
-        # The engine's own process ends with the server.
-        executor = "OneProcessExecutor" if self.device == "cpu" or self.gpus == 1 else "OneForAllExecutor"
         return {
             **({"enforce_eager": True} if self.device == "cpu" else {"tensor_parallel_size": self.gpus}),
             **self.vllm,
             "model": model_folder(self.model, trust_remote_code=self.trust_remote_code),
             "served_model_name": [self.model],
             "trust_remote_code": self.trust_remote_code,
-            "distributed_executor_backend": f"rl_plugins.rollout.vllm.executor.{executor}",
+            # The engine's own process ends with the server.
+            "distributed_executor_backend": executor_name(1 if self.device == "cpu" else self.gpus),
             "api_key": [self.key],
             "use_tqdm_on_load": False,
             "uvicorn_log_level": "warning",
@@ -104,13 +104,13 @@ class JudgeEngine:
     def __init__(self, config: JudgeEngineConfig, port: int) -> None:
         import ray
 
-        from rl_plugins.rollout.vllm.config import VLLMConfig
-
         self._config, self._host, self._port = config, ray.util.get_node_ip_address(), port
-        environment = VLLMConfig(config.model, device=config.device, threads=config.threads).environment
-        self._server = ChildProcess(_MODULE, {**os.environ, **environment})
+        environment = os.environ | engine_environment(config.device, config.threads)
+        self._server = ChildProcess(_MODULE, environment)
         self._server.connection.send((self._host, port, config.arguments))
-        self._has_reader = Event()
+        self._started = Event()
+        if ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed:
+            self._started.set()
         Thread(target=self._end_with_server, daemon=True, name="end-with-server").start()
 
     def ready(self) -> str:
@@ -120,7 +120,6 @@ class JudgeEngine:
             ConfigError: the server has ended.
             DeadlineExceeded: the server does not answer before the deadline.
         """
-        self._has_reader.set()
         subject, deadline = f"the judge engine with the model {self._config.model}", time.monotonic()
         deadline += self._config.start_timeout_s
         while not self._is_healthy():
@@ -134,7 +133,7 @@ class JudgeEngine:
                 raise DeadlineExceeded(
                     f"{subject} did not start within placement.judge.start_timeout_s={self._config.start_timeout_s:g}"
                 )
-        self._has_reader.clear()
+        self._started.set()
         return f"http://{self._host}:{self._port}/v1"
 
     def _is_healthy(self) -> bool:
@@ -149,8 +148,8 @@ class JudgeEngine:
 
     def _end_with_server(self) -> None:
         wait([self._server.ended])
-        # A caller of `ready` gets the reason.
-        if not self._has_reader.is_set():
+        # The caller of `ready` gets the reason of an end at the first start.
+        if self._started.is_set():
             print(f"the judge engine {self._server.describe_end()}, and starts again", flush=True)
             os._exit(1)
 
@@ -186,7 +185,7 @@ def start_judge_engines(config: JudgeEngineConfig, places: Sequence[dict[str, An
     import ray
 
     # After a restart, an actor has the same arguments, and with the arguments the same port.
-    ports = [ray.remote(_free_port).options(**{**place, "num_cpus": 0, "num_gpus": 0}).remote() for place in places]
+    ports = [ray.remote(free_port).options(**{**place, "num_cpus": 0, "num_gpus": 0}).remote() for place in places]
     try:
         found = ray.get(ports, timeout=_PORT_TIMEOUT_S)
     except ray.exceptions.GetTimeoutError:
@@ -210,20 +209,10 @@ def addresses_of(engines: Sequence[Any], start_timeout_s: float) -> list[str]:
     if not engines:
         return []
     try:
-        addresses: list[str] = ray.get(
-            [engine.ready.remote() for engine in engines], timeout=start_timeout_s + _GRACE_S
-        )
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, UserError):
-            raise error.cause from None
-        raise
+        with user_errors_of_tasks():
+            addresses: list[str] = ray.get(
+                [engine.ready.remote() for engine in engines], timeout=start_timeout_s + _GRACE_S
+            )
     except ray.exceptions.GetTimeoutError:
         raise DeadlineExceeded(f"Ray did not start the judge engines within {start_timeout_s + _GRACE_S:g} s") from None
     return addresses
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        port: int = listener.getsockname()[1]
-        return port

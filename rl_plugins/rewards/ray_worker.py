@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import user_errors_of_tasks
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rewards.worker import LoadedRewards, RewardWorker, WorkerLost
 
@@ -47,15 +47,12 @@ class RayWorker(RewardWorker):
     def take(self) -> list[Score | None]:
         """Return the result of the actor."""
         try:
-            return ray.get(self._result, timeout=_FETCH_S) or []
+            with user_errors_of_tasks():
+                return ray.get(self._result, timeout=_FETCH_S) or []
         except ray.exceptions.GetTimeoutError:
             raise WorkerLost(f"the scores did not arrive within {_FETCH_S:g} s") from None
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             raise WorkerLost(" ".join(str(error).split())) from None
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, ConfigError):
-                raise error.cause from None
-            raise
 
     def kill(self) -> None:
         """End the actor."""

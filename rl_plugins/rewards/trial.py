@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_plugins.config.judge import key_variables, longest_timeout
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.calling import check_routes, normalize_routes
+from rl_plugins.rewards.calling import check_routes, route_of
 from rl_plugins.rewards.child_worker import ChildWorker
 from rl_plugins.rewards.inline import InlineScorer
 from rl_plugins.rewards.limits import WorkerLimits, withheld_names
@@ -96,8 +96,7 @@ class RewardTrial:
         """
         source = request.data_source
         check_routes(self.reward_config, [source])
-        routes = normalize_routes(self.reward_config)
-        name = name_of(routes.get(source) or routes["default"])
+        name = name_of(route_of(self.reward_config, source))
         score = self._score(request, name)
         if score.failure is not None:
             raise ConfigError(

@@ -6,7 +6,6 @@ One rank uses NCCL. Two ranks on one GPU use gloo, because NCCL refuses two rank
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from integration_tests.gpu.without_vllm.cases import Case, Place, seconds_of
 from integration_tests.gpu.without_vllm.kernel import use_kernel_of_this_torch
 from integration_tests.gpu.without_vllm.training import save_policy
+from rl_plugins.connections import free_port
 from rl_plugins.models.packed_attention import boundaries, use_packed_attention
 from rl_plugins.strategies.sequence_parallel import SequenceShards
 
@@ -61,7 +61,7 @@ def cases(place: Place) -> Iterable[Case]:
 
 def _run_alone(place: Place, variant: Variant) -> Mapping[str, Any]:
     if not distributed.is_initialized():
-        _join("nccl" if place.on_gpu else "gloo", rank=0, ranks=1, port=_free_port())
+        _join("nccl" if place.on_gpu else "gloo", rank=0, ranks=1, port=free_port("127.0.0.1"))
     return compare(place, variant)
 
 
@@ -93,7 +93,7 @@ class SecondRank:
     def _start(self) -> Connection:
         if distributed.is_initialized():
             distributed.destroy_process_group()
-        context, port = multiprocessing.get_context("spawn"), _free_port()
+        context, port = multiprocessing.get_context("spawn"), free_port("127.0.0.1")
         self._pipe, theirs = context.Pipe()
         # A daemon ends with this process.
         context.Process(target=serve_second_rank, args=(theirs, self._place, port), daemon=True).start()
@@ -115,12 +115,6 @@ def serve_second_rank(pipe: Connection, place: Place, port: int) -> None:
             pipe.send(traceback.format_exc())
         else:
             pipe.send("")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def _join(backend: str, *, rank: int, ranks: int, port: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 from integration_tests.gpu.without_vllm.cases import Case, Place, need
 from integration_tests.gpu.without_vllm.kernel import use_kernel_of_this_torch
 from integration_tests.gpu.without_vllm.training import Variant, train, train_on_host
+from rl_plugins.connections import free_port
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.strategies.offload import HOST
 
@@ -90,9 +90,8 @@ def _cases(place: Place, make: MakeStrategy, variants: Mapping[str, Variant]) ->
 
 def _be_only_rank() -> None:
     """Set the variables of a process group of one rank."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0",
+    port = str(free_port("127.0.0.1"))
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0",
              "NODE_RANK": "0"}  # fmt: skip
     for name, value in group.items():
         os.environ.setdefault(name, value)

@@ -127,24 +127,13 @@ class VLLMConfig(EngineOptions):
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables of the engine's process."""
-        # vLLM sends no usage report, unless the user wants the report.
-        usage = {"VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1")}
-        if self.device == "cuda":
-            # Weight updates send CUDA IPC handles, because engine and trainer share a GPU.
-            # Only this model runner returns experts.
-            runner = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.return_experts else {}
-            return {**usage, **runner, "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-        return {
-            **usage,
-            **CPU_ENVIRONMENT,
-            "OMP_NUM_THREADS": str(self.threads),
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            # Hides a warning of the CPU build about memory binding.
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            # Hides warnings about Triton kernels on machines without Triton.
-            "TORCH_LOGS": "-torch._library",
-            "VLLM_CPU_KVCACHE_SPACE": str(self.cpu_kv_cache_gib),
-        }
+        common = engine_environment(self.device, self.threads, self.cpu_kv_cache_gib)
+        if self.device == "cpu":
+            return common
+        # Only this model runner returns experts.
+        runner = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.return_experts else {}
+        # Weight updates send CUDA IPC handles, because engine and trainer share a GPU.
+        return {**common, **runner, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
     def engine_arguments(self) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM`."""
@@ -161,9 +150,8 @@ class VLLMConfig(EngineOptions):
             "logprobs_mode": "processed_logprobs",
             "weight_transfer_config": {"backend": INTERRUPTIBLE_NCCL if self.backend == "nccl" else self.backend},
             "worker_extension_cls": "rl_plugins.rollout.vllm.plugin.WorkerExtension",
+            "distributed_executor_backend": executor_name(self.tensor_parallel_size),
         }
-        executor = "OneProcessExecutor" if self.tensor_parallel_size == 1 else "OneForAllExecutor"
-        arguments["distributed_executor_backend"] = f"rl_plugins.rollout.vllm.executor.{executor}"
         if self.lora_rank:
             largest = next(rank for rank in ADAPTER_RANKS if rank >= self.lora_rank)
             arguments |= {"enable_lora": True, "max_lora_rank": largest}
@@ -178,3 +166,38 @@ class VLLMConfig(EngineOptions):
             "gpu_memory_utilization": self.gpu_memory_utilization,
             **self.vllm,
         }
+
+
+def engine_environment(device: str, threads: int, cpu_kv_cache_gib: int = 1) -> dict[str, str]:
+    """Return the environment variables of the process of any vLLM engine.
+
+    Args:
+        device: `cpu` or `cuda`.
+        threads: number of threads of the process (CPU).
+        cpu_kv_cache_gib: size of the KV cache in GiB (CPU).
+    """
+    # vLLM sends no usage report, unless the user wants the report.
+    usage = {"VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1")}
+    if device == "cuda":
+        return {**usage, "VLLM_LOGGING_LEVEL": "WARNING"}
+    return {
+        **usage,
+        **CPU_ENVIRONMENT,
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        # Hides a warning of the CPU build about memory binding.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # Hides warnings about Triton kernels on machines without Triton.
+        "TORCH_LOGS": "-torch._library",
+        "VLLM_CPU_KVCACHE_SPACE": str(cpu_kv_cache_gib),
+    }
+
+
+def executor_name(processes: int) -> str:
+    """Return the name of the executor of an engine, for vLLM's argument `distributed_executor_backend`.
+
+    Args:
+        processes: number of processes with parts of the model.
+    """
+    executor = "OneProcessExecutor" if processes == 1 else "OneForAllExecutor"
+    return f"rl_plugins.rollout.vllm.executor.{executor}"

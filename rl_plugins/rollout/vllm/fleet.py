@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.config.rollout import check_cpu_head_size
-from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost, UserError
+from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost, user_errors_of_tasks
 from rl_plugins.model_json import read_model_config
 from rl_plugins.ranks import Ranks, barrier, broadcast, gather
 from rl_plugins.rollout.vllm.config import VLLMConfig
@@ -316,15 +316,12 @@ class Fleet:
         import ray
 
         try:
-            return ray.get(reference, timeout=timeout_s)
+            # A wrong option needs one line.
+            with user_errors_of_tasks():
+                return ray.get(reference, timeout=timeout_s)
         # A restarted process raises EngineLost if the rank has not noticed the restart.
         except (ray.exceptions.RayActorError, EngineLost) as error:
             raise self.mark_lost(engine, silent=False) from error
-        except ray.exceptions.RayTaskError as error:
-            # Ray adds the traceback of the actor, and a wrong option needs one line.
-            if isinstance(error.cause, UserError):
-                raise error.cause from None
-            raise
 
     def sampling_deadline(self) -> Deadline:
         """Return the deadline of sampling. The actor's deadline ends first and names the missing ranks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from rl_plugins.callbacks.throughput import PEAK_TFLOPS, Throughput, flops_per_t
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.models.lora import add_adapter
 from rl_plugins.models.tiny import build_model
+from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.tests.callbacks.training import build_stage, train
 from rl_plugins.tests.cases import case
 from rl_plugins.tests.stages import canned
@@ -54,6 +57,27 @@ def test_throughput_without_a_known_peak_logs_no_mfu() -> None:
     names = {name for _, row in log.rows for name in row if name.startswith("throughput/")}
     assert names == {"throughput/trained_tokens_per_s", "throughput/sampled_tokens_per_s"}
     assert known_peak(torch.device("cpu")) is None
+
+
+def trained_tokens(stage: PolicyOptimization, callback: Throughput) -> float:
+    """Train; return the number of tokens that the callback counted."""
+    rows = [row for _, row in train(stage, [callback])[1].rows]
+    rates = [row["throughput/trained_tokens_per_s"] for row in rows if "throughput/trained_tokens_per_s" in row]
+    times = [row["time/step"] for row in rows if "time/step" in row]
+    return sum(rate * time for rate, time in zip(rates, times, strict=True))
+
+
+def test_throughput_counts_once_in_the_run_after_an_error() -> None:
+    def fail(metrics: Mapping[str, float]) -> dict[str, float]:
+        raise OSError("a disk is full")
+
+    callback, stage = Throughput(), build_stage(2)
+    stage.further_metrics.append(fail)
+    with pytest.raises(OSError, match="a disk is full"):
+        train(stage, [callback])
+    stage.further_metrics.remove(fail)
+    assert trained_tokens(stage, callback) == pytest.approx(trained_tokens(build_stage(1), Throughput()))
+    assert not stage.policy._forward_pre_hooks and not stage.further_metrics
 
 
 def test_flops_per_token_by_hand() -> None:

@@ -420,9 +420,10 @@ CHECKS: dict[str, list[Case]] = {
             ["placement.judge.vllm.tensor_parallel_size", "use placement.judge.gpus"],
         ),
         (["placement.judge.vllm={max_len: 2}"], ["placement.judge.vllm.max_len", "no such engine argument"]),
+        ([*JUDGE_ENGINE, "reward.judge.template_file=gone"], ["gone: the file cannot be read"]),
         (
-            [*JUDGE_ENGINE, "reward.judge.template_file=gone"],
-            ["gone: the file cannot be read"],
+            [*JUDGE_ENGINE, "++reward.functions.addition={_target_: rl_plugins.tests.rewards.sample_rewards.mumbles}"],
+            ["the reward fails on a sample of data_source 'addition'"],
         ),
         ([*JUDGE, "reward.judge.votes=0"], ["reward.judge.votes=0: must be at least 1"]),
         ([*JUDGE, "reward.judge.key_variable=NO_KEY"], ["reward.judge.key_variable=NO_KEY", "no such variable"]),

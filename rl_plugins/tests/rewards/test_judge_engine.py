@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
 
+from rl_plugins.connections import free_port
 from rl_plugins.errors import ConfigError, DeadlineExceeded
 from rl_plugins.launch.placement import roles_of
 from rl_plugins.rewards import judge_engine
@@ -26,13 +28,13 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(judge_engine, "model_folder", lambda path, **options: path)
 
     def start(model: str, **options: Any) -> JudgeEngine:
-        engines.append(JudgeEngine(JudgeEngineConfig(model, "key", **options), judge_engine._free_port()))
+        engines.append(JudgeEngine(JudgeEngineConfig(model, "key", **options), free_port()))
         return engines[-1]
 
     yield start
     for engine in engines:
-        # Without this mark, the end of the server would end this process.
-        engine._has_reader.set()
+        # With this mark, the end of the server would end this process.
+        engine._started.clear()
         engine._server.kill()
 
 
@@ -65,9 +67,13 @@ def test_ready_returns_the_address_of_the_server(start: Start) -> None:
     assert engine.ready() == f"http://{engine._host}:{engine._port}/v1"
 
 
-def test_ready_says_that_the_server_has_ended(start: Start) -> None:
-    with pytest.raises(ConfigError, match="the model broken ended with exit status 3 at its start"):
-        start("broken", start_timeout_s=patient(60)).ready()
+def test_ready_says_that_the_server_has_ended_before_or_during_the_call(start: Start) -> None:
+    for before in (True, False):
+        engine = start("broken", start_timeout_s=patient(60))
+        if before:
+            assert wait([engine._server.ended], patient(60))
+        with pytest.raises(ConfigError, match="the model broken ended with exit status 3 at its start"):
+            engine.ready()
 
 
 def test_ready_has_a_deadline(start: Start) -> None:

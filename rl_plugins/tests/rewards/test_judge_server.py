@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import socket
 import threading
 import time
 from typing import Any
 
 import pytest
 
+from rl_plugins.connections import free_port
 from rl_plugins.rewards import judge_server
 from rl_plugins.rewards.judge_server import JudgeReply, JudgeServer, NoAnswer, RequestLimits
 from rl_plugins.tests.patience import patient
@@ -37,13 +37,6 @@ def failure(url: str, **options: Any) -> NoAnswer:
     (outcome,) = ask(url, **options)
     assert isinstance(outcome, NoAnswer)
     return outcome
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_ask_sends_the_body_and_the_key_to_the_endpoint(stub: JudgeStub) -> None:
@@ -100,7 +93,7 @@ def test_ask_ends_a_hanging_request_and_repeats(stub: JudgeStub) -> None:
 
 
 def test_ask_waits_for_a_server_that_starts_later(caplog: pytest.LogCaptureFixture) -> None:
-    port, started = free_port(), threading.Event()
+    port, started = free_port("127.0.0.1"), threading.Event()
     outcomes: list[Any] = []
 
     class Watch(logging.Handler):
