@@ -97,8 +97,15 @@ def train(folder: Path, threads: int) -> list[float]:
         micro_batches = cutter.indices(Lengths.of(samples))
         for number, indices in enumerate(micro_batches, 1):
             micro = samples[indices].trimmed()
-            row = pack(engine, **micro.forward_inputs)
-            predicting = row.predicting(micro.attention_mask, micro.responses.shape[1])
+            mask, width = micro.attention_mask, micro.responses.shape[1]
+            row = pack(
+                engine,
+                input_ids_BS=micro.input_ids,
+                attention_mask_BS=mask,
+                position_ids_BS=micro.position_ids,
+                response_width=width,
+            )
+            predicting = row.predicting(mask, width)
             logits_NV = engine(**row.inputs, logits_to_keep=predicting, use_cache=False).logits[0]
             targets_N = micro.responses[micro.response_mask.bool()]
             loss = torch.nn.functional.cross_entropy(logits_NV, targets_N, reduction="sum") / tokens

@@ -56,7 +56,7 @@ class Throughput(Callback):
 
     Args:
         peak_tflops: dense peak of a training device in the run's precision, in 10^12 operations per second. The default
-            is the value in `PEAK_TFLOPS`. Without a value there is no `mfu`.
+            is the value in `PEAK_TFLOPS`. Without a value, and for a vision-language model, there is no `mfu`.
     """
 
     def __init__(self, peak_tflops: float | None = None) -> None:
@@ -75,6 +75,9 @@ class Throughput(Callback):
         model = pl_module.named_models()[pl_module.trained]
         self._flops_per_token, self._flops_per_pair = flops_per_token(model)
         self._peak_tflops = self._peak_tflops or known_peak(pl_module.device)
+        if hasattr(getattr(model, "config", None), "vision_config"):
+            # The operations of a vision tower depend on the images.
+            self._peak_tflops = None
         self._ranks, self._devices, self._trained = pl_module.strategy.ranks, trainer.world_size, pl_module.trained
         self._installed.enter_context(model.register_forward_pre_hook(self._count, with_kwargs=True))
         pl_module.further_metrics.append(self._metrics_of_step)
@@ -83,6 +86,9 @@ class Throughput(Callback):
     def _count(self, model: nn.Module, arguments: tuple[object, ...], inputs: dict[str, Tensor]) -> None:
         if torch.is_grad_enabled():
             positions, mask = inputs["position_ids"], inputs.get("attention_mask")
+            if positions.ndim == 3:
+                # The first are the positions in the text; the others are places in an image.
+                positions = positions[0]
             mask = torch.ones_like(positions) if mask is None else mask.to(positions)
             tokens = mask.sum()
             # The sum of the squared sample lengths: the positions 0 .. T-1 add up to (T^2 - T) / 2.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ def read_model_config(file: Path) -> dict[str, Any]:
             if size is not None and (type(size) is not int or size < 1):
                 raise ConfigError(f"{file}: {key} is {str(size)[:40]!r}, not a whole number above 0: {AGAIN}")
     return config
+
+
+def reads_images(config: Mapping[str, Any]) -> bool:
+    """Return True if a config.json is that of a vision-language model."""
+    return isinstance(config.get("vision_config"), Mapping)
 
 
 def read_json(file: Path) -> dict[str, Any]:

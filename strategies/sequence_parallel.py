@@ -27,6 +27,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter
 from rl_plugins.models.packed_attention import boundaries, has_packed_attention
 from rl_plugins.strategies.gathering import gather_rows, inputs_of_pass
+from rl_plugins.vision_language import is_vision_language
 
 
 class SequenceShards:
@@ -156,7 +157,8 @@ def body_of(model: nn.Module, name: str, size: int) -> nn.Module:
     """
     whole = model.get_base_model() if has_adapter(model) else model
     way_out = f"set sequence_parallel=1, or use another model for the {name}"
-    if not isinstance(whole, PreTrainedModel) or whole.base_model is whole or not has_packed_attention(whole):
+    can_share = has_packed_attention(whole) and not is_vision_language(whole)
+    if not isinstance(whole, PreTrainedModel) or whole.base_model is whole or not can_share:
         raise ConfigError(f"{type(whole).__name__} does not attend by packed_sdpa below a head: {way_out}")
     heads = whole.config.num_attention_heads
     key_heads = getattr(whole.config, "num_key_value_heads", None) or heads

@@ -62,7 +62,9 @@ def plan_of(model: nn.Module, name: str, size: int) -> dict[str, ParallelStyle]:
             or widths that `size` does not divide, or has dropout inside its blocks.
     """
     way_out = f"set tensor_parallel=1, or use another model for the {name}"
-    described = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    config = getattr(model, "config", None)
+    # Images stay with their rank, and their tokens would not.
+    described = None if hasattr(config, "vision_config") else getattr(config, "base_model_tp_plan", None)
     if not isinstance(model, PreTrainedModel) or not described or model.base_model is model:
         raise ConfigError(f"{type(model).__name__} has no plan for tensor parallelism: {way_out}")
     styles = {

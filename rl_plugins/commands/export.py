@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor
     from torch.nn import Parameter
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from rl_plugins.config.models import LoraConfig
+    from rl_plugins.data.image_prompts import Processor
     from rl_plugins.models.lora import MergedWeightSource
 
 
@@ -150,17 +151,17 @@ def _write_folder(
     read_weights = _read_sharded_weights if state.is_dir() else _read_unsharded_weights
     weights = read_weights(state, trained.engine)
     weights |= read_average(checkpoint, {name: tensor.shape for name, tensor in weights.items()})
-    description, tokenizer = f"{trained.path} ({state})", trained.load_tokenizer()
+    description, processor = f"{trained.path} ({state})", trained.load_processor()
     if lora_config is None:
         policy = _build_architecture(trained)
         weights = _select_weights(weights, dict(policy.named_parameters()), description)
-        write_policy(policy, weights, tokenizer, out)
+        write_policy(policy, weights, processor, out)
         return
     adapted, source = _build_adapted_model(trained, lora_config, weights, description)
     if as_adapter:
-        save_adapter(adapted, source.adapter(), tokenizer, out, is_writer=True)
+        save_adapter(adapted, source.adapter(), processor, out, is_writer=True)
     else:
-        save_policy(adapted, source, tokenizer, out, is_writer=True)
+        save_policy(adapted, source, processor, out, is_writer=True)
 
 
 @dataclass(frozen=True)
@@ -193,11 +194,11 @@ class _TrainedModel:
 
         return torch.float32 if self.precision == "32-true" else torch.bfloat16
 
-    def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer of the model."""
-        from rl_plugins.data.tokenization import load_tokenizer
+    def load_processor(self) -> Processor:
+        """Return the tokenizer of the model, or the processor of a vision-language model."""
+        from rl_plugins.data.image_prompts import load_tokenizer_or_processor
 
-        return load_tokenizer(self.path, trust_remote_code=self.trust_remote_code)
+        return load_tokenizer_or_processor(self.path, trust_remote_code=self.trust_remote_code)
 
 
 def _read_trained_model(checkpoint: Path, model: str | None, trust_remote_code: bool) -> _TrainedModel:
@@ -261,9 +262,10 @@ def _read_unsharded_weights(state: Path, engine: str) -> dict[str, Tensor]:
 def _build_architecture(trained: _TrainedModel) -> PreTrainedModel:
     """Return the model without weights, in the dtype of the export."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
+    from transformers import AutoConfig, AutoModelForTokenClassification, GenerationConfig
 
     from rl_plugins.models.scalar_head import scalar_head_config
+    from rl_plugins.vision_language import model_class
 
     model: PreTrainedModel
     trust = {"trust_remote_code": trained.trust_remote_code}
@@ -273,7 +275,7 @@ def _build_architecture(trained: _TrainedModel) -> PreTrainedModel:
             return AutoModelForTokenClassification.from_config(config, dtype=trained.dtype, **trust)
         folder = model_folder(trained.path, weights=False, trust_remote_code=trained.trust_remote_code)
         config = AutoConfig.from_pretrained(folder, **trust)
-        model = AutoModelForCausalLM.from_config(config, dtype=trained.dtype, **trust)
+        model = model_class(folder).from_config(config, dtype=trained.dtype, **trust)
     # A model need not have this file.
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(folder)

@@ -37,8 +37,7 @@ from rl_plugins.data.prepare.files import read_records, write_rows, write_splits
 from rl_plugins.data.prepare.tasks import TASKS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+    from rl_plugins.data.image_prompts import Processor
     from rl_plugins.data.parquet import Row
     from rl_plugins.data.validation import Findings
 
@@ -171,12 +170,13 @@ def _validate(options: Namespace) -> int:
     return 0 if findings.good else 1
 
 
-def _load_chat_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    from rl_plugins.data.tokenization import check_chat_template, load_tokenizer
+def _load_chat_tokenizer(name: str, trust_remote_code: bool) -> Processor:
+    from rl_plugins.data.image_prompts import load_tokenizer_or_processor, tokenizer_of
+    from rl_plugins.data.tokenization import check_chat_template
 
-    tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-    check_chat_template(tokenizer)
-    return tokenizer
+    processor = load_tokenizer_or_processor(name, trust_remote_code=trust_remote_code)
+    check_chat_template(tokenizer_of(processor))
+    return processor
 
 
 def _print_findings(findings: Findings) -> None:

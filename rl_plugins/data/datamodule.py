@@ -8,7 +8,7 @@ the position itself.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Required, TypedDict, TypeVar, Unpack
 
 import numpy as np
@@ -19,7 +19,15 @@ from typing_extensions import override
 from rl_plugins.config.data import CurriculumConfig
 from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE, check_ranges
 from rl_plugins.data.curriculum import Curriculum
+from rl_plugins.data.image_prompts import (
+    ImagePrompts,
+    Processor,
+    has_image_processor,
+    load_tokenizer_or_processor,
+    tokenizer_of,
+)
 from rl_plugins.data.loaders import BatchSource, EvalLoader, StepLoader
+from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.orders import Mixture, Order, Source, build_mixture, load_parts
 from rl_plugins.data.parquet import COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import PromptBatch, TokenizedPrompts, build_prompts
@@ -28,7 +36,7 @@ from rl_plugins.data.tokenization import (
     check_chat_template,
     check_round_trip,
     check_template_options,
-    load_tokenizer,
+    tokenize_responses,
     within_limit,
 )
 from rl_plugins.errors import ConfigError
@@ -43,7 +51,7 @@ Batch = TypeVar("Batch")
 class StepOptions(TypedDict, total=False):
     """Options of every data module; `StepDataModule` describes them."""
 
-    tokenizer: Required[str | PreTrainedTokenizerBase]
+    tokenizer: Required[str | Processor]
     prompts_per_step: Required[int]
     max_prompt_tokens: int
     eval_batch_size: int
@@ -59,7 +67,8 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         train: path of a parquet file, several paths, a mapping of names to `MixturePart`s, or a data set: any sequence
             of mappings with the same columns. None if there is no training.
         validation: path of a parquet file, several paths, or a data set; None for no validation.
-        tokenizer: a tokenizer with a chat template, or the folder or hub name to load the tokenizer from.
+        tokenizer: a tokenizer with a chat template, or the processor of a vision-language model, which rows with images
+            need; or the folder or hub name to load the tokenizer or the processor from.
         prompts_per_step: prompts of one training step, over all ranks. The rows of an epoch's incomplete last step are
             dropped.
         max_prompt_tokens: longest prompt, in tokens, chat template included.
@@ -70,6 +79,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         chat_template_kwargs: further variables for the chat template, such as `enable_thinking`.
 
     Attributes:
+        images: maker of the inputs of images, since `setup`; None without a processor.
         dropped_prompts: number of rows left out as too long, by "train" and "validation".
         sources: tokenised rows, by "train" and "validation".
     """
@@ -79,7 +89,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         train: Source | None,
         validation: Paths | RowSource | None = None,
         *,
-        tokenizer: str | PreTrainedTokenizerBase,
+        tokenizer: str | Processor,
         prompts_per_step: int,
         max_prompt_tokens: int = 1024,
         eval_batch_size: int = 64,
@@ -100,6 +110,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         check_ranges(int, NOT_NEGATIVE, seed=seed)
         self.files: dict[str, Source | None] = {"train": train, "validation": validation}
         self.tokenizer = tokenizer
+        self.images: ImagePrompts | None = None
         self.prompts_per_step = prompts_per_step
         self.max_prompt_tokens = max_prompt_tokens
         self.eval_batch_size = eval_batch_size
@@ -138,11 +149,14 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             if split == "train":
                 self._part_starts = part_starts
             if isinstance(self.tokenizer, str):
-                self.tokenizer = load_tokenizer(self.tokenizer)
-            check_chat_template(self.tokenizer)
-            check_template_options(self.tokenizer, self.chat_template_kwargs)
-            check_round_trip(self.tokenizer, (row["prompt"] for row in rows))
-            self.sources[split] = self.build(rows, self.tokenizer, split)
+                self.tokenizer = load_tokenizer_or_processor(self.tokenizer)
+            if self.images is None and has_image_processor(self.tokenizer):
+                self.images = ImagePrompts(self.tokenizer)
+            tokenizer: PreTrainedTokenizerBase = tokenizer_of(self.tokenizer)
+            check_chat_template(tokenizer)
+            check_template_options(tokenizer, self.chat_template_kwargs)
+            check_round_trip(tokenizer, (row["prompt"] for row in rows))
+            self.sources[split] = self.build(rows, tokenizer, split)
             kept = len(self.sources[split])
             self.dropped_prompts[split] = len(rows) - kept
             rank_zero_info(f"{split}: {kept} prompts, {self.dropped_prompts[split]} dropped as too long")
@@ -159,7 +173,21 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             template_options=self.chat_template_kwargs,
             max_prompt_tokens=self.max_prompt_tokens,
             overlong=self.overlong_prompts,
+            images=self.images,
         )
+
+    def tokenize_responses(
+        self, rows: PromptRows, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase
+    ) -> MappedLists:
+        """Tokenise one response of each row, with the end of sequence.
+
+        Raises:
+            RowError: a response has the token of an image, which a model would replace by an image.
+        """
+        response_ids = tokenize_responses(texts, tokenizer)
+        if self.images is not None:
+            self.images.check_responses(rows, response_ids)
+        return response_ids
 
     def rows_within_limits(
         self, prompts: TokenizedPrompts, response_lengths: np.ndarray, max_response_tokens: int

@@ -22,6 +22,7 @@ from tensordict import TensorClass
 from torch import Tensor
 from typing_extensions import override
 
+from rl_plugins.data.images import IMAGE_INPUTS, ImageInputs
 from rl_plugins.data.padding import fit_width, pad_ragged
 from rl_plugins.plain_file import load_plain, save_plain
 from rl_plugins.whole_file import write_whole
@@ -49,6 +50,7 @@ class ForwardInputs(TypedDict):
     attention_mask_BS: Tensor
     position_ids_BS: Tensor
     response_width: int
+    image_inputs_B: Sequence[ImageInputs | None] | None
 
 
 class SharedColumns:
@@ -264,6 +266,7 @@ class Experience(TensorClass, shadow=True):
         *,
         groups: Sequence[int] | None = None,
         response_masks: Sequence[Sequence[float]] | None = None,
+        image_inputs: Sequence[ImageInputs | None] | None = None,
     ) -> Self:
         """Return given responses in the form of samples; by default, each response is a group of its own."""
         return cls.from_samples(
@@ -274,6 +277,7 @@ class Experience(TensorClass, shadow=True):
             policy_versions=0,
             pad_token_id=pad_token_id,
             response_masks=response_masks,
+            columns=None if image_inputs is None else {IMAGE_INPUTS: image_inputs},
         )
 
     @classmethod
@@ -324,6 +328,7 @@ class Experience(TensorClass, shadow=True):
             "attention_mask_BS": self.attention_mask,
             "position_ids_BS": self.position_ids,
             "response_width": self.responses.shape[1],
+            "image_inputs_B": self.columns.get(IMAGE_INPUTS),
         }
 
     def _offsets(self) -> Tensor:

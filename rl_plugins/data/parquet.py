@@ -75,8 +75,15 @@ class PromptRows:
 
     def location(self, number: int) -> str:
         """Return the file of a row and its place in the file, counted from 0, for an error message."""
-        name, first = max((origin for origin in self.origins if origin[1] <= number), key=lambda item: item[1])
+        name, first = self._origin(number)
         return f"{name}, row {number - first}"
+
+    def folder(self, number: int) -> Path | None:
+        """Return the folder of a row's file; None for a data set."""
+        return Path(self._origin(number)[0]).parent if isinstance(self.rows, MappedRows) else None
+
+    def _origin(self, number: int) -> tuple[str, int]:
+        return max((origin for origin in self.origins if origin[1] <= number), key=lambda item: item[1])
 
 
 def load_rows(source: Paths | RowSource, columns: Sequence[str] = COLUMNS) -> PromptRows:

@@ -14,10 +14,11 @@ import numpy as np
 from rl_plugins.config.settings import AT_LEAST_1, check_ranges
 from rl_plugins.data.datamodule import StepDataModule, StepOptions
 from rl_plugins.data.formats import Pair, read_judged, read_pair
+from rl_plugins.data.images import ImageInputs
 from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import RowBatch, TokenizedColumns, TokenizedPrompts
-from rl_plugins.data.tokenization import check_end_of_sequence, tokenize_responses
+from rl_plugins.data.tokenization import check_end_of_sequence
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,9 +36,10 @@ class PairBatch(RowBatch):
         rejected_ids: token ids of each worse response.
         margins: difference in quality of each pair; 0 if the data has no margins.
         rows: number of each pair's row in the concatenated data set.
+        image_inputs: inputs of the images of each prompt; None if no row has images.
     """
 
-    __slots__ = ("chosen_ids", "margins", "prompt_ids", "rejected_ids", "rows")
+    __slots__ = ("chosen_ids", "image_inputs", "margins", "prompt_ids", "rejected_ids", "rows")
 
     def __init__(
         self,
@@ -46,8 +48,10 @@ class PairBatch(RowBatch):
         rejected_ids: list[list[int]],
         margins: list[float],
         rows: list[int],
+        image_inputs: list[ImageInputs | None] | None = None,
     ) -> None:
         """Set the fields."""
+        self.image_inputs = image_inputs
         self.prompt_ids = prompt_ids
         self.chosen_ids = chosen_ids
         self.rejected_ids = rejected_ids
@@ -63,14 +67,21 @@ class UnpairedBatch(RowBatch):
         response_ids: token ids of the response to each prompt.
         labels: True for each desirable response.
         rows: number of each row in the concatenated data set.
+        image_inputs: inputs of the images of each prompt; None if no row has images.
     """
 
-    __slots__ = ("labels", "prompt_ids", "response_ids", "rows")
+    __slots__ = ("image_inputs", "labels", "prompt_ids", "response_ids", "rows")
 
     def __init__(
-        self, prompt_ids: list[list[int]], response_ids: list[list[int]], labels: list[bool], rows: list[int]
+        self,
+        prompt_ids: list[list[int]],
+        response_ids: list[list[int]],
+        labels: list[bool],
+        rows: list[int],
+        image_inputs: list[ImageInputs | None] | None = None,
     ) -> None:
         """Set the fields."""
+        self.image_inputs = image_inputs
         self.prompt_ids = prompt_ids
         self.response_ids = response_ids
         self.labels = labels
@@ -151,8 +162,8 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
             for number, row in enumerate(rows):
                 yield read_pair(row, self.chosen_key, self.rejected_key, self.margin_key, rows.location(number))
 
-        chosen_ids = tokenize_responses((pair.chosen for pair in pairs()), tokenizer)
-        rejected_ids = tokenize_responses((pair.rejected for pair in pairs()), tokenizer)
+        chosen_ids = self.tokenize_responses(rows, (pair.chosen for pair in pairs()), tokenizer)
+        rejected_ids = self.tokenize_responses(rows, (pair.rejected for pair in pairs()), tokenizer)
         margins = np.fromiter((pair.margin for pair in pairs()), dtype=np.float64)
         longest = np.maximum(chosen_ids.lengths, rejected_ids.lengths)
         kept = self.rows_within_limits(prompts, longest, self.max_response_tokens)
@@ -166,6 +177,7 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
             kept,
             PairBatch,
             as_integers={"margins": lambda margins: margins.view(np.int64)},
+            image_inputs=prompts.image_inputs,
         )
 
     def _build_unpaired(
@@ -175,9 +187,12 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
             for number, row in enumerate(rows):
                 yield read_judged(row, self.response_key, label_key, rows.location(number))
 
-        response_ids = tokenize_responses((text for text, _ in judged()), tokenizer)
+        response_ids = self.tokenize_responses(rows, (text for text, _ in judged()), tokenizer)
         labels = np.fromiter((label for _, label in judged()), dtype=np.bool_)
         kept = self.rows_within_limits(prompts, response_ids.lengths, self.max_response_tokens)
         return TokenizedColumns(
-            {"prompt_ids": prompts.prompt_ids, "response_ids": response_ids, "labels": labels}, kept, UnpairedBatch
+            {"prompt_ids": prompts.prompt_ids, "response_ids": response_ids, "labels": labels},
+            kept,
+            UnpairedBatch,
+            image_inputs=prompts.image_inputs,
         )

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
+from rl_plugins.data.image_prompts import ImageInputsOfRows, ImagePrompts
+from rl_plugins.data.images import IMAGE_INPUTS, IMAGES, ImageInputs, has_images
 from rl_plugins.data.parquet import PromptRows
 from rl_plugins.data.tokenization import Overlong, accepted_messages, digest, tokenize_prompts, within_limit
 from rl_plugins.errors import ConfigError
@@ -102,11 +104,13 @@ class TokenizedPrompts:
         rows: all rows of the data set.
         prompt_ids: token ids of each row's prompt.
         kept: int64 [N], numbers of the rows to serve.
+        image_inputs: inputs of the images of each row; None if no row has images.
     """
 
     rows: PromptRows
     prompt_ids: Sequence[list[int]]
     kept: np.ndarray
+    image_inputs: Sequence[ImageInputs | None] | None = None
 
     def __len__(self) -> int:
         """Return the number of rows to serve."""
@@ -121,12 +125,12 @@ class TokenizedPrompts:
         """Return the prompts at the indices; a column missing in a row is None there."""
         numbers = self.kept[indices].tolist()
         rows = [self.rows.rows[number] for number in numbers]
-        return PromptBatch(
-            prompt_ids=[self.prompt_ids[number] for number in numbers],
-            rows=numbers,
-            columns={name: [row.get(name) for row in rows] for name in self.rows.columns},
-            epoch=epoch,
-        )
+        columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in self.rows.columns}
+        if self.image_inputs is not None:
+            # The inputs take the place of the files, which are as large.
+            columns.pop(IMAGES, None)
+            columns[IMAGE_INPUTS] = [self.image_inputs[number] for number in numbers]
+        return PromptBatch([self.prompt_ids[number] for number in numbers], numbers, columns, epoch)
 
 
 @dataclass(frozen=True)
@@ -140,12 +144,14 @@ class TokenizedColumns(Generic[Batch]):
             numbers of the rows.
         as_integers: Functions that turn the values of a column into integers for the fingerprint, by column. Token ids
             and truth values need none.
+        image_inputs: inputs of the images of each row, for an argument of this name; None if no row has images.
     """
 
     columns: Mapping[str, Sequence[list[Any]] | np.ndarray]
     kept: np.ndarray
     make_batch: Callable[..., Batch]
     as_integers: Mapping[str, Callable[[Any], Sequence[int] | np.ndarray]] = field(default_factory=dict)
+    image_inputs: Sequence[ImageInputs | None] | None = None
 
     def __len__(self) -> int:
         """Return the number of rows to serve."""
@@ -168,6 +174,8 @@ class TokenizedColumns(Generic[Batch]):
             name: column[numbers].tolist() if isinstance(column, np.ndarray) else [column[n] for n in numbers]
             for name, column in self.columns.items()
         }
+        if self.image_inputs is not None:
+            columns[IMAGE_INPUTS] = [self.image_inputs[number] for number in numbers]
         return self.make_batch(rows=numbers, **columns)
 
 
@@ -178,6 +186,7 @@ def build_prompts(
     template_options: Mapping[str, Any],
     max_prompt_tokens: int,
     overlong: Overlong,
+    images: ImagePrompts | None = None,
 ) -> TokenizedPrompts:
     """Tokenise the prompts and apply the limit.
 
@@ -187,14 +196,20 @@ def build_prompts(
         template_options: further variables of the template.
         max_prompt_tokens: longest prompt, in tokens.
         overlong: "filter" leaves longer prompts out; "error" raises a ConfigError.
+        images: maker of the inputs of images; None if the policy reads text alone.
 
     Raises:
-        RowError: the chat template refuses a prompt.
+        RowError: the chat template refuses a prompt; or a row has images, and the policy reads text alone.
         ConfigError: a prompt is too long and `overlong` is "error", or all prompts are too long.
     """
-    messages = accepted_messages(rows, tokenizer, template_options)
-    prompt_ids = tokenize_prompts(messages, tokenizer, template_options)
+    if IMAGES not in rows.columns or not any(map(has_images, rows)):
+        images = None
+    if images is None:
+        messages = accepted_messages(rows, tokenizer, template_options)
+        prompt_ids = tokenize_prompts(messages, tokenizer, template_options)
+    else:
+        prompt_ids = images.prompt_ids(rows, template_options)
     kept = within_limit(
         rows, prompt_ids.lengths, option="max_prompt_tokens", limit=max_prompt_tokens, overlong=overlong
     )
-    return TokenizedPrompts(rows, prompt_ids, kept)
+    return TokenizedPrompts(rows, prompt_ids, kept, None if images is None else ImageInputsOfRows(rows, images))

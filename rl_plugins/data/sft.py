@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from rl_plugins.config.settings import AT_LEAST_1, check_ranges
 from rl_plugins.data.datamodule import StepDataModule, StepOptions
@@ -11,18 +11,19 @@ from rl_plugins.data.formats import find_text
 from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import TokenizedColumns, TokenizedPrompts
-from rl_plugins.data.tokenization import check_end_of_sequence, tokenize_responses
+from rl_plugins.data.tokenization import check_end_of_sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SFTBatch = dict[str, list[list[int]]]
+SFTBatch = dict[str, list[Any]]
 
 
 class SFTDataModule(StepDataModule[SFTBatch]):
     """Data module of responses: `{"prompt_ids": ..., "response_ids": ...}`, lists of token ids, for every step.
 
-    A response ends with the end-of-sequence token.
+    A response ends with the end-of-sequence token. If rows have images, there is also `image_inputs`, the inputs of
+    the images of each prompt.
 
     Args:
         train: rows for training.
@@ -66,7 +67,7 @@ class SFTDataModule(StepDataModule[SFTBatch]):
         texts = (
             find_text(row, self.response_key, "response_key", rows.location(number)) for number, row in enumerate(rows)
         )
-        response_ids = tokenize_responses(texts, tokenizer)
+        response_ids = self.tokenize_responses(rows, texts, tokenizer)
         kept = self.rows_within_limits(prompts, response_ids.lengths, self.max_response_tokens)
         columns = {"prompt_ids": prompts.prompt_ids, "response_ids": response_ids}
-        return TokenizedColumns(columns, kept, lambda rows, **token_ids: token_ids)
+        return TokenizedColumns(columns, kept, lambda rows, **values: values, image_inputs=prompts.image_inputs)

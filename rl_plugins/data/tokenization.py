@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
+from rl_plugins.data.images import IMAGES, has_images
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import PromptRows
 from rl_plugins.errors import ConfigError, RowError
@@ -56,7 +57,15 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     from transformers import AutoTokenizer
 
     folder = model_folder(path, weights=False, trust_remote_code=trust_remote_code)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return completed(AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code), path)
+
+
+def completed(tokenizer: PreTrainedTokenizerBase, path: str) -> PreTrainedTokenizerBase:
+    """Give a loaded tokenizer its name, and a padding token if there is none.
+
+    Raises:
+        ConfigError: the tokenizer has no end-of-sequence token.
+    """
     tokenizer.name_or_path = path
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer in {path} has no eos_token: the policy could never end a response")
@@ -192,13 +201,20 @@ class TemplateCheck:
 def accepted_messages(
     rows: PromptRows, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]
 ) -> Iterator[Messages]:
-    """Yield the messages of each row.
+    """Yield the messages of each row, for a policy that reads text alone.
 
     Raises:
-        RowError: the chat template refuses a row's sequence of roles.
+        RowError: the chat template refuses a row's sequence of roles, or a row has images.
     """
     check = TemplateCheck(tokenizer, template_options)
     for number, row in enumerate(rows):
+        if has_images(row):
+            raise RowError(
+                rows.location(number),
+                f"column {IMAGES!r}",
+                "the row has images, which a vision-language model reads in training and validation only: name such a "
+                "model, or leave the column out",
+            )
         if reason := check.refusal(row["prompt"]):
             raise RowError(rows.location(number), "column 'prompt'", reason)
         yield row["prompt"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -16,12 +16,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl_plugins.data.formats import FORMATS, RowKeys
+from rl_plugins.data.image_prompts import ImagePrompts, has_image_processor, tokenizer_of
+from rl_plugins.data.images import IMAGES, check_places, has_images, read_images, with_image_parts
 from rl_plugins.data.parquet import ParquetRows, Row
-from rl_plugins.data.tokenization import Messages, TemplateCheck, tokenize_prompts
+from rl_plugins.data.tokenization import TemplateCheck, tokenize_prompts
 from rl_plugins.errors import ConfigError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rl_plugins.data.image_prompts import Processor
 
 _CHUNK = 1024
 
@@ -95,7 +99,7 @@ def validate(
     *,
     kind: str,
     keys: RowKeys,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Processor | None = None,
     max_prompt_tokens: int | None = None,
 ) -> Findings:
     """Read every row of the files and return the findings.
@@ -105,21 +109,23 @@ def validate(
         test: paths of the held-out files.
         kind: name of the rows' format in `FORMATS`.
         keys: dotted keys of the values beside the prompt.
-        tokenizer: tokenizer with a chat template, to measure prompts and to find prompts the template refuses; None
-            for neither.
+        tokenizer: tokenizer with a chat template, or processor of a vision-language model, to measure prompts and to
+            find prompts the template refuses; None for neither.
         max_prompt_tokens: largest number of tokens of a prompt; longer prompts are counted.
     """
     findings = Findings(max_prompt_tokens=max_prompt_tokens)
     lengths: list[int] = []
-    template = None if tokenizer is None else TemplateCheck(tokenizer, {})
+    text = None if tokenizer is None else tokenizer_of(tokenizer)
+    template = None if text is None else TemplateCheck(text, {})
+    measure = _image_lengths(tokenizer, lengths)
     first_trained: dict[int, tuple[str, int]] = {}
     for held_out, paths in ((False, train), (True, test)):
         first_seen: dict[int, tuple[str, int]] = {}
         for path in map(str, paths):
             findings.rows[path] = findings.duplicates[path] = 0
-            rows = _good_rows(path, kind, keys, template, findings)
-            for number, row in rows if tokenizer is None else _measure(rows, tokenizer, lengths):
-                prompt = _digest(row["prompt"])
+            rows = _good_rows(path, kind, keys, template, measure, findings)
+            for number, row in rows if text is None else _measure(rows, text, lengths):
+                prompt = _digest(row)
                 if first_seen.setdefault(prompt, (path, number)) != (path, number):
                     findings.duplicates[path] += 1
                 if held_out and prompt in first_trained:
@@ -140,16 +146,26 @@ def validate(
 
 
 def _good_rows(
-    path: str, kind: str, keys: RowKeys, template: TemplateCheck | None, findings: Findings
+    path: str,
+    kind: str,
+    keys: RowKeys,
+    template: TemplateCheck | None,
+    read: Callable[[Row, str, Path], object],
+    findings: Findings,
 ) -> Iterator[tuple[int, Row]]:
-    """Yield the good rows with their numbers; add the bad rows to the findings."""
+    """Yield the good rows with their numbers; add the bad rows to the findings. `read` reads the images of a row."""
     try:
         for row in ParquetRows(Path(path), FORMATS[kind].columns):
             number = findings.rows[path]
             findings.rows[path] += 1
             try:
                 FORMATS[kind].check(row, keys, path)
-                if template and (reason := template.refusal(row["prompt"])):
+                messages = row["prompt"]
+                if has_images(row):
+                    check_places(row, path)
+                    read(row, path, Path(path).parent)
+                    messages = with_image_parts(messages)
+                if template and (reason := template.refusal(messages)):
                     raise RowError(path, "column 'prompt'", reason)
             except RowError as error:
                 findings.bad_rows.append(BadRow(path, number, error.field, error.reason))
@@ -162,11 +178,23 @@ def _good_rows(
 def _measure(
     rows: Iterator[tuple[int, Row]], tokenizer: PreTrainedTokenizerBase, lengths: list[int]
 ) -> Iterator[tuple[int, Row]]:
-    """Yield the rows unchanged; append the lengths of their prompts, in tokens, to `lengths`."""
+    """Yield the rows unchanged; append the lengths of prompts without images, in tokens, to `lengths`."""
     while chunk := list(islice(rows, _CHUNK)):
-        lengths += tokenize_prompts((row["prompt"] for _, row in chunk), tokenizer, {}).lengths.tolist()
+        prompts = (row["prompt"] for _, row in chunk if not has_images(row))
+        lengths += tokenize_prompts(prompts, tokenizer, {}).lengths.tolist()
         yield from chunk
 
 
-def _digest(prompt: Messages) -> int:
-    return int.from_bytes(hashlib.blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=8).digest())
+def _image_lengths(processor: Processor | None, lengths: list[int]) -> Callable[[Row, str, Path], object]:
+    """Return a function that reads the images of a row, and with a processor appends the length of its prompt."""
+    if not has_image_processor(processor):
+        return read_images
+    prompts = ImagePrompts(processor)
+    return lambda row, location, folder: lengths.append(len(prompts.encode_row(row, location, folder, {})))
+
+
+def _digest(row: Row) -> int:
+    digest = hashlib.blake2b(json.dumps(row["prompt"], sort_keys=True).encode(), digest_size=8)
+    if has_images(row):
+        digest.update(repr(row[IMAGES]).encode())
+    return int.from_bytes(digest.digest())

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerBase
 
+    from rl_plugins.data.image_prompts import ImagePrompts
     from rl_plugins.data.parquet import PromptRows, Row
+    from rl_plugins.data.tokenization import Messages
     from rl_plugins.rewards.records import Message
     from rl_plugins.rewards.trial import RewardTrial
 
@@ -64,8 +66,10 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
 
     from rl_plugins.data.curriculum import Curriculum
     from rl_plugins.data.formats import FORMATS
+    from rl_plugins.data.images import has_images
     from rl_plugins.data.orders import build_mixture, load_parts
     from rl_plugins.data.parquet import load_rows
+    from rl_plugins.model_json import reads_images
     from rl_plugins.models.folder import check_model_type
 
     data, needed = config.data, config.prompts_drawn
@@ -106,7 +110,23 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     check_agent(config, first_of_source, tokenizer)
     template_options = check_tools(config, tokenizer)
     for rows in filter(None, (training, validation)):
-        rows.check_lengths(tokenizer, template_options)
+        with_images = reads_images(models.get(config.model.path, {})) and any(map(has_images, rows.rows))
+        rows.check_lengths(tokenizer, template_options, _image_prompts(config) if with_images else None)
+
+
+def _image_prompts(config: RecipeConfig) -> ImagePrompts:
+    """Load the processor of the policy, for rows with images.
+
+    Raises:
+        ConfigError: the run samples with vLLM, or the processor cannot be loaded.
+    """
+    from rl_plugins.data.image_prompts import ImagePrompts, load_processor
+
+    if config.needs_engine and config.rollout.engine == "vllm":
+        raise ConfigError(
+            "rollout.engine=vllm samples without images, and the data has images: use rollout.engine=transformers"
+        )
+    return ImagePrompts(load_processor(config.model.path, trust_remote_code=config.model.trust_remote_code))
 
 
 def _policy_folder(config: RecipeConfig) -> Path:
@@ -297,7 +317,12 @@ class _Rows:
             named = (_KEY.sub(r"data.\g<0>", text) for text in (error.field, error.reason))
             raise RowError(error.where, *named) from None
 
-    def check_lengths(self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> None:
+    def check_lengths(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_options: Mapping[str, Any],
+        images: ImagePrompts | None = None,
+    ) -> None:
         """Try the chat template on every order of roles, and measure texts in tokens.
 
         To limit the time for a large data set, with `data.overlong_prompts=filter` only the shortest rows are measured,
@@ -306,6 +331,7 @@ class _Rows:
         Args:
             tokenizer: tokenizer of the policy.
             template_options: further variables of its chat template.
+            images: maker of prompts with images; None if no row has images.
 
         Raises:
             ConfigError: The tokenizer changes all texts, the template refuses messages, too few rows are within the
@@ -315,10 +341,15 @@ class _Rows:
 
         from rl_plugins.data.tokenization import accepted_messages, check_round_trip, within_limit
 
-        self._template_options = template_options
+        self._template_options, self._images = template_options, images
+        accepted: Iterator[Messages] = (
+            accepted_messages(self.rows, tokenizer, template_options)
+            if images is None
+            else images.accepted_messages(self.rows, template_options)
+        )
         check_round_trip(tokenizer, (row["prompt"] for row in self.rows))
         characters = np.asarray([
-            [_characters(messages) for messages in accepted_messages(self.rows, tokenizer, self._template_options)],
+            list(map(_characters, accepted)),
             *([self._response_characters] if self._response_characters else []),
         ])  # fmt: skip
         lengths = np.zeros_like(characters)
@@ -353,8 +384,12 @@ class _Rows:
         """Yield the tokens of each prompt, then of each longest response."""
         from rl_plugins.data.tokenization import tokenize_prompts
 
-        prompts = (self.rows.rows[number]["prompt"] for number in numbers)
-        yield tokenize_prompts(prompts, tokenizer, self._template_options).lengths.tolist()
+        if self._images is None:
+            prompts = (self.rows.rows[number]["prompt"] for number in numbers)
+            yield tokenize_prompts(prompts, tokenizer, self._template_options).lengths.tolist()
+        else:
+            found = ((self.rows.rows[n], self.rows.location(n), self.rows.folder(n)) for n in numbers)
+            yield [len(self._images.encode_row(*place, self._template_options)) for place in found]
         if self._response_characters:
             yield [
                 max(

@@ -43,7 +43,8 @@ from rl_plugins.config.models import RewardModelConfig, RewardModelOptions
 from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.datamodule import StepDataModule
-from rl_plugins.data.tokenization import check_same_tokens, load_tokenizer
+from rl_plugins.data.image_prompts import load_tokenizer_or_processor, tokenizer_of
+from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import DataError
 from rl_plugins.intact_checkpoint import newest_intact
 from rl_plugins.launch.environment import open_environment
@@ -119,15 +120,21 @@ class TrainingRun:
     # Arguments of stages ----------------------------------------------------------------------------------------
 
     @cached_property
+    def processor(self) -> Any:
+        """Tokenizer of the policy, or processor of a vision-language model."""
+        model = self.config.model
+        return load_tokenizer_or_processor(model.path, trust_remote_code=model.trust_remote_code)
+
+    @property
     def tokenizer(self) -> Any:
         """Tokenizer of the policy."""
-        return load_tokenizer(self.config.model.path, trust_remote_code=self.config.model.trust_remote_code)
+        return tokenizer_of(self.processor)
 
     def stage_options(self) -> dict[str, Any]:
         """Return the arguments of every stage."""
         config = self.config
         return {
-            "tokenizer": self.tokenizer,
+            "tokenizer": self.processor,
             "tokens_per_micro_batch": config.batch.tokens_per_micro_batch,
             "tokens_per_log_prob_batch": config.batch.tokens_per_log_prob_batch,
             "packing": config.batch.packing,
@@ -201,7 +208,7 @@ class TrainingRun:
         config, data = self.config, self.config.data
         return {
             "validation": list(data.val_files) or None,
-            "tokenizer": self.tokenizer,
+            "tokenizer": self.processor,
             "prompts_per_step": config.prompts_drawn,
             "eval_batch_size": data.eval_batch_size,
             "overlong_prompts": data.overlong_prompts,

@@ -22,7 +22,8 @@ from rl_plugins.whole_file import storing
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedTokenizerBase
+
+    from rl_plugins.data.image_prompts import Processor
 
 
 @runtime_checkable
@@ -35,15 +36,13 @@ class SavesPretrained(Protocol):
         """Write the weights, the config and the generation config."""
 
 
-def save_policy(
-    model: nn.Module, source: WeightSource, tokenizer: PreTrainedTokenizerBase, folder: Path, is_writer: bool
-) -> None:
+def save_policy(model: nn.Module, source: WeightSource, processor: Processor, folder: Path, is_writer: bool) -> None:
     """Gather the weights layer by layer and write the folder. The folder appears when it is complete. Collective.
 
     Args:
         model: Model of transformers (possibly sharded), with the config and the method `save_pretrained`.
         source: Weights of the model.
-        tokenizer: Tokenizer to save in the folder.
+        processor: Tokenizer, or processor of a vision-language model, to save in the folder.
         folder: Folder to write. An older export in the folder is replaced.
         is_writer: True on exactly one rank. This rank holds a full copy of the weights in host memory.
 
@@ -60,7 +59,7 @@ def save_policy(
             weights[name] = tensor.detach().to("cpu", copy=True)
     if is_writer:
         # Every rank has whole buffers. A file of the start has them, such as the correction bias of a router.
-        write_policy(model, weights | _saved_buffers(model), tokenizer, folder)
+        write_policy(model, weights | _saved_buffers(model), processor, folder)
 
 
 def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -72,33 +71,31 @@ def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def write_policy(
-    model: SavesPretrained, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
-    """Write full weights, the config of the model and a tokenizer into a folder, as one atomic step."""
+def write_policy(model: SavesPretrained, weights: dict[str, Tensor], processor: Processor, folder: Path) -> None:
+    """Write full weights, the config of the model and a tokenizer or a processor into a folder, as one atomic step."""
     dtype = next(iter(weights.values())).dtype
     model.config.dtype = dtype if isinstance(dtype, torch.dtype) else None
     with _atomic_folder(folder) as partial:
         model.save_pretrained(partial, state_dict=weights)
-        tokenizer.save_pretrained(partial)
+        processor.save_pretrained(partial)
 
 
 def save_adapter(
-    model: PeftModel, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path, is_writer: bool
+    model: PeftModel, weights: dict[str, Tensor], processor: Processor, folder: Path, is_writer: bool
 ) -> None:
     """Write an adapter in the format of peft, for `PeftModel.from_pretrained`, as one atomic step.
 
     Args:
         model: Model with the adapter.
         weights: Full trained tensors, by name.
-        tokenizer: Tokenizer to save in the folder.
+        processor: Tokenizer, or processor of a vision-language model, to save in the folder.
         folder: Folder to write. An older export in the folder is replaced.
         is_writer: True on exactly one rank.
     """
     if is_writer:
         with _atomic_folder(folder) as partial:
             model.save_pretrained(str(partial), state_dict=weights, save_embedding_layers=False)
-            tokenizer.save_pretrained(partial)
+            processor.save_pretrained(partial)
 
 
 @contextmanager

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.models.folder import check_code_of_folder
+from rl_plugins.vision_language import model_class
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,7 @@ class LoadingOptions(TypedDict, total=False):
 
 
 def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOptions]) -> PreTrainedModel:
-    """Load a model in train mode. Dropout is the dropout of the model's config.
+    """Load a causal language model, or a vision-language model, in train mode. Dropout is the config's dropout.
 
     Args:
         path: Hugging Face name or folder.
@@ -61,14 +62,12 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOp
         ConfigError: A weight is missing or has another shape than the model, where transformers would make up a weight;
             or the model needs code of its folder, and the code is not trusted.
     """
-    from transformers import AutoModelForCausalLM
-
     trust_remote_code = options.get("trust_remote_code", False)
     folder = model_folder(path, trust_remote_code=trust_remote_code)
     check_code_of_folder(folder, trust_remote_code=trust_remote_code)
     model: PreTrainedModel
     # The types of transformers know nothing of output_loading_info.
-    model, loaded = cast(Any, AutoModelForCausalLM).from_pretrained(
+    model, loaded = model_class(folder).from_pretrained(
         folder,
         dtype=dtype,
         device_map=device_map(),

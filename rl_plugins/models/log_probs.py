@@ -15,7 +15,7 @@ Axes: `B` samples, `S` prompt and response (prompts padded on the left, response
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from rl_plugins.data.images import ImageInputs
 from rl_plugins.models.liger import fused_log_probs, has_liger
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
@@ -37,6 +38,7 @@ from rl_plugins.models.token_distributions import (
     logits_at_once,
 )
 from rl_plugins.router_replay import RouterReplay
+from rl_plugins.vision_language import SampleImages
 
 # Cache: for each output head, whether the model returns the head's output unchanged as logits (no soft-cap, scaling or
 # truncation).
@@ -101,6 +103,7 @@ def response_log_probs(
     attention_mask_BS: Tensor,
     position_ids_BS: Tensor,
     response_width: int,
+    image_inputs_B: Sequence[ImageInputs | None] | None = None,
     temperature: float = 1.0,
     sum_pi_squared: bool = False,
     entropy: bool = True,
@@ -121,6 +124,7 @@ def response_log_probs(
         attention_mask_BS: 1 at real tokens, 0 at padding.
         position_ids_BS: Positions, counted from 0 at the first real token of a sample.
         response_width: Number of response columns, T.
+        image_inputs_B: Inputs of the images of each sample; None if no sample has images.
         temperature: Divisor of the logits.
         sum_pi_squared: Return `sum_pi_squared_BT`.
         entropy: Return `entropy_BT`. If False, a model with kernels of Liger runs a fused head for log-probs alone.
@@ -142,6 +146,7 @@ def response_log_probs(
             attention_mask_BS=attention_mask_BS,
             position_ids_BS=position_ids_BS,
             response_width=response_width,
+            image_inputs_B=image_inputs_B,
             temperature=temperature,
             sum_pi_squared=sum_pi_squared,
             entropy=entropy,
@@ -161,6 +166,9 @@ def response_log_probs(
         "position_ids": position_ids_BS,
     }
     head = last_linear_head(model, inputs)
+    images = SampleImages.of(model, image_inputs_B, input_ids_BS.device)
+    if images is not None:
+        position_ids_BS = inputs["position_ids"] = images.positions(input_ids_BS, attention_mask_BS, position_ids_BS)
     if packed:
         row = pack(
             model,
@@ -175,6 +183,8 @@ def response_log_probs(
         # The last position predicts no token, but `logits_to_keep` cannot exclude the last position.
         inputs["logits_to_keep"] = response_width + 1
         places_N = attention_mask_BS.flatten().nonzero().squeeze(-1)
+    if images is not None:
+        inputs |= images.arguments(inputs["input_ids"])
     if router_replay is not None:
         router_replay.start(places_N, inputs["input_ids"].numel())
     run = partial(model, **inputs, use_cache=False)

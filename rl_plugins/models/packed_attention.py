@@ -16,6 +16,7 @@ tokens of its whole sample, `H` heads of queries, `G` heads of keys, `D` width o
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -153,17 +154,21 @@ def use_packed_attention(model: nn.Module) -> None:
     """Switch a model of transformers from `sdpa` to `packed_sdpa`. A model with any other attention is unchanged."""
     if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
         return
-    has_text_only = model.config.get_text_config() is model.config
-    layer_types = set(getattr(model.config, "layer_types", None) or _LAYER_TYPES)
+    text = model.config.get_text_config()
+    # The tokens of an image see each other in a model with `token_type_ids`.
+    if text is not model.config and "token_type_ids" in inspect.signature(model.forward).parameters:
+        return
+    layer_types = set(getattr(text, "layer_types", None) or _LAYER_TYPES)
     # transformers' own test for families with its attention interface; a call of the setter alone would warn.
-    if has_text_only and layer_types <= _LAYER_TYPES and model._can_set_attn_implementation():
-        model.set_attn_implementation(PACKED_SDPA)
+    if layer_types <= _LAYER_TYPES and model._can_set_attn_implementation():
+        model.set_attn_implementation(PACKED_SDPA if text is model.config else {"text_config": PACKED_SDPA})
 
 
 def has_packed_attention(model: Callable[..., Any]) -> bool:
     """Return True if a model, or the model inside a model engine, uses `packed_sdpa`."""
-    config = getattr(getattr(model, "module", model), "config", None)
-    return getattr(config, "_attn_implementation", None) == PACKED_SDPA
+    config: Any = getattr(getattr(model, "module", model), "config", None)
+    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+    return getattr(text, "_attn_implementation", None) == PACKED_SDPA
 
 
 # `torch.compile` would compile attention anew for other lengths.

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.packed_attention import boundaries, has_packed_attention
+from rl_plugins.vision_language import has_grid_positions, is_vision_language
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,8 @@ def pack(
         model: Model to run on the row.
         input_ids_BS: Ids of prompts, padded on the left, and responses.
         attention_mask_BS: 1 at real tokens, 0 at padding.
-        position_ids_BS: Positions, counted from 0 at the first real token of a sample.
+        position_ids_BS: Positions, counted from 0 at the first real token of a sample; or several kinds of positions
+            [4, B, S] (see `SampleImages`).
         response_width: Number of response columns, T. If None, the prompts are unknown and cannot be shared.
 
     Raises:
@@ -91,7 +93,7 @@ def pack(
     support, is_token_BS = _row_support(model, input_ids_BS.device), attention_mask_BS.bool()
     if response_width is None or not support.shares_prompts:
         places_BS = is_token_BS.flatten().cumsum(dim=0).view_as(is_token_BS) - 1
-        return PackedRow(_inputs(model, input_ids_BS[is_token_BS], position_ids_BS[is_token_BS]), places_BS)
+        return PackedRow(_inputs(model, input_ids_BS[is_token_BS], position_ids_BS[..., is_token_BS]), places_BS)
     width = input_ids_BS.shape[1] - response_width
     first_B = first_of_prompt(input_ids_BS[:, :width], is_token_BS[:, :width])
     # All samples of a prompt move to the place of the first sample of the prompt.
@@ -117,7 +119,7 @@ def first_of_prompt(prompts_BP: Tensor, is_token_BP: Tensor) -> Tensor:
 
 def shares_prompts(model: Callable[..., Any]) -> bool:
     """Return True if a model computes a shared prompt only once. For an untested model, `packed_sdpa` decides."""
-    if not has_packed_attention(model):
+    if not has_packed_attention(model) or is_vision_language(model):
         return False
     support = _ROW_SUPPORT.get(_without_engine(model))
     return support is None or support.shares_prompts
@@ -130,8 +132,13 @@ def _without_engine(model: Callable[..., Any]) -> nn.Module:
 
 
 def _inputs(model: Callable[..., Any], ids_M: Tensor, positions_M: Tensor) -> dict[str, Any]:
-    arguments = boundaries(positions_M) if has_packed_attention(model) else {}
-    return {"input_ids": ids_M[None], "position_ids": positions_M[None], **arguments}
+    in_text_M = positions_M if positions_M.ndim == 1 else positions_M[0]
+    arguments = boundaries(in_text_M) if has_packed_attention(model) else {}
+    positions = positions_M.unsqueeze(-2)
+    if positions_M.ndim == 1 and has_grid_positions(model):
+        # Samples of a row are told apart by the positions in the text, which are the first of the four.
+        positions = positions.expand(4, 1, -1)
+    return {"input_ids": ids_M[None], "position_ids": positions, **arguments}
 
 
 def _row_support(model: Callable[..., Any], device: torch.device) -> _RowSupport:
@@ -145,7 +152,7 @@ def _row_support(model: Callable[..., Any], device: torch.device) -> _RowSupport
             f"{name} with its attention implementation lets packed samples see each other: set packing=False in the "
             "stage (batch.packing=false in a recipe)"
         )
-    if has_packed_attention(model) and not support.shares_prompts:
+    if has_packed_attention(model) and not support.shares_prompts and not is_vision_language(model):
         logger.warning(
             "%s cannot share a prompt among the samples of a row, so the prompt is computed for each sample. The first "
             "micro-batches have more tokens than tokens_per_micro_batch",
@@ -168,7 +175,9 @@ def _test_rows(model: nn.Module, device: torch.device) -> _RowSupport:
     with torch.no_grad(), _without_dropout(model):
         whole = outputs([reversed_ids, ids], [ids, ids], _TEST_TOKENS)
         after_zeros = outputs([torch.zeros_like(ids), ids], [ids, ids], _TEST_TOKENS)
-        if not (separates_samples := _are_close(whole, after_zeros)) or not has_packed_attention(model):
+        # Prompts with the same tokens may have other images.
+        may_share = has_packed_attention(model) and not is_vision_language(model)
+        if not (separates_samples := _are_close(whole, after_zeros)) or not may_share:
             return _RowSupport(separates_samples, shares_prompts=False)
         shared = outputs([ids[:half], reversed_ids[half:], ids[half:]], [ids, ids[half:]], half)
         # The kernels for rows of another length round differently in every layer.

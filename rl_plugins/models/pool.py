@@ -58,6 +58,7 @@ class ModelPool(nn.Module):
         self._connect()
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         options = {name: value for name, value in arguments.items() if name not in tensors}
+        images_B = options.pop("image_inputs_B", None)
         lengths_B = tensors["attention_mask_BS"].sum(dim=1).tolist()
         # An empty micro-batch is sent as well, because its result has shapes of its own.
         parts = spread(lengths_B, len(self._actors)) or [[]]
@@ -66,6 +67,8 @@ class ModelPool(nn.Module):
         for place, part in enumerate(parts):
             number = (self._turn + place) % len(self._actors)
             arrays = {name: value[part].to("cpu", torch.int32).numpy() for name, value in tensors.items()}
+            if images_B is not None:
+                options = {**options, "image_inputs_B": [images_B[index] for index in part]}
             calls.append((number, getattr(self._actors[number], method).remote(arrays, options)))
         results = self._wait(calls, self.config.call_timeout_s, f"compute {method}")
         for (number, _), (process, _) in zip(calls, results, strict=True):

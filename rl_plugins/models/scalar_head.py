@@ -11,13 +11,14 @@ Axes: `B` samples, `S` prompt and response (prompts padded on the left, response
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 
+from rl_plugins.data.images import ImageInputs
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.models.folder import check_code_of_folder
@@ -158,6 +159,7 @@ def position_scores(
     attention_mask_BS: Tensor,
     position_ids_BS: Tensor,
     response_width: int | None = None,
+    image_inputs_B: Sequence[ImageInputs | None] | None = None,
     packed: bool = False,
 ) -> Tensor:
     """Run one forward pass, and return the number at every position [B, S], in float32 or float64.
@@ -170,8 +172,17 @@ def position_scores(
         attention_mask_BS: 1 at real tokens, 0 at padding.
         position_ids_BS: Positions, counted from 0 at the first real token of a sample.
         response_width: Number of response columns, T, needed for shared prompts in a packed row.
+        image_inputs_B: Inputs of the images of each sample; None if no sample has images.
         packed: Run the real tokens of all samples as one row without padding (see `packing`).
+
+    Raises:
+        ConfigError: A sample has images. Models with a scalar head read text alone.
     """
+    if any(inputs is not None for inputs in image_inputs_B or ()):
+        raise ConfigError(
+            "the samples have images, and critics and reward models read text alone: use an algorithm without a "
+            "critic, such as GRPO, and reward functions"
+        )
     if isinstance(model, RemoteModel):
         return model.position_scores(
             input_ids_BS=input_ids_BS,

@@ -16,12 +16,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.data.images import ImageInputs
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.memory import MemoryChange
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, padded_routes
 from rl_plugins.router_replay import RouterReplay
+from rl_plugins.vision_language import SampleImages, model_class
 from rl_plugins.weights.check import WeightsDiffer, tolerance_of
 from rl_plugins.weights.source import WeightSource
 
@@ -45,6 +47,10 @@ class SynchronousGroups:
         """Sample responses, see `RolloutEngine`."""
         raise NotImplementedError
 
+    def sample_groups(self, requests: Sequence[GroupRequest], sampling: SamplingConfig) -> Generations:
+        """Sample the responses of groups with the same options."""
+        return self.generate([request.prompt for request in requests], sampling, [request.seed for request in requests])
+
     def prepare(self, ranks: Ranks) -> None:
         """Do nothing, because the engine shares the caller's process."""
 
@@ -55,9 +61,7 @@ class SynchronousGroups:
         for request in requests:
             alike.setdefault(request.shortened(sampling), []).append(request)
         for options, batch in alike.items():
-            generations = self.generate(
-                [request.prompt for request in batch], options, [request.seed for request in batch]
-            )
+            generations = self.sample_groups(batch, options)
             parts = generations.split([options.num_samples] * len(batch))
             self._finished |= zip([request.ticket for request in batch], parts, strict=True)
         self.busy_s += time.perf_counter() - start
@@ -119,10 +123,8 @@ class TransformersRollout(SynchronousGroups):
 
     def connect(self, rank: int, world_size: int) -> None:
         """Load the copy of the policy."""
-        from transformers import AutoModelForCausalLM
-
         folder = model_folder(self._path, trust_remote_code=self._trust_remote_code)
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = model_class(folder).from_pretrained(
             folder, dtype=self._dtype, trust_remote_code=self._trust_remote_code
         )
         self._model = model.to(self._device).eval()
@@ -140,6 +142,14 @@ class TransformersRollout(SynchronousGroups):
     @override
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
         """Sample `num_samples` responses to each prompt."""
+        return self._generate([(prompt, None) for prompt in prompts], sampling, seeds)
+
+    @override
+    def sample_groups(self, requests: Sequence[GroupRequest], sampling: SamplingConfig) -> Generations:
+        prompts = [(request.prompt, request.image_inputs) for request in requests]
+        return self._generate(prompts, sampling, [request.seed for request in requests])
+
+    def _generate(self, prompts: Sequence[_Prompt], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
         if sampling.stop:
             raise ConfigError("the transformers engine does not support `stop` strings: use `stop_token_ids`")
         if sampling.vllm:
@@ -160,8 +170,9 @@ class TransformersRollout(SynchronousGroups):
         return Generations.from_responses(responses, log_probs, reasons, self._version, experts)
 
     @torch.no_grad()
-    def _sample(self, rows: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> _SampledRows:
+    def _sample(self, prompts: list[_Prompt], sampling: SamplingConfig, seeds: list[int] | None) -> _SampledRows:
         """Sample one batch of `B` rows."""
+        rows = [prompt for prompt, _ in prompts]
         width = max(len(row) for row in rows)
         input_ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=self._device)
         lengths = torch.tensor([len(row) for row in rows], device=self._device)
@@ -174,6 +185,11 @@ class TransformersRollout(SynchronousGroups):
         log_probs_by_step: list[Tensor] = []
         running_by_step: list[Tensor] = []
         experts_by_step: list[Tensor] = []
+        images = SampleImages.of(self._model, [inputs for _, inputs in prompts], self._device)
+        image_arguments: dict[str, Tensor] = {}
+        if images is not None:
+            position_ids = images.positions(input_ids, attention_mask, position_ids)
+            image_arguments = images.arguments(input_ids)
         cache = None
         for _ in range(sampling.max_tokens):
             if self._routes is not None:
@@ -186,13 +202,15 @@ class TransformersRollout(SynchronousGroups):
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **image_arguments,
             )
+            image_arguments = {}
             cache = output.past_key_values
             if self._routes is not None:
                 self._routes.stop()
                 experts_by_step.append(self._routes.experts_NLK.unflatten(0, tuple(input_ids.shape)))
             log_probs_BV = _processed_log_probs(output.logits[:, -1].float(), sampling)
-            tokens_B = _draw(log_probs_BV, sampling.temperature, generators)
+            tokens_B = _draw(self._without_image_token(log_probs_BV), sampling.temperature, generators)
             tokens_by_step.append(tokens_B)
             log_probs_by_step.append(log_probs_BV.gather(-1, tokens_B[:, None]).squeeze(-1))
             running_by_step.append(running)
@@ -201,7 +219,7 @@ class TransformersRollout(SynchronousGroups):
                 break
             input_ids = tokens_B[:, None]
             attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(rows), 1)], dim=-1)
-            position_ids = position_ids[:, -1:] + 1
+            position_ids = position_ids[..., -1:] + 1
         lengths_B = torch.stack(running_by_step).sum(dim=0).tolist()
         tokens_BT = torch.stack(tokens_by_step, dim=1).tolist()
         chosen_BT = torch.stack(log_probs_by_step, dim=1).tolist()
@@ -218,6 +236,13 @@ class TransformersRollout(SynchronousGroups):
             [row[:length] for row, length in zip(chosen_BT, lengths_B, strict=True)],
             experts,
         )
+
+    def _without_image_token(self, log_probs_BV: Tensor) -> Tensor:
+        """Return the log-probs without the token of an image, which the trainer would replace by an image."""
+        token = getattr(self._model.config, "image_token_id", None)
+        if token is None:
+            return log_probs_BV
+        return log_probs_BV.index_fill(-1, torch.tensor([token], device=log_probs_BV.device), -torch.inf)
 
     @property
     def keeps_weights(self) -> bool:
@@ -256,6 +281,10 @@ class TransformersRollout(SynchronousGroups):
     def close(self) -> None:
         """Delete the copy."""
         del self._model, self._parameters
+
+
+_Prompt = tuple[list[int], ImageInputs | None]
+"""Token ids of a prompt, and the inputs of its images."""
 
 
 class _SampledRows(NamedTuple):

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, local_counts
 from rl_plugins.data.experience import ROUTED_EXPERTS, Experience
+from rl_plugins.data.images import IMAGE_INPUTS
+from rl_plugins.errors import ConfigError
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
 from rl_plugins.models.lora import adapter_off
 from rl_plugins.models.packing import shares_prompts
@@ -21,6 +23,7 @@ from rl_plugins.router_replay import RouterReplay
 from rl_plugins.stages.micro_batches import Cutter, Lengths
 from rl_plugins.stages.sequence_rows import SequenceRows
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy
+from rl_plugins.vision_language import BlankImage, with_blank_image
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class ForwardPasses:
         dtype: dtype of the models' parameters.
         temperature: divisor of the logits.
         router_replay: replay of the policy's routes; None without replay.
+        blank_image: tokens and inputs of a blank image; None if the policy reads text alone.
     """
 
     strategy: Strategy
@@ -46,6 +50,7 @@ class ForwardPasses:
     dtype: torch.dtype
     temperature: float = 1.0
     router_replay: RouterReplay | None = None
+    blank_image: BlankImage | None = None
 
     @property
     def device(self) -> torch.device:
@@ -82,8 +87,15 @@ class ForwardPasses:
         entropy_gradient: bool = False,
         top_k: int = 0,
     ) -> ResponseLogProbs:
-        """Run a causal language model over a micro-batch; see `response_log_probs`."""
+        """Run a causal language model over a micro-batch; see `response_log_probs`.
+
+        Raises:
+            ConfigError: routes are replayed, and the samples have images.
+        """
+        if self.router_replay is not None and IMAGE_INPUTS in samples.columns:
+            raise ConfigError("router_replay: the tokens of images have no routes yet: leave router_replay out")
         rows = SequenceRows.of(samples)
+        inputs, blank = rows.samples.forward_inputs, self._blank_of(rows.samples)
         if self.router_replay is not None:
             # The reference may be the policy without its adapter, with routes of its own.
             experts = samples.columns.get(ROUTED_EXPERTS) if name == POLICY else None
@@ -91,7 +103,7 @@ class ForwardPasses:
         with self._running(name) as model:
             found = response_log_probs(
                 model,
-                **rows.samples.forward_inputs,
+                **(inputs if blank is None else with_blank_image(blank, **inputs)),
                 packed=self.packing,
                 temperature=self.temperature,
                 sum_pi_squared=sum_pi_squared,
@@ -104,7 +116,14 @@ class ForwardPasses:
             )
         if self.router_replay is not None and not torch.is_grad_enabled():
             self.router_replay.stop()
-        return found.mapped(rows.fold)
+        return found.mapped(lambda values_RW: rows.fold(values_RW if blank is None else values_RW[:-1]))
+
+    def _blank_of(self, samples: Experience) -> BlankImage | None:
+        """Return a blank image for samples without images, if other ranks may have samples with images."""
+        image_inputs = samples.columns.get(IMAGE_INPUTS)
+        if self.strategy.ranks.world_size == 1 or image_inputs is None or any(image_inputs):
+            return None
+        return self.blank_image
 
     def experts(self, samples: Experience) -> list[Tensor]:
         """Return the experts of the tokens of each sample in the last `log_probs`, on the CPU [tokens, L, K]."""

@@ -9,10 +9,9 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from rl_plugins.config.models import LoraConfig
-from rl_plugins.data.tokenization import load_tokenizer
+from rl_plugins.data.image_prompts import Processor, load_tokenizer_or_processor
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter
 from rl_plugins.stages.trainer_flags import check_not_compiled
@@ -120,8 +119,8 @@ def comes_with_adapter(model: str | nn.Module) -> bool:
     return isinstance(inner, nn.Module) and has_adapter(inner)
 
 
-def own_tokenizer(model: str | nn.Module, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer from the folder of a model.
+def own_tokenizer(model: str | nn.Module, trust_remote_code: bool = False) -> Processor:
+    """Load the tokenizer from the folder of a model, or the processor of a vision-language model.
 
     Raises:
         ConfigError: the model has no folder.
@@ -130,4 +129,4 @@ def own_tokenizer(model: str | nn.Module, trust_remote_code: bool = False) -> Pr
     name = model if isinstance(model, str) else getattr(inner, "name_or_path", None)
     if not name:
         raise ConfigError(f"{type(model).__name__} has no name_or_path to load a tokenizer from: pass tokenizer=...")
-    return load_tokenizer(name, trust_remote_code=trust_remote_code)
+    return load_tokenizer_or_processor(name, trust_remote_code=trust_remote_code)

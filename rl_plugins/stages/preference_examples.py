@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.data.experience import Experience
+from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.data.padding import pad_ragged
 from rl_plugins.data.preferences import PairBatch, UnpairedBatch
 from rl_plugins.ranks import Ranks
@@ -129,13 +130,16 @@ class PreferenceExamples:
 def preference_examples(batch: PairBatch | UnpairedBatch, pad_token_id: int) -> PreferenceExamples:
     """Return the examples of a batch from the data module."""
     if isinstance(batch, UnpairedBatch):
-        samples = Experience.from_responses(batch.prompt_ids, batch.response_ids, pad_token_id, groups=batch.rows)
+        samples = Experience.from_responses(
+            batch.prompt_ids, batch.response_ids, pad_token_id, groups=batch.rows, image_inputs=batch.image_inputs
+        )
         return PreferenceExamples.judged(samples, batch.labels)
     samples = Experience.from_responses(
         [*batch.prompt_ids, *batch.prompt_ids],
         [*batch.chosen_ids, *batch.rejected_ids],
         pad_token_id,
         groups=[*batch.rows, *batch.rows],
+        image_inputs=None if batch.image_inputs is None else [*batch.image_inputs, *batch.image_inputs],
     )
     return PreferenceExamples.pairs(samples, torch.arange(len(samples)).view(2, -1).T, batch.margins)
 
@@ -185,13 +189,14 @@ def mismatched(examples: PreferenceExamples, pad_token_id: int, ranks: Ranks) ->
         return None
     order = sorted(responses_of)
     after = dict(zip(order, [*order[1:], order[0]], strict=True))
-    responses = [responses_of[after[key]] for key in keys]
+    responses, images = [responses_of[after[key]] for key in keys], samples.columns.get(IMAGE_INPUTS)
     other = Experience.from_responses(
         [_prompt(samples, place) for place in places],
         [ids for ids, _, _ in responses],
         pad_token_id,
         groups=[int(samples.groups[place]) for place in places],
         response_masks=[mask for _, mask, _ in responses],
+        image_inputs=None if images is None else [images[place] for place in places],
     )
     if samples.sequences is not None:
         sequences = [numbers for _, _, numbers in responses]

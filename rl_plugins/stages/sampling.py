@@ -10,6 +10,7 @@ import torch
 
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import ROUTED_EXPERTS, Experience
+from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.environments.agent import AgentEnvironment
 from rl_plugins.environments.object_conversations import StatefulConversations
@@ -91,8 +92,7 @@ class PromptSampler:
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig, seeds: list[int], step: int) -> Generations:
         """Sample responses to this rank's prompts, which may be none, with one seed for each prompt. Collective."""
-        conversations = self.conversations
-        if conversations is None:
+        if self.conversations is None and IMAGE_INPUTS not in prompts.columns:
             return self.strategy.rollout_phases.run_sampling(
                 step, lambda engine: engine.generate(prompts.prompt_ids, sampling, seeds)
             )
@@ -101,14 +101,15 @@ class PromptSampler:
         tickets, unsent = [request.ticket for request in requests], [requests]
 
         def converse(engine: RolloutEngine) -> Generations:
-            groups = conversations.by(engine)
+            groups = self.groups(engine)
             while unsent:
                 groups.submit(unsent.pop(), sampling)
             groups.lost_tickets()
             if not tickets:
                 return Generations.from_responses([], [], [], 0)
             ended = groups.collect(tickets, 0)
-            return Generations.concat([ended[ticket] for ticket in tickets])
+            found = groups.fetch([ended[ticket] for ticket in tickets])
+            return Generations.concat([group for group in found if group is not None])
 
         return self.strategy.rollout_phases.run_sampling(step, converse)
 
@@ -118,11 +119,11 @@ class PromptSampler:
 
     def request(self, ticket: int, prompts: PromptBatch, position: int, seed: int) -> GroupRequest:
         """Return the request for a group of responses to one prompt of a batch."""
-        prompt = prompts.prompt_ids[position]
+        prompt, row = prompts.prompt_ids[position], {name: values[position] for name, values in prompts.columns.items()}
+        images = row.get(IMAGE_INPUTS)
         if self.conversations is None:
-            return GroupRequest(ticket, prompt, seed)
-        row = {name: values[position] for name, values in prompts.columns.items()}
-        return Opening(ticket, prompt, seed, about=scoring_request("", row))
+            return GroupRequest(ticket, prompt, seed, image_inputs=images)
+        return Opening(ticket, prompt, seed, about=scoring_request("", row), image_inputs=images)
 
     def experience(
         self, prompts: PromptBatch, generations: Generations, num_samples: int, numbers: Sequence[int]
@@ -144,6 +145,7 @@ class PromptSampler:
             for place, ending in enumerate(generations.endings):
                 if ending.prompt is not None:
                     columns["prompt"][place], prompt_ids[place] = list(ending.prompt), list(ending.prompt_ids)
+                    columns.pop(IMAGE_INPUTS, None)
             columns["ending"] = generations.endings
             columns["response"] = [ending.transcript() for ending in generations.endings]
         else:

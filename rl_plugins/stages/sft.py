@@ -13,6 +13,7 @@ from typing_extensions import Unpack, override
 from rl_plugins.algorithms.aggregation import aggregate
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.experience import Experience
+from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.data.prompts import foreign_batch
 from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.arguments import StageArguments
@@ -51,11 +52,16 @@ class SFT(Stage):
         self.sampling_setup = SamplingSetup(scorer, self.tokenizer, eval_sampling, environment, seed)
 
     @override
-    def training_step(self, batch: dict[str, list[list[int]]], batch_idx: int) -> None:
+    def training_step(self, batch: dict[str, list[Any]], batch_idx: int) -> None:
         if not isinstance(batch, dict) or not {"prompt_ids", "response_ids"} <= batch.keys():
             raise foreign_batch(batch, "SFTDataModule")
         start = time.perf_counter()
-        examples = Experience.from_responses(batch["prompt_ids"], batch["response_ids"], self.tokenizer.pad_token_id)
+        examples = Experience.from_responses(
+            batch["prompt_ids"],
+            batch["response_ids"],
+            self.tokenizer.pad_token_id,
+            image_inputs=batch.get(IMAGE_INPUTS),
+        )
         with self.strategy.phase_log.measure("update_policy"):
             self._loss = torch.zeros(())
             self.optimize(self._losses(examples))

@@ -19,6 +19,7 @@ from torch import nn
 from typing_extensions import override
 
 from rl_plugins.config.models import LoraConfig, OptimizerConfig
+from rl_plugins.data.image_prompts import blank_image, tokenizer_of
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.dropout import turn_off_dropout
@@ -73,7 +74,7 @@ class Stage(LightningModule):
             LightningModule with such a model as `.model` (since its constructor or its `configure_model`). The
             `configure_optimizers` of a LightningModule, its hooks of training and its hyperparameters are used; its
             steps, data loaders and hooks of validation are not.
-        tokenizer: tokenizer of the model; by default the tokenizer in the model's folder.
+        tokenizer: tokenizer of the model, or processor of a vision-language model; by default that of its folder.
         optimizer: settings of the optimizer, for models without `configure_optimizers`.
             `Trainer(gradient_clip_val=...)` replaces the bound on gradient norms of this and every other optimizer.
         gradient_checkpointing: recompute activations in the backward pass (models loaded by name).
@@ -117,13 +118,13 @@ class Stage(LightningModule):
         if lora is not None and lora.rank:
             check_adapter(lora, model, type(self).__name__, compares_log_probs=self.compares_log_probs)
         self.automatic_optimization = False
-        self.tokenizer = tokenizer or own_tokenizer(model, trust_remote_code)
+        self.processor = tokenizer or own_tokenizer(model, trust_remote_code)
+        self.tokenizer: Any = tokenizer_of(self.processor)
         self.optimizer_config = optimizer or OptimizerConfig()
         self.max_steps, self.packing = max_steps, packing
         self.tokens_per_micro_batch, self.tokens_per_log_prob_batch = tokens_per_micro_batch, tokens_per_log_prob_batch
-        self.step = 0
+        self.step, self.reference_is_base = 0, False
         self.reference: Any = None
-        self.reference_is_base = False
         self.sampling_setup: SamplingSetup | None = None
         self.validation: GenerationValidation | None = None
         self.shown_samples = ShownSamples()
@@ -133,9 +134,8 @@ class Stage(LightningModule):
         self.loading = LoadingOptions(
             gradient_checkpointing=gradient_checkpointing, attention=attention, trust_remote_code=trust_remote_code
         )
-        self._lora, self._own_path = lora, model if isinstance(model, str) else None
-        self._reference_path: str | None = None
-        self._has_reference = False
+        self._lora, self._has_reference = lora, False
+        self._own_path = self._reference_path = model if isinstance(model, str) else None
         self._model_of_optimizer: dict[int, str] = {}
         self._stepped: set[str] = set()
         self._trainers_clip: float | None = None
@@ -169,6 +169,7 @@ class Stage(LightningModule):
             tokens_per_log_prob_batch=self.tokens_per_log_prob_batch or self.tokens_per_micro_batch,
             packing=self.packing,
             dtype=self.model_dtype,
+            blank_image=blank_image(self.processor),
         )
         if self.sampling_setup is not None:
             sampler, scorer = self.sampling_setup.sampler(strategy), self.sampling_setup.scorer(strategy)
@@ -392,9 +393,9 @@ class Stage(LightningModule):
         check_finite_weights(self.strategy, [self.trained], self.step, folder)
         model, source = getattr(self, self.trained), self.strategy.weight_source(self.trained)
         if adapter and isinstance(source, MergedWeightSource):
-            save_adapter(model, source.adapter(), self.tokenizer, folder, self.trainer.is_global_zero)
+            save_adapter(model, source.adapter(), self.processor, folder, self.trainer.is_global_zero)
         else:
-            save_policy(model, source, self.tokenizer, folder, self.trainer.is_global_zero)
+            save_policy(model, source, self.processor, folder, self.trainer.is_global_zero)
         self.strategy.barrier("export")
 
     # Validation by generation -----------------------------------------------------------------------------------

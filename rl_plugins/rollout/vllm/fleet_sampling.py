@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.errors import EngineLost
+from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
 from rl_plugins.rollout.vllm.fleet import Deadline, Fleet
 
@@ -63,7 +63,16 @@ class FleetSampling:
         return Generations.concat([parts[reference] for reference in references])
 
     def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
-        """Submit groups. Collective if `together`."""
+        """Submit groups. Collective if `together`.
+
+        Raises:
+            ConfigError: a prompt has images.
+        """
+        if any(request.image_inputs is not None for request in requests):
+            raise ConfigError(
+                "the prompts have images, and the vLLM engine samples without images: use TransformersRollout "
+                "(rollout.engine=transformers)"
+            )
         for engine, share in self._fleet.shares(len(requests)).items():
             ranks = self._fleet.ranks_of_engine(engine) if together else []
             selected = [requests[place] for place in share]

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
+from benchmarks.tiny_vision import save_tiny_vision
 from rl_plugins.tests.data.prepare_command import main
 from rl_plugins.tests.loops import for_each
+from rl_plugins.tests.pictures import encoded, picture
 
 
 def problems(capsys, *arguments):
@@ -123,6 +125,21 @@ def test_prepare_validate_reports_prompts_refused_by_the_chat_template(row, writ
     assert [(bad["row"], bad["field"]) for bad in found["bad_rows"]] == [(2, "column 'prompt'"), (4, "column 'prompt'")]
     assert "the roles system, user: no system" in found["bad_rows"][0]["reason"]
     assert problems(capsys, path)["bad_rows"] == []
+
+
+def test_prepare_validate_reads_images_and_measures_image_tokens(row, write_rows, tmp_path, capsys):
+    save_tiny_vision("llava", tmp_path / "model")
+    asked = [{"role": "user", "content": "<image>?"}]
+    images = [encoded(picture(1)), encoded(picture(2)), b"text", encoded(picture(1))]
+    rows = [row(number, prompt=asked, images=[image]) for number, image in enumerate(images)]
+    path = write_rows([*rows, row(4, images=[])])
+    for options in ((), ("--tokenizer", tmp_path / "model")):
+        found = problems(capsys, path, *options)
+        (bad,) = found["bad_rows"]
+        assert (bad["row"], bad["field"]) == (2, "column 'images'") and "no image that PIL knows" in bad["reason"]
+        # Rows with one question and two images are not the same.
+        assert list(found["duplicates"].values()) == [1]
+    assert found["prompt_tokens"]["max"] == 16 + len("?") + 2
 
 
 def test_load_rows_and_prepare_validate_import_no_heavy_library(row, write_rows):

@@ -31,7 +31,7 @@ def training_run(folder: Path, *overrides: str) -> TrainingRun:
         redraw_s=0,
         started=0,
     )
-    vars(run)["tokenizer"] = build_tokenizer()
+    vars(run)["processor"] = build_tokenizer()
     return run
 
 

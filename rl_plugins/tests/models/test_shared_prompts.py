@@ -121,6 +121,7 @@ def test_shared_prompts_under_autocast() -> None:
 def test_pack_makes_one_row_with_shared_prompts() -> None:
     samples = batch_of([([5, 6], [7]), ([1], [2, 3]), ([5, 6], [8, 9]), ([5, 6], [4, 4])])
     arguments = forward_arguments(samples)
+    del arguments["image_inputs_B"]
     row = pack(packed(), **arguments)
     assert row.inputs["input_ids"].tolist() == [[5, 6, 7, 8, 9, 4, 4, 1, 2, 3]]
     assert row.inputs["position_ids"].tolist() == [[0, 1, 2, 2, 3, 2, 3, 0, 1, 2]]

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.rollout.engine import Generations
+from rl_plugins.errors import ConfigError
+from rl_plugins.rollout.engine import Generations, GroupRequest
 from rl_plugins.rollout.vllm.fleet_sampling import FleetSampling
 
 pytestmark = pytest.mark.unit
@@ -50,3 +52,10 @@ def test_busy_s_counts_only_the_engines_of_the_rank() -> None:
         sampling.generate([[5]], SamplingConfig(max_tokens=1), None)
         seen.append(sampling.busy_s)
     assert seen == [4.0, 60.0, 4.0]
+
+
+def test_submit_refuses_prompts_with_images() -> None:
+    fleet: Any = Fleet()
+    request = GroupRequest(0, [5], 1, image_inputs={"pixel_values": torch.zeros(1)})
+    with pytest.raises(ConfigError, match="the vLLM engine samples without images: use TransformersRollout"):
+        FleetSampling(fleet).submit([request], SamplingConfig(max_tokens=1))

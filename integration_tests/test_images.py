@@ -1,0 +1,37 @@
+"""Runs of a vision-language model over ZeRO-3 and FSDP2 with two workers, on rows with and without images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from benchmarks.tiny_vision import save_tiny_vision
+from integration_tests.conftest import recipes_in
+from rl_plugins.tests.pictures import encoded, picture, row
+
+pytestmark = pytest.mark.extended
+
+
+def test_grpo_trains_resumes_and_exports_a_vision_language_model(workplace: Path, tmp_path: Path) -> None:
+    save_tiny_vision("llava", tmp_path / "llava")
+    rows = [row("<image>color?", encoded(picture(n))) if n % 3 else row("no picture") for n in range(16)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    options = [
+        f"model.path={tmp_path / 'llava'}", f"data.train_files=[{tmp_path / 'rows.parquet'}]", "data.val_files=[]",
+        "rollout.engine=transformers", "run.eval_every=0", "run.eval_before=false", "tracking.enabled=false",
+        "batch.prompts_per_step=4", "batch.samples_per_prompt=2", "batch.updates_per_step=2", "placement.device=cpu",
+        "placement.cpus_per_worker=0.5", "data.max_prompt_tokens=32", "sampling.max_tokens=8",
+        "reward.functions.default={_target_: integration_tests.rewards.shortness}", "debug.dump_rollouts=1",
+    ]  # fmt: skip
+    with recipes_in(tmp_path, workplace) as start:
+        for strategy in ("zero", "fsdp"):
+            run = start("grpo", strategy, *options, f"strategy.name={strategy}", "run.steps=2")
+            assert run.wait() == 0, run.tail()
+            assert max(step["train/rollout_gap_max"] for step in run.trained()) < 1e-3
+            assert (run.run / "policy" / "processor_config.json").is_file()
+        run = start("grpo", "zero", *options, "strategy.name=zero", "run.steps=3", "run.resume=true")
+        assert run.wait() == 0, run.tail()
+    assert [step["step"] for step in run.trained()] == [1, 2, 3]

@@ -1,0 +1,272 @@
+"""Prompts with images: token ids with the tokens of all images, and the inputs of the model for the images.
+
+The processor of a vision-language model replaces the placeholder of an image by as many tokens as the model makes of
+the image. The data modules do this once; the trainer and the rollout engine get the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, overload
+
+from rl_plugins.data.images import (
+    IMAGES,
+    PLACEHOLDER,
+    ImageInputs,
+    check_places,
+    has_images,
+    read_images,
+    with_image_parts,
+)
+from rl_plugins.data.on_disk import MappedLists
+from rl_plugins.data.parquet import PromptRows, Row
+from rl_plugins.data.tokenization import Messages, PlainTexts, TemplateCheck, completed, encode_prompts, load_tokenizer
+from rl_plugins.errors import ConfigError, RowError
+from rl_plugins.hub.files import model_folder
+from rl_plugins.model_json import read_model_config, reads_images
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+Processor: TypeAlias = "PreTrainedTokenizerBase | ProcessorMixin"
+"""Tokenizer of a language model, or processor of a vision-language model."""
+_OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
+"""Results of a processor for the text."""
+_BLANK = 32
+"""Width and height of a blank image."""
+
+
+def load_processor(path: str, *, trust_remote_code: bool = False) -> ProcessorMixin:
+    """Load the processor of a vision-language model.
+
+    Args:
+        path: folder or hub name.
+        trust_remote_code: run Python code that the folder's configuration names, with all rights of the user.
+
+    Raises:
+        ConfigError: the processor cannot be loaded, or the tokenizer has no end-of-sequence token.
+    """
+    from transformers import AutoProcessor
+
+    folder = model_folder(path, weights=False, trust_remote_code=trust_remote_code)
+    try:
+        processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: the processor needs a package that is not installed, such as torchvision for families with "
+            f"videos: {' '.join(str(error).split())[:200]}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: the processor cannot be loaded: {' '.join(str(error).split())[:200]}") from None
+    if getattr(processor, "image_processor", None) is None:
+        raise ConfigError(f"{path}: there is no processor of images in the folder: save the model's processor there")
+    processor.tokenizer = completed(processor.tokenizer, path)
+    return processor
+
+
+def load_tokenizer_or_processor(path: str, *, trust_remote_code: bool = False) -> Processor:
+    """Load the processor of a vision-language model, or the tokenizer of another model.
+
+    Raises:
+        ConfigError: see `load_processor` and `load_tokenizer`.
+    """
+    folder = Path(model_folder(path, weights=False, trust_remote_code=trust_remote_code))
+    config = folder / "config.json"
+    load = load_processor if config.is_file() and reads_images(read_model_config(config)) else load_tokenizer
+    return load(path, trust_remote_code=trust_remote_code)
+
+
+def has_image_processor(processor: object) -> TypeGuard[ProcessorMixin]:
+    """Return True for a processor with a processor of images, False for a tokenizer."""
+    return getattr(processor, "image_processor", None) is not None
+
+
+def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a processor; a tokenizer is returned unchanged."""
+    found: Any = processor
+    tokenizer: PreTrainedTokenizerBase = found.tokenizer if has_image_processor(processor) else found
+    return tokenizer
+
+
+def blank_image(processor: Processor) -> tuple[list[int], ImageInputs] | None:
+    """Return tokens and inputs of a blank image, made by a processor; None for a tokenizer."""
+    return ImagePrompts(processor).blank if has_image_processor(processor) else None
+
+
+class ImagePrompts:
+    """Makes token ids and inputs of images.
+
+    Args:
+        processor: processor of a vision-language model, with a chat template.
+
+    Raises:
+        ConfigError: the processor has no placeholder for an image.
+    """
+
+    def __init__(self, processor: ProcessorMixin) -> None:
+        self._processor: Any = processor
+        self.tokenizer: PreTrainedTokenizerBase = self._processor.tokenizer
+        self._texts = PlainTexts(self.tokenizer)
+        if getattr(processor, "image_token", None) is None:
+            raise ConfigError(
+                f"{type(processor).__name__} of transformers has no image_token: rows with images need a model whose "
+                "processor has a placeholder for an image, such as Qwen2.5-VL, Gemma 3 or LLaVA"
+            )
+
+    @property
+    def image_token_ids(self) -> list[int]:
+        """Ids of the tokens in the place of an image, which the model replaces."""
+        ids: list[int] = self._processor.image_token_ids
+        return ids
+
+    def prompt_ids(self, rows: PromptRows, template_options: Mapping[str, Any]) -> MappedLists:
+        """Return the token ids of all rows' prompts on disk. Each image is read, so no image fails later.
+
+        Raises:
+            RowError: see `accepted_messages` and `encode_row`.
+        """
+        return MappedLists(
+            self.encode_row(rows.rows[number], rows.location(number), rows.folder(number), template_options)
+            for number, _ in enumerate(self.accepted_messages(rows, template_options))
+        )
+
+    def accepted_messages(self, rows: PromptRows, template_options: Mapping[str, Any]) -> Iterator[Messages]:
+        """Yield the messages of each row. No image is read.
+
+        Raises:
+            RowError: the chat template refuses a row's sequence of roles, or the number of images is wrong.
+        """
+        check = TemplateCheck(self.tokenizer, template_options)
+        for number, row in enumerate(rows):
+            messages = row["prompt"]
+            if has_images(row):
+                check_places(row, rows.location(number))
+                messages = with_image_parts(messages)
+            if reason := check.refusal(messages):
+                raise RowError(rows.location(number), "column 'prompt'", reason)
+            yield row["prompt"]
+
+    def encode_row(
+        self, row: Row, location: str, folder: Path | None, template_options: Mapping[str, Any]
+    ) -> list[int]:
+        """Return the token ids of the prompt of a row.
+
+        Args:
+            row: the row.
+            location: file and number of the row, for messages.
+            folder: folder at which relative paths of images start.
+            template_options: further variables of the chat template.
+
+        Raises:
+            RowError: an image cannot be read, or the processor refuses an image.
+        """
+        if not has_images(row):
+            return encode_prompts([row["prompt"]], self.tokenizer, template_options)[0]
+        images = read_images(row, location, folder)
+        try:
+            return self.encode(row["prompt"], images, template_options)[0]
+        except ValueError as error:
+            reason = f"{type(self._processor).__name__} refuses the images: {error}"
+            raise RowError(location, f"column {IMAGES!r}", reason) from None
+
+    def check_responses(self, rows: PromptRows, response_ids: Sequence[Sequence[int]]) -> None:
+        """Check that no response has the token of an image.
+
+        Raises:
+            RowError: a response has such a token.
+        """
+        ids = set(self.image_token_ids)
+        for number, response in enumerate(response_ids):
+            if ids & set(response):
+                token = self.tokenizer.convert_ids_to_tokens(min(ids & set(response)))
+                raise RowError(
+                    rows.location(number), "response", f"it has the token {token}, the place of an image: remove it"
+                )
+
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]], images: Sequence[Image], template_options: Mapping[str, Any]
+    ) -> tuple[list[int], ImageInputs]:
+        """Return the token ids of a prompt with images, and the inputs of the images.
+
+        Special tokens in the messages are plain text (see `PlainTexts`).
+
+        Raises:
+            ValueError: the processor or its chat template refuses the messages or the images.
+        """
+        hidden = self._texts.hide([dict(message) for message in messages])
+        # The placeholder may itself be a special token of the tokenizer.
+        placeholder = self._texts.hide(PLACEHOLDER)
+        for message in hidden:
+            message["content"] = message["content"].replace(placeholder, PLACEHOLDER)
+        text = self._processor.apply_chat_template(
+            with_image_parts(hidden), tokenize=False, add_generation_prompt=True, **template_options
+        )
+        text, inputs = self._expanded(str(text), images)
+        return self._texts.encode(text), inputs
+
+    def inputs(self, images: Sequence[Image]) -> ImageInputs:
+        """Return the inputs of images without a prompt."""
+        return self._expanded(self._processor.image_token * len(images), images)[1]
+
+    @cached_property
+    def blank(self) -> tuple[list[int], ImageInputs]:
+        """Tokens and inputs of a blank image."""
+        from PIL import Image
+
+        image = Image.new("RGB", (_BLANK, _BLANK))
+        text, inputs = self._expanded(self._processor.image_token, [image])
+        return self._texts.encode(text), inputs
+
+    def _expanded(self, text: str, images: Sequence[Image]) -> tuple[str, ImageInputs]:
+        """Return a text with the tokens of each image in the place of its placeholder, and the inputs of the images."""
+        result = self._processor(
+            images=list(images),
+            text=[text],
+            return_tensors="pt",
+            add_special_tokens=False,
+            return_text_replacement_offsets=True,
+        )
+        if "text_replacement_offsets" not in result:
+            raise ConfigError(
+                f"{type(self._processor).__name__} does not say where it puts the tokens of images: use a processor of "
+                "transformers"
+            )
+        parts, end = [], 0
+        for found in result["text_replacement_offsets"][0]:
+            start, stop = found["span"]
+            parts += [text[end:start], found["replacement"]]
+            end = stop
+        inputs = {name: value for name, value in result.items() if name not in _OF_TEXT}
+        return "".join([*parts, text[end:]]), inputs
+
+
+class ImageInputsOfRows(Sequence[ImageInputs | None]):
+    """Inputs of the images of each row, made at each access; None for a row without images.
+
+    Args:
+        rows: the rows.
+        prompts: maker of the inputs.
+    """
+
+    def __init__(self, rows: PromptRows, prompts: ImagePrompts) -> None:
+        self._rows, self._prompts = rows, prompts
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> ImageInputs | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ImageInputs | None]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return the inputs of one row, or of several."""
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        row = self._rows.rows[index]
+        if not has_images(row):
+            return None
+        return self._prompts.inputs(read_images(row, self._rows.location(index), self._rows.folder(index)))

@@ -1,0 +1,124 @@
+"""Images of rows: the column `images`, and `<image>` in the messages at the place of each image, as in verl's files.
+
+An image is the path of a file, its bytes, a mapping with `bytes` or `path` (as `datasets` writes images), or an image
+of PIL. A relative path starts at the folder of the data file.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_plugins.data.parquet import Row
+from rl_plugins.errors import RowError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+ImageInputs = Mapping[str, "Tensor"]
+"""Inputs of a model for the images of one sample, by the name of the argument; the first axis counts images or
+patches."""
+
+IMAGES = "images"
+"""Column with the images of a row: a list, empty or null for none."""
+IMAGE_INPUTS = "image_inputs"
+"""Name of the column, and of arguments, with the inputs of a model for the images of each sample."""
+PLACEHOLDER = "<image>"
+"""Text in a message at the place of an image."""
+
+_COLUMN = f"column {IMAGES!r}"
+
+
+def has_images(row: Row) -> bool:
+    """Return True if a row has an image."""
+    images = row.get(IMAGES)
+    return images is not None and (not isinstance(images, Sequence) or len(images) > 0)
+
+
+def check_places(row: Row, location: str) -> None:
+    """Check that the messages of a row have one `<image>` for each image.
+
+    Args:
+        row: a row with images.
+        location: file and number of the row, for the message.
+
+    Raises:
+        RowError: the column is no list, or the numbers differ.
+    """
+    values = row[IMAGES]
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
+        raise RowError(location, _COLUMN, f"expected a list of images, got {type(values).__name__}")
+    places = sum(message["content"].count(PLACEHOLDER) for message in row["prompt"])
+    if places != len(values):
+        raise RowError(
+            location,
+            _COLUMN,
+            f"the row has {len(values)} images, and its messages have {PLACEHOLDER} {places} times: write "
+            f"{PLACEHOLDER} once for each image",
+        )
+
+
+def read_images(row: Row, location: str, folder: Path | None = None) -> list[Image]:
+    """Read the images of a row, upright and in the mode RGB.
+
+    Args:
+        row: a row with images, after `check_places`.
+        location: file and number of the row, for messages.
+        folder: folder at which relative paths start; None for the working directory.
+
+    Raises:
+        RowError: an image cannot be read.
+    """
+    return [_read(value, folder, location, position) for position, value in enumerate(row[IMAGES])]
+
+
+def with_image_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with lists of texts and images in the place of texts with `<image>`, for a chat template."""
+    return [{**message, "content": list(_parts(message["content"]))} for message in messages]
+
+
+def _parts(text: str) -> Iterator[dict[str, str]]:
+    for position, part in enumerate(text.split(PLACEHOLDER)):
+        if position:
+            yield {"type": "image"}
+        if part:
+            yield {"type": "text", "text": part}
+
+
+def _read(value: Any, folder: Path | None, location: str, position: int) -> Image:
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    name, opened = f"image {position}", value
+    try:
+        if isinstance(value, Mapping):
+            value = value.get("bytes") or value.get("path")
+        if isinstance(value, str | os.PathLike):
+            path = Path(value) if folder is None else folder / value
+            name, value = f"image {position} ({path})", path.read_bytes()
+        if isinstance(value, bytes):
+            with warnings.catch_warnings():
+                # PIL only warns of a file whose image fills the memory.
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                opened = Image.open(io.BytesIO(value))
+                opened.load()
+    except UnidentifiedImageError:
+        raise RowError(location, _COLUMN, f"{name} is no image that PIL knows: write it as PNG or JPEG") from None
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise RowError(location, _COLUMN, f"{name} is too large ({error}): make it smaller") from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise RowError(location, _COLUMN, f"{name} cannot be read ({error}): write the file again") from None
+    if not isinstance(opened, Image.Image):
+        raise RowError(
+            location,
+            _COLUMN,
+            f"{name} is {type(value).__name__}: give a path, bytes, a mapping with `bytes` or `path`, or a PIL image",
+        )
+    if not opened.width or not opened.height:
+        raise RowError(location, _COLUMN, f"{name} has the size {opened.width}x{opened.height}: leave it out")
+    upright: Image.Image = ImageOps.exif_transpose(opened)
+    return upright.convert("RGB")

@@ -1,0 +1,102 @@
+"""Prompts with images: the tokens of transformers' processors, and rows that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.tiny_vision import processor, save_tiny_vision
+from rl_plugins.data.datamodule import PromptDataModule
+from rl_plugins.data.image_prompts import ImageInputsOfRows, ImagePrompts, load_processor, load_tokenizer_or_processor
+from rl_plugins.data.images import IMAGE_INPUTS
+from rl_plugins.data.parquet import load_rows
+from rl_plugins.data.sft import SFTDataModule
+from rl_plugins.errors import ConfigError, RowError
+from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.tests.pictures import picture, row
+
+FAMILIES = ("llava", "gemma3", "qwen2_5_vl")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_ids_and_inputs_equal_the_results_of_the_processor(family: str) -> None:
+    made, images = processor(family), [picture(1, (24, 48)), picture(2)]
+    rows = load_rows([row("<image>one, <image>two", *images), row("no picture")])
+    content = [{"type": "image"}, {"type": "text", "text": "one, "}, {"type": "image"}, {"type": "text", "text": "two"}]
+    text = made.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+    expected = made(images=images, text=[text], return_tensors="pt", add_special_tokens=False)
+    prompts = ImagePrompts(made)
+    ids = prompts.prompt_ids(rows, {})
+    assert ids[0] == expected["input_ids"][0].tolist()
+    assert ids[1] == made.tokenizer.encode("<|user|>no picture<|assistant|>")
+    inputs, nothing = ImageInputsOfRows(rows, prompts)[:]
+    assert nothing is None and inputs is not None and "input_ids" not in inputs
+    for name, value in inputs.items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_special_tokens_in_a_text_beside_an_image_are_plain_text(family: str) -> None:
+    prompts = ImagePrompts(processor(family))
+    # LLaVA's token of an image is the place of an image in a text, too.
+    token = processor(family).image_token.replace("<image>", "")
+    ids, inputs = prompts.encode([{"role": "user", "content": f"<image>{token}<|end|>"}], [picture()], {})
+    alone, expected = prompts.encode([{"role": "user", "content": "<image>"}], [picture()], {})
+    for special in (*prompts.image_token_ids, prompts.tokenizer.eos_token_id):
+        assert ids.count(special) == alone.count(special)
+    assert all(torch.equal(inputs[name], value) for name, value in expected.items())
+
+
+def test_batches_have_the_inputs_of_images_and_no_files() -> None:
+    rows = [row("<image>a", picture(1)), row("b"), row("<image>c", picture(2)), row("d")]
+    prompts = PromptDataModule(rows, tokenizer=processor("llava"), prompts_per_step=4)
+    prompts.setup("fit")
+    (batch,) = prompts.train_dataloader()
+    assert "images" not in batch.columns
+    present = {
+        number: inputs is not None for number, inputs in zip(batch.rows, batch.columns[IMAGE_INPUTS], strict=True)
+    }
+    assert present == {0: True, 1: False, 2: True, 3: False}
+    responses = SFTDataModule(rows, tokenizer=processor("llava"), prompts_per_step=4)
+    responses.setup("fit")
+    (given,) = responses.train_dataloader()
+    assert sum(inputs is not None for inputs in given[IMAGE_INPUTS]) == 2
+
+
+def test_batches_of_rows_without_images_have_no_inputs() -> None:
+    data = PromptDataModule([row("a"), row("b")], tokenizer=processor("llava"), prompts_per_step=2)
+    data.setup("fit")
+    (batch,) = data.train_dataloader()
+    assert IMAGE_INPUTS not in batch.columns
+
+
+def test_responses_with_the_token_of_an_image_are_refused() -> None:
+    rows = [row("<image>a", picture(), answer="see <image>")]
+    data = SFTDataModule(rows, tokenizer=processor("llava"), prompts_per_step=1)
+    with pytest.raises(RowError, match="row 0, response: it has the token <image>, the place of an image"):
+        data.setup("fit")
+
+
+def test_images_that_the_processor_refuses_name_the_row() -> None:
+    made: Any = processor("qwen2_5_vl")
+    rows = load_rows([row("a"), row("<image>b", picture(size=(2000, 2)))])
+    with pytest.raises(RowError, match=r"row 1, column 'images': ImagesAlone refuses the images: .*aspect ratio"):
+        list(ImagePrompts(made).prompt_ids(rows, {}))
+
+
+def test_load_tokenizer_or_processor_follows_the_model(tmp_path: Path) -> None:
+    save_tiny_vision("gemma3", tmp_path / "gemma3")
+    save_tiny_policy(tmp_path / "text", hidden_size=32, intermediate_size=48)
+    assert type(load_tokenizer_or_processor(str(tmp_path / "gemma3"))).__name__ == "Gemma3Processor"
+    assert not hasattr(load_tokenizer_or_processor(str(tmp_path / "text")), "image_processor")
+    with pytest.raises(ConfigError, match=r"text: there is no processor of images"):
+        load_processor(str(tmp_path / "text"))
+
+
+def test_load_processor_names_the_missing_package(tmp_path: Path) -> None:
+    save_tiny_vision("qwen2_5_vl", tmp_path)
+    with pytest.raises(ConfigError, match="needs a package that is not installed, such as torchvision"):
+        load_processor(str(tmp_path))

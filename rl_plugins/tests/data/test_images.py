@@ -1,0 +1,101 @@
+"""Images of rows: forms of images, and rows that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import ExifTags, Image
+
+from rl_plugins.data.images import check_places, has_images, read_images, with_image_parts
+from rl_plugins.data.parquet import load_rows
+from rl_plugins.data.tokenization import accepted_messages
+from rl_plugins.errors import RowError
+from rl_plugins.models.tiny import build_tokenizer
+from rl_plugins.tests.cases import case
+from rl_plugins.tests.pictures import encoded, picture, row
+
+
+def test_read_images_reads_each_form(tmp_path: Path) -> None:
+    image = picture()
+    file = tmp_path / "one.png"
+    file.write_bytes(encoded(image))
+    forms = {
+        "path": str(file),
+        "bytes": encoded(image),
+        "mapping of bytes": {"bytes": encoded(image), "path": None},
+        "mapping of a path": {"bytes": None, "path": str(file)},
+        "PIL": image,
+    }
+    for name, found in zip(forms, read_images(row("<image>" * len(forms), *forms.values()), "here"), strict=True):
+        with case(name):
+            assert found.mode == "RGB" and np.array_equal(np.asarray(found), np.asarray(image))
+
+
+def test_read_images_of_a_parquet_file_starts_at_the_folder_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "one.png").write_bytes(encoded(picture()))
+    pq.write_table(pa.Table.from_pylist([row("<image>?", "pictures/one.png")]), tmp_path / "rows.parquet")
+    rows = load_rows(tmp_path / "rows.parquet")
+    (image,) = read_images(rows.rows[0], rows.location(0), rows.folder(0))
+    assert image.size == (32, 32)
+
+
+def test_read_images_turns_an_image_upright_and_drops_alpha() -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    turned = encoded(picture(size=(16, 32)).convert("RGBA"), exif=exif)
+    (found,) = read_images(row("<image>", turned), "here")
+    assert found.mode == "RGB" and found.size == (32, 16)
+
+
+def test_read_images_refuses_bad_images() -> None:
+    huge = Image.new("1", (20_000, 10_000))
+    cases: dict[str, tuple[Any, str]] = {
+        "other bytes": (b"text", "image 0 is no image that PIL knows"),
+        "truncated": (encoded(picture())[:200], "image 0 cannot be read"),
+        "no file": ("gone.png", r"image 0 cannot be read .*No such file.*gone\.png"),
+        "number": (3, "image 0 is int: give a path"),
+        "empty": (Image.new("RGB", (0, 5)), "image 0 has the size 0x5"),
+        "huge": (encoded(huge), "image 0 is too large"),
+    }
+    for name, (value, message) in cases.items():
+        with case(name), pytest.raises(RowError, match=rf"here, column 'images': {message}"):
+            read_images(row("<image>", value), "here")
+
+
+def test_check_places_wants_one_place_for_each_image() -> None:
+    check_places(row("<image> and <image>", b"1", b"2"), "here")
+    for text, images, message in (
+        ("<image>", [b"1", b"2"], "has 2 images, and its messages have <image> 1 times"),
+        ("none", [b"1"], "has 1 images, and its messages have <image> 0 times"),
+    ):
+        with pytest.raises(RowError, match=message):
+            check_places(row(text, *images), "here")
+    with pytest.raises(RowError, match="expected a list of images, got str"):
+        check_places({**row("<image>"), "images": "one.png"}, "here")
+
+
+def test_has_images_is_false_for_an_empty_column() -> None:
+    assert has_images(row("<image>", b"1"))
+    assert not any(map(has_images, (row("text"), {**row("text"), "images": None}, {"prompt": []})))
+
+
+def test_with_image_parts_keeps_the_order_of_texts_and_images() -> None:
+    (message,) = with_image_parts([{"role": "user", "content": "a<image><image>b"}])
+    assert message == {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "a"}, {"type": "image"}, {"type": "image"}, {"type": "text", "text": "b"},
+        ],
+    }  # fmt: skip
+
+
+def test_accepted_messages_refuses_images_for_a_policy_that_reads_text_alone() -> None:
+    rows = load_rows([row("text"), row("<image>", picture())])
+    with pytest.raises(RowError, match="row 1, column 'images': the row has images, which a vision-language"):
+        list(accepted_messages(rows, build_tokenizer(), {}))

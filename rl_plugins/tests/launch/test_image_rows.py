@@ -1,0 +1,68 @@
+"""Rows with images in the checks before a run: models, engines and limits that do not fit are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from benchmarks.tiny_vision import save_tiny_vision
+from rl_plugins.launch.dry_run import check_data
+from rl_plugins.launch.preflight import check_models
+from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.tests.launch.configurations import configured, message_of
+from rl_plugins.tests.pictures import encoded, picture, row
+
+Check = Callable[..., str]
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Check:
+    """Return the message of the checks of a run on four rows."""
+    save_tiny_vision("llava", tmp_path / "llava")
+    save_tiny_policy(tmp_path / "text", hidden_size=128, num_heads=4)
+
+    def check(rows: list[dict[str, Any]], *overrides: str, model: str = "llava") -> str:
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+        config = configured(
+            "grpo", f"model.path={tmp_path / model}", f"data.train_files=[{tmp_path / 'rows.parquet'}]",
+            "launcher=local", "rollout.engine=transformers", "batch.prompts_per_step=4", "data.max_prompt_tokens=32",
+            "sampling.max_tokens=8", *overrides,
+        )  # fmt: skip
+        return message_of(lambda: check_data(config, check_models(config)))
+
+    return check
+
+
+def rows_of(*images: Any) -> list[dict[str, Any]]:
+    return [row("<image>color?", encoded(picture(number))) for number in range(3)] + [row("<image>?", *images)]
+
+
+def test_check_data_accepts_rows_with_images(check: Check) -> None:
+    assert check([*rows_of(encoded(picture())), row("no picture")]) == "nothing is refused"
+
+
+def test_check_data_refuses_images_for_a_model_of_text(check: Check) -> None:
+    assert "row 0, column 'images': the row has images, which a vision-language" in check(
+        rows_of(encoded(picture())), model="text"
+    )
+
+
+def test_check_data_refuses_a_row_with_a_bad_image(check: Check) -> None:
+    assert "rows.parquet, row 3, column 'images': image 0 is no image that PIL knows" in check(rows_of(b"text"))
+    two = check(rows_of(encoded(picture()), encoded(picture())))
+    assert "row 3, column 'images': the row has 2 images, and its messages have <image> 1 times" in two
+
+
+def test_check_data_counts_the_tokens_of_images(check: Check) -> None:
+    message = check(rows_of(encoded(picture())), "data.max_prompt_tokens=16")
+    assert "more tokens than data.max_prompt_tokens=16 (the shortest 19)" in message
+
+
+def test_check_data_refuses_images_for_vllm(check: Check) -> None:
+    message = check(rows_of(encoded(picture())), "launcher=ray", "rollout.engine=vllm")
+    assert "rollout.engine=vllm samples without images" in message and "rollout.engine=transformers" in message

@@ -1,0 +1,229 @@
+"""Stages on prompts with images: sharded models, ranks without images, and samples of the transformers engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from benchmarks.tiny_vision import processor, save_tiny_vision
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig
+from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
+from rl_plugins.data.datamodule import PromptDataModule
+from rl_plugins.data.experience import Experience
+from rl_plugins.data.image_prompts import ImagePrompts, load_processor
+from rl_plugins.data.images import IMAGE_INPUTS
+from rl_plugins.data.preferences import PairBatch
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.loading import load_causal_lm
+from rl_plugins.models.scalar_head import position_scores
+from rl_plugins.rollout.transformers_engine import TransformersRollout
+from rl_plugins.router_replay import RouterReplay
+from rl_plugins.stages.preference_optimization import PreferenceOptimization
+from rl_plugins.stages.sft import SFT
+from rl_plugins.strategies.fsdp import FSDPStrategy
+from rl_plugins.strategies.sequence_parallel import body_of
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.strategies.tensor_parallel import plan_of
+from rl_plugins.strategies.zero import ZeroStrategy
+from rl_plugins.tests.patience import patient
+from rl_plugins.tests.pictures import picture, row
+from rl_plugins.tests.ranks import run_ranks
+from rl_plugins.tests.stages import canned
+
+FAMILIES = ("llava", "gemma3", "qwen2_5_vl")
+RESPONSES = [[80, 81, 82, 83, 257], [70, 257], [60, 61, 257], [75, 76, 77, 257]]
+
+
+class OwnPolicy(canned.OwnPolicy):
+    """A policy with SGD. Adam would amplify rounding errors, SGD does not."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=0.02)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in found.items():
+        save_tiny_vision(family, folder)
+    return found
+
+
+def batch_of(family: str, places: list[int]) -> dict[str, Any]:
+    """Return a batch in which each second example has an image."""
+    prompts = ImagePrompts(processor(family))
+    encoded = [
+        prompts.encode([{"role": "user", "content": "<image>color?"}], [picture(place)], {})
+        if place % 2 == 0
+        else (prompts.tokenizer.encode("no picture"), None)
+        for place in places
+    ]
+    ids, inputs = zip(*encoded, strict=True)
+    responses = [RESPONSES[place] for place in places]
+    return {"prompt_ids": list(ids), "response_ids": responses, IMAGE_INPUTS: list(inputs)}
+
+
+def trained(
+    family: str, folder: Path, strategy: Any, rank: int = 0, world_size: int = 1, **options: Any
+) -> dict[str, Tensor]:
+    """Train two steps of SFT; return the weights."""
+    weights: dict[str, Tensor] = {}
+
+    class Inspect(SFT):
+        def on_train_end(self) -> None:
+            weights.update({name: tensor.clone() for name, tensor in self.strategy.weight_source()})
+
+    model = load_causal_lm(str(folder), dtype=torch.float32)
+    stage = Inspect(
+        OwnPolicy(model=model),
+        tokenizer=processor(family),
+        scorer=canned.CannedScorer(),
+        eval_sampling=SamplingConfig(max_tokens=4),
+        max_steps=2,
+        **options,
+    )
+    batch = batch_of(family, list(range(4))[rank::world_size])
+    flags: dict[str, Any] = {"accelerator": "cpu", "precision": "32-true"}
+    if world_size > 1:
+        flags |= {"devices": 1, "num_nodes": world_size}
+    canned.quiet_trainer(strategy, **flags).fit(stage, canned.loader([batch] * 2))
+    assert stage.step == 2
+    return weights
+
+
+def single_device() -> SingleDeviceRolloutStrategy:
+    return SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
+
+
+def trained_rank(rank: int, family: str, folder: Path, name: str, packing: bool) -> dict[str, Tensor]:
+    """Train on one of two ranks. The second rank has no image."""
+    options: dict[str, Any] = {"rollout": canned.CannedRollout(), "timeout_s": patient(100)}
+    strategy = FSDPStrategy(**options) if name == "fsdp" else ZeroStrategy(stage=3, **options)
+    return trained(family, folder, strategy, rank, 2, packing=packing)
+
+
+@pytest.mark.parametrize(("name", "packing"), [("zero", True), ("zero", False), ("fsdp", True)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sharded_models_with_images_on_one_rank_alone_equal_one_process(
+    family: str, name: str, packing: bool, folders: dict[str, Path]
+) -> None:
+    expected = trained(family, folders[family], single_device())
+    start = dict(load_causal_lm(str(folders[family]), dtype=torch.float32).named_parameters())
+    tower = [parameter for parameter in expected if "vision_tower" in parameter or "visual" in parameter]
+    assert any(not torch.equal(expected[parameter], start[parameter]) for parameter in tower)
+    for weights, _ in run_ranks(trained_rank, family, folders[family], name, packing, world_size=2):
+        for parameter, tensor in expected.items():
+            torch.testing.assert_close(weights[parameter], tensor, rtol=0, atol=2e-5, msg=f"{name} {parameter}")
+
+
+def rows_of(count: int) -> list[dict[str, Any]]:
+    return [row("<image>color?", picture(number)) if number % 2 else row("no picture") for number in range(count)]
+
+
+def sampled(family: str, folder: Path, *, max_tokens: int = 8, **options: Any) -> Any:
+    """Train one step of GRPO on samples of the transformers engine; return the stage."""
+    stage = canned.Keeping(
+        load_causal_lm(str(folder), dtype=torch.float32),
+        tokenizer=processor(family),
+        # Half of the vocabulary ends a turn.
+        sampling=SamplingConfig(max_tokens=max_tokens, num_samples=3, stop_token_ids=tuple(range(128))),
+        optimizer=OptimizerConfig(lr=0.01),
+        updates_per_step=2,
+        max_steps=1,
+        **{"algorithm": Algorithm(), "scorer": lambda solution_str: float(len(solution_str)), **options},
+    )
+    data = PromptDataModule(rows_of(4), tokenizer=processor(family), prompts_per_step=4)
+    strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(folder)))
+    canned.quiet_trainer(strategy).fit(stage, datamodule=data)
+    assert stage.step == 1
+    return stage
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_policy_optimization_samples_with_images_and_has_the_log_probs_of_the_engine(
+    family: str, folders: dict[str, Path]
+) -> None:
+    for packing in (True, False):
+        (samples,) = sampled(family, folders[family], packing=packing).trained_on
+        mask = samples.response_mask.bool()
+        assert len(samples) == 12 and sum(images is not None for images in samples.columns[IMAGE_INPUTS]) == 6
+        torch.testing.assert_close(samples.old_log_probs[mask], samples.rollout_log_probs[mask], rtol=0, atol=2e-5)
+
+
+def test_samples_with_images_are_written_and_read_again(folders: dict[str, Path], tmp_path: Path) -> None:
+    (samples,) = sampled("llava", folders["llava"]).trained_on
+    samples.save(tmp_path / "samples")
+    again = Experience.load(tmp_path / "samples")
+    for own, other in zip(samples.columns[IMAGE_INPUTS], again.columns[IMAGE_INPUTS], strict=True):
+        assert own is other is None or torch.equal(own["pixel_values"], other["pixel_values"])
+
+
+def test_images_stay_in_all_turns_of_a_conversation(folders: dict[str, Path]) -> None:
+    def answer(solution_str: str, turns_left: int) -> object:
+        return "and?" if turns_left else 1.0
+
+    environment = EnvironmentConfig(max_turns=2, max_observation_tokens=8)
+    (samples,) = sampled("llava", folders["llava"], max_tokens=32, scorer=answer, environment=environment).trained_on
+    mask = samples.response_mask.bool()
+    assert any(ending.turns == 2 for ending in samples.columns["ending"])
+    torch.testing.assert_close(samples.old_log_probs[mask], samples.rollout_log_probs[mask], rtol=0, atol=2e-5)
+
+
+def test_preference_optimization_and_an_adapter_train_with_images(folders: dict[str, Path]) -> None:
+    batch = batch_of("llava", [0, 1])
+    pairs = PairBatch(batch["prompt_ids"], RESPONSES[:2], RESPONSES[2:], [0.0, 0.0], [0, 1], batch[IMAGE_INPUTS])
+    stage = PreferenceOptimization(
+        str(folders["llava"]),
+        tokenizer=load_processor(str(folders["llava"])),
+        scorer=canned.CannedScorer(),
+        eval_sampling=SamplingConfig(max_tokens=4),
+        lora=LoraConfig(rank=2),
+        max_steps=1,
+    )
+    metrics = canned.metrics_of(stage)
+    canned.quiet_trainer(single_device()).fit(stage, canned.loader([pairs]))
+    assert metrics["train/loss"] == pytest.approx(0.6931, abs=1e-3)
+
+
+def test_export_of_a_vision_language_model_has_the_processor(folders: dict[str, Path], tmp_path: Path) -> None:
+    stage = sampled("gemma3", folders["gemma3"])
+    stage.export(tmp_path / "policy")
+    prompts = ImagePrompts(load_processor(str(tmp_path / "policy")))
+    message = {"role": "user", "content": "<image>color?"}
+    wanted = ImagePrompts(processor("gemma3")).encode([message], [picture()], {})[0]
+    assert prompts.encode([message], [picture()], {})[0] == wanted
+    exported = dict(load_causal_lm(str(tmp_path / "policy"), dtype=torch.float32).named_parameters())
+    assert all(torch.equal(exported[name], tensor) for name, tensor in stage.policy.named_parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parallel_blocks_of_a_vision_language_model_are_refused(family: str, folders: dict[str, Path]) -> None:
+    model = load_causal_lm(str(folders[family]), dtype=torch.float32)
+    with pytest.raises(ConfigError, match="has no plan for tensor parallelism: set tensor_parallel=1"):
+        plan_of(model, "policy", 2)
+    with pytest.raises(ConfigError, match="does not attend by packed_sdpa below a head: set sequence_parallel=1"):
+        body_of(model, "policy", 2)
+
+
+def test_replay_of_routes_and_scalar_heads_refuse_images(folders: dict[str, Path]) -> None:
+    stage = sampled("llava", folders["llava"])
+    (samples,) = stage.trained_on
+    passes = replace(stage.passes, router_replay=RouterReplay())
+    with pytest.raises(ConfigError, match="router_replay: the tokens of images have no routes yet"):
+        passes.log_probs("policy", samples)
+    with pytest.raises(ConfigError, match="critics and reward models read text alone"):
+        position_scores(stage.policy, **samples.forward_inputs)
+
+
+def test_critic_of_a_vision_language_model_is_refused(folders: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="no token classification model for llava"):
+        critic = CriticConfig(path=str(folders["llava"]))
+        sampled("llava", folders["llava"], algorithm=Algorithm(advantage="gae"), critic=critic)

@@ -1,0 +1,95 @@
+"""Log-probs of vision-language models over padded and packed samples, against single samples of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.tiny_vision import processor, save_tiny_vision
+from rl_plugins.data.experience import Experience
+from rl_plugins.data.image_prompts import ImagePrompts
+from rl_plugins.models.loading import load_causal_lm
+from rl_plugins.models.log_probs import response_log_probs
+from rl_plugins.tests.pictures import picture
+
+FAMILIES = ("llava", "gemma3", "qwen2_5_vl")
+QUESTIONS = {
+    "<image>which color?": [picture(1)],
+    "no picture at all": [],
+    "<image> or <image>?": [picture(2, (20, 40)), picture(3, (48, 24))],
+}
+RESPONSES = [[80, 81, 82, 83], [70, 71], [60, 61, 62]]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp(family)
+    save_tiny_vision(family, folder)
+    return load_causal_lm(str(folder), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def samples(family: str) -> Experience:
+    prompts = ImagePrompts(processor(family))
+    encoded = [
+        prompts.encode([{"role": "user", "content": question}], images, {})
+        if images
+        else (prompts.tokenizer.encode(question), None)
+        for question, images in QUESTIONS.items()
+    ]
+    ids, inputs = zip(*encoded, strict=True)
+    return Experience.from_responses(ids, RESPONSES, 0, image_inputs=inputs)
+
+
+@pytest.fixture(scope="module")
+def expected(family: str, model: Any, samples: Experience) -> list[Tensor]:
+    """Log-probs of each response, by a forward pass of transformers over the sample alone."""
+    found = []
+    for index, (question, images) in enumerate(QUESTIONS.items()):
+        response = torch.tensor([RESPONSES[index]])
+        inputs: dict[str, Any] = {"input_ids": torch.tensor([processor(family).tokenizer.encode(question)])}
+        if images:
+            made = processor(family)
+            text = made.apply_chat_template(
+                [{"role": "user", "content": parts(question)}], tokenize=False, add_generation_prompt=True
+            )
+            inputs = made(images=images, text=[text], return_tensors="pt", add_special_tokens=False)
+            inputs.pop("attention_mask")
+        length = inputs["input_ids"].shape[1]
+        for name, value in inputs.items():
+            if name in ("token_type_ids", "mm_token_type_ids"):
+                inputs[name] = torch.cat([value, torch.zeros_like(response)], dim=1)
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], response], dim=1)
+        with torch.no_grad():
+            logits = model(**inputs).logits[0, length - 1 : -1]
+        found.append(logits.log_softmax(-1).gather(-1, response[0][:, None])[:, 0])
+    return found
+
+
+def parts(question: str) -> list[dict[str, str]]:
+    pieces = question.split("<image>")
+    listed: list[dict[str, str]] = []
+    for place, piece in enumerate(pieces):
+        listed += [{"type": "image"}] if place else []
+        listed += [{"type": "text", "text": piece}] if piece else []
+    return listed
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_response_log_probs_with_images_equal_single_samples(
+    model: Any, samples: Experience, expected: list[Tensor], packed: bool
+) -> None:
+    with torch.no_grad():
+        found = response_log_probs(model, **samples.forward_inputs, packed=packed).log_probs_BT
+    for own, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(own[: len(wanted)], wanted, rtol=0, atol=2e-5)

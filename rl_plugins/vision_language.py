@@ -1,0 +1,154 @@
+"""Vision-language models of transformers: their class, and images as arguments of a forward pass.
+
+Axes: `B` samples, `S` prompt and response with padding, `M` tokens of a packed row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_plugins.model_json import read_model_config, reads_images
+
+BlankImage = tuple[list[int], Mapping[str, Tensor]]
+"""Tokens of a blank image, and its inputs by the name of the argument."""
+_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Names of the argument that marks the tokens of images, by family."""
+
+
+def model_class(folder: str) -> Any:
+    """Return transformers' class for the model in a folder: causal language models, or vision-language models."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = Path(folder) / "config.json"
+    has_vision = config.is_file() and reads_images(read_model_config(config))
+    return AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+
+
+def is_vision_language(model: Callable[..., Any]) -> bool:
+    """Return True for a vision-language model, also inside a model engine."""
+    return hasattr(getattr(_inner(model), "config", None), "vision_config")
+
+
+def has_grid_positions(model: Callable[..., Any]) -> bool:
+    """Return True if the tokens of images have positions in time, height and width, as in Qwen2.5-VL."""
+    return hasattr(getattr(_inner(model), "model", None), "get_rope_index")
+
+
+def _inner(model: Callable[..., Any]) -> Any:
+    """Return the model without its model engine and its adapter."""
+    inner: Any = getattr(model, "module", model)
+    get_base_model = getattr(inner, "get_base_model", None)
+    return inner if get_base_model is None else get_base_model()
+
+
+@dataclass(frozen=True)
+class SampleImages:
+    """Images of some samples.
+
+    Attributes:
+        model: vision-language model, without model engine and adapter.
+        inputs: inputs of all images, sample after sample, on the model's device.
+    """
+
+    model: Any
+    inputs: dict[str, Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        model: Callable[..., Any],
+        image_inputs_B: Sequence[Mapping[str, Tensor] | None] | None,
+        device: torch.device,
+    ) -> SampleImages | None:
+        """Return the images of samples; None if no sample has an image.
+
+        Args:
+            model: Model, or a model engine around the model.
+            image_inputs_B: Inputs of the images of each sample; None if no sample has images.
+            device: Device of the model.
+        """
+        present = [inputs for inputs in image_inputs_B or () if inputs is not None]
+        if not present:
+            return None
+        joined = {name: torch.cat([inputs[name] for inputs in present]).to(device) for name in present[0]}
+        return cls(_inner(model), joined)
+
+    def positions(self, input_ids_BS: Tensor, attention_mask_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
+        """Return the positions of tokens: [B, S], or [4, B, S] for a model with positions in time, height and width.
+
+        The first of the four are the positions in the text.
+
+        Args:
+            input_ids_BS: Ids of prompts and responses.
+            attention_mask_BS: 1 at real tokens, 0 at padding.
+            position_ids_BS: Positions in the text.
+        """
+        if not has_grid_positions(self.model):
+            return position_ids_BS
+        places_3BS, _ = self.model.model.get_rope_index(
+            input_ids_BS,
+            self._is_image(input_ids_BS),
+            image_grid_thw=self.inputs.get("image_grid_thw"),
+            attention_mask=attention_mask_BS,
+        )
+        return torch.cat([position_ids_BS[None], places_3BS])
+
+    def arguments(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """Return further arguments of a forward pass.
+
+        Args:
+            input_ids: Argument `input_ids` of the forward pass, [B, S] or [1, M].
+        """
+        names = inspect.signature(self.model.forward).parameters
+        types = {name: self._is_image(input_ids) for name in _TOKEN_TYPES if name in names}
+        return {**self.inputs, **types}
+
+    def _is_image(self, input_ids: Tensor) -> Tensor:
+        return (input_ids == self.model.config.image_token_id).int()
+
+
+def with_blank_image(
+    blank: BlankImage,
+    *,
+    input_ids_BS: Tensor,
+    attention_mask_BS: Tensor,
+    position_ids_BS: Tensor,
+    response_width: int,
+    image_inputs_B: Sequence[Mapping[str, Tensor] | None] | None = None,
+) -> dict[str, Any]:
+    """Return the arguments of a forward pass with one more sample, which is a prompt with a blank image alone.
+
+    In a sharded model, all ranks take part in each pass of the vision tower, also a rank without images.
+
+    Args:
+        blank: Tokens and inputs of a blank image.
+        input_ids_BS: Ids of prompts and responses.
+        attention_mask_BS: 1 at real tokens, 0 at padding.
+        position_ids_BS: Positions in the text.
+        response_width: Number of response columns.
+        image_inputs_B: Inputs of the images of each sample; None if no sample has images.
+    """
+    ids, image = blank
+    places = torch.arange(len(ids), device=input_ids_BS.device)
+    prompt_width = max(len(ids), input_ids_BS.shape[1] - response_width)
+    around = (prompt_width - len(ids), response_width)
+
+    def with_row(samples_BS: Tensor, row: Tensor) -> Tensor:
+        missing = prompt_width + response_width - samples_BS.shape[1]
+        own = nn.functional.pad(row, around).to(samples_BS)
+        return torch.cat([nn.functional.pad(samples_BS, (missing, 0)), own[None]])
+
+    return {
+        "input_ids_BS": with_row(input_ids_BS, torch.tensor(ids, device=places.device)),
+        "attention_mask_BS": with_row(attention_mask_BS, torch.ones_like(places)),
+        "position_ids_BS": with_row(position_ids_BS, places),
+        "response_width": response_width,
+        "image_inputs_B": [*(image_inputs_B or [None] * len(input_ids_BS)), image],
+    }
