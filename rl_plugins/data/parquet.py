@@ -26,7 +26,8 @@ COLUMNS = ("prompt", "data_source", "ability", "reward_model", "extra_info")
 UNSCORED_COLUMNS = tuple(name for name in COLUMNS if name != "reward_model")
 """Columns of rows with given responses, which need no reward."""
 
-_BATCH_ROWS = 1024
+# Rows with images are large.
+_BATCH_ROWS, _BATCH_BYTES = 1024, 2**26
 
 # A text that is not UTF-8, or a date beyond the years of Python, is a ValueError or an OverflowError.
 _DAMAGED = (pa.ArrowException, OSError, ValueError, OverflowError)
@@ -155,7 +156,9 @@ def _check_prompt(prompt: object, location: str) -> None:
     for position, message in enumerate(prompt):
         for key in ("role", "content"):
             if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
-                raise RowError(location, column, f"message {position} has no string {key!r}")
+                parts = isinstance(message, Mapping) and isinstance(message.get("content"), list)
+                hint = "; write text with <image>, and the images into the column 'images'" if parts else ""
+                raise RowError(location, column, f"message {position} has no string {key!r}{hint}")
     if not any(message["content"].strip() for message in prompt):
         raise RowError(location, column, "the prompt is empty; remove the row or give it a message with text")
 
@@ -185,21 +188,24 @@ class ParquetRows:
         missing = [name for name in columns if name not in schema.names]
         if missing:
             raise ConfigError(f"{path}: column {missing[0]!r} is missing; the file has {', '.join(schema.names)}")
-        if self._file.metadata.num_rows == 0:
+        metadata = self._file.metadata
+        if metadata.num_rows == 0:
             raise ConfigError(f"{path}: the file has no rows")
+        size = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+        self._batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * metadata.num_rows // max(1, size)))
         # An Arrow file holds one dictionary for all batches, a parquet file one for each batch.
         self.schema = pa.schema([
             field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field for field in schema
         ])  # fmt: skip
 
     def batches(self) -> Iterator[tuple[pa.RecordBatch, list[dict[str, Any]]]]:
-        """Yield all rows in batches of at most 1,024 rows, each batch also as Python objects.
+        """Yield all rows in batches of at most 1,024 rows and about 64 MiB, each batch also as Python objects.
 
         Raises:
             ConfigError: the file is damaged.
         """
         try:
-            for batch in self._file.iter_batches(_BATCH_ROWS, use_threads=False):
+            for batch in self._file.iter_batches(self._batch_rows, use_threads=False):
                 batch = batch.cast(self.schema)
                 rows = batch.to_pylist()
                 yield batch, rows

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_plugins.data.parquet import load_rows
+from rl_plugins.data import parquet
+from rl_plugins.data.parquet import ParquetRows, load_rows
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.loops import for_each
 
@@ -29,6 +31,10 @@ def test_load_rows_numbers_rows_over_all_files(row, write_rows):
         ({"prompt": []}, "column 'prompt': the prompt is empty"),
         ({"prompt": [{"role": "user", "content": " "}]}, "column 'prompt': the prompt is empty"),
         ({"prompt": [{"role": "user"}]}, "column 'prompt': message 0 has no string 'content'"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image", "text": None}]}]},
+            "column 'prompt': message 0 has no string 'content'; write text with <image>, and the images into",
+        ),
         ({"prompt": [{"role": 1, "content": "a"}]}, "column 'prompt': message 0 has no string 'role'"),
         ({"data_source": None}, r"column 'data_source': expected a string, got nothing \(null\)"),
         ({"ability": 3}, "column 'ability': expected a string, got int '3'"),
@@ -45,6 +51,15 @@ def test_load_rows_names_a_bad_row(row, write_rows, change, message):
     path = write_rows([bad])
     with pytest.raises(ConfigError, match=f"train.parquet, row 0, {message}"):
         load_rows(path)
+
+
+def test_batches_of_large_rows_are_small(row, write_rows, monkeypatch):
+    monkeypatch.setattr(parquet, "_BATCH_BYTES", 4000)
+    noise = np.random.default_rng(0)
+    path = write_rows([row(number, images=[noise.bytes(1000)]) for number in range(8)])
+    sizes = [batch.num_rows for batch, _ in ParquetRows(path).batches()]
+    assert sum(sizes) == 8 and max(sizes) < 8
+    assert len(load_rows(path)) == 8
 
 
 def test_load_rows_names_a_missing_column(row, write_rows):
