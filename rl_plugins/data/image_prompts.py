@@ -17,12 +17,12 @@ from rl_plugins.data.images import (
     ImageInputs,
     check_places,
     has_images,
+    in_parts,
     read_images,
-    with_image_parts,
 )
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import PromptRows, Row
-from rl_plugins.data.tokenization import Messages, PlainTexts, TemplateCheck, completed, encode_prompts, load_tokenizer
+from rl_plugins.data.tokenization import Messages, PlainTexts, TemplateCheck, completed, load_tokenizer
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.model_json import read_model_config, reads_images
@@ -141,11 +141,9 @@ class ImagePrompts:
         """
         check = TemplateCheck(self.tokenizer, template_options)
         for number, row in enumerate(rows):
-            messages = row["prompt"]
             if has_images(row):
                 check_places(row, rows.location(number))
-                messages = with_image_parts(messages)
-            if reason := check.refusal(messages):
+            if reason := check.refusal(in_parts(row["prompt"], images=has_images(row))):
                 raise RowError(rows.location(number), "column 'prompt'", reason)
             yield row["prompt"]
 
@@ -163,9 +161,7 @@ class ImagePrompts:
         Raises:
             RowError: an image cannot be read, or the processor refuses an image.
         """
-        if not has_images(row):
-            return encode_prompts([row["prompt"]], self.tokenizer, template_options)[0]
-        images = read_images(row, location, folder)
+        images = read_images(row, location, folder) if has_images(row) else []
         try:
             return self.encode(row["prompt"], images, template_options)[0]
         except ValueError as error:
@@ -189,7 +185,7 @@ class ImagePrompts:
     def encode(
         self, messages: Sequence[Mapping[str, Any]], images: Sequence[Image], template_options: Mapping[str, Any]
     ) -> tuple[list[int], ImageInputs]:
-        """Return the token ids of a prompt with images, and the inputs of the images.
+        """Return the token ids of a prompt, and the inputs of its images; no inputs without images.
 
         Special tokens in the messages are plain text (see `PlainTexts`).
 
@@ -199,12 +195,17 @@ class ImagePrompts:
         hidden = self._texts.hide([dict(message) for message in messages])
         # The placeholder may itself be a special token of the tokenizer.
         placeholder = self._texts.hide(PLACEHOLDER)
-        for message in hidden:
+        for message in hidden if images else ():
             message["content"] = message["content"].replace(placeholder, PLACEHOLDER)
-        text = self._processor.apply_chat_template(
-            with_image_parts(hidden), tokenize=False, add_generation_prompt=True, **template_options
+        conversation = in_parts(hidden, images=bool(images))
+        text = str(
+            self._processor.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=True, **template_options
+            )
         )
-        text, inputs = self._expanded(str(text), images)
+        if not images:
+            return self._texts.encode(text), {}
+        text, inputs = self._expanded(text, images)
         return self._texts.encode(text), inputs
 
     def inputs(self, images: Sequence[Image]) -> ImageInputs:

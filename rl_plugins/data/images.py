@@ -77,9 +77,15 @@ def read_images(row: Row, location: str, folder: Path | None = None) -> list[Ima
     return [_read(value, folder, location, position) for position, value in enumerate(row[IMAGES])]
 
 
-def with_image_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with lists of texts and images in the place of texts with `<image>`, for a chat template."""
-    return [{**message, "content": list(_parts(message["content"]))} for message in messages]
+def in_parts(messages: Sequence[Mapping[str, Any]], *, images: bool) -> list[dict[str, Any]]:
+    """Return messages with lists of parts in the place of texts, as chat templates of vision-language models want.
+
+    Args:
+        messages: messages with texts.
+        images: True if `<image>` is the place of an image, False if it is a text like any other.
+    """
+    parts = _parts if images else lambda text: [{"type": "text", "text": text}]
+    return [{**message, "content": list(parts(message["content"]))} for message in messages]
 
 
 def _parts(text: str) -> Iterator[dict[str, str]]:

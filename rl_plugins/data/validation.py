@@ -17,7 +17,7 @@ import numpy as np
 
 from rl_plugins.data.formats import FORMATS, RowKeys
 from rl_plugins.data.image_prompts import ImagePrompts, has_image_processor, tokenizer_of
-from rl_plugins.data.images import IMAGES, check_places, has_images, read_images, with_image_parts
+from rl_plugins.data.images import IMAGES, check_places, has_images, in_parts, read_images
 from rl_plugins.data.parquet import ParquetRows, Row
 from rl_plugins.data.tokenization import TemplateCheck, tokenize_prompts
 from rl_plugins.errors import ConfigError, RowError
@@ -164,7 +164,7 @@ def _good_rows(
                 if has_images(row):
                     check_places(row, path)
                     read(row, path, Path(path).parent)
-                    messages = with_image_parts(messages)
+                    messages = in_parts(messages, images=True)
                 if template and (reason := template.refusal(messages)):
                     raise RowError(path, "column 'prompt'", reason)
             except RowError as error:

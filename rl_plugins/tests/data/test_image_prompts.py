@@ -48,6 +48,8 @@ def test_special_tokens_in_a_text_beside_an_image_are_plain_text(family: str) ->
     for special in (*prompts.image_token_ids, prompts.tokenizer.eos_token_id):
         assert ids.count(special) == alone.count(special)
     assert all(torch.equal(inputs[name], value) for name, value in expected.items())
+    plain, nothing = prompts.encode([{"role": "user", "content": "<image>"}], [], {})
+    assert not nothing and not set(prompts.image_token_ids) & set(plain)
 
 
 def test_batches_have_the_inputs_of_images_and_no_files() -> None:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import ExifTags, Image
 
-from rl_plugins.data.images import check_places, has_images, read_images, with_image_parts
+from rl_plugins.data.images import check_places, has_images, in_parts, read_images
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.tokenization import accepted_messages
 from rl_plugins.errors import RowError
@@ -85,8 +85,10 @@ def test_has_images_is_false_for_an_empty_column() -> None:
     assert not any(map(has_images, (row("text"), {**row("text"), "images": None}, {"prompt": []})))
 
 
-def test_with_image_parts_keeps_the_order_of_texts_and_images() -> None:
-    (message,) = with_image_parts([{"role": "user", "content": "a<image><image>b"}])
+def test_in_parts_keeps_the_order_of_texts_and_images() -> None:
+    (plain,) = in_parts([{"role": "user", "content": "a<image>"}], images=False)
+    assert plain == {"role": "user", "content": [{"type": "text", "text": "a<image>"}]}
+    (message,) = in_parts([{"role": "user", "content": "a<image><image>b"}], images=True)
     assert message == {
         "role": "user",
         "content": [
