@@ -7,7 +7,9 @@ from typing import Any
 
 from rl_plugins.models.tiny import build_tokenizer
 
-_LENGTH = 256
+LENGTH = 256
+"""Longest sequence of a tiny model, in tokens."""
+
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ROUTED_EXPERTS = {
@@ -68,7 +70,20 @@ def save_tiny_family(family: str, folder: Path) -> Any:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     tokenizer = build_tokenizer()
-    sizes = {
+    options = {"tie_word_embeddings": False, **text_sizes(tokenizer), **FAMILIES[family]}
+    config = CONFIG_MAPPING[family](**options, dtype="float32")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.model_max_length = LENGTH
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def text_sizes(tokenizer: Any) -> dict[str, Any]:
+    """Return the common options of the configuration of a tiny model of text, for a tokenizer."""
+    return {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
         "intermediate_size": 192,
@@ -77,18 +92,9 @@ def save_tiny_family(family: str, folder: Path) -> Any:
         "num_key_value_heads": 2,
         # The engine's attention on CPU needs heads of width 32 or more.
         "head_dim": 32,
-        "max_position_embeddings": _LENGTH,
+        "max_position_embeddings": LENGTH,
         "initializer_range": 0.08,
-        "tie_word_embeddings": False,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    config = CONFIG_MAPPING[family](**{**sizes, **FAMILIES[family]}, dtype="float32")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
-    tokenizer.model_max_length = _LENGTH
-    tokenizer.save_pretrained(folder)
-    return model

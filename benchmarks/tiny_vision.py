@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tiny_families import LENGTH, text_sizes
 from rl_plugins.models.tiny import END_TOKEN, PAD_TOKEN, ROLE_TOKENS, build_tokenizer
 
 SIZE = 32
 """Width and height of a picture."""
 
-_LENGTH = 256
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
     "{% if message['content'] is string %}{{ message['content'] }}"
@@ -47,7 +47,7 @@ def save_tiny_vision(family: str, folder: Path, **sizes: Any) -> Any:
     tokenizer = _tokenizer(_SPECIAL[family])
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        config = _CONFIGS[family](tokenizer, _text_sizes(tokenizer) | sizes)
+        config = _CONFIGS[family](tokenizer, text_sizes(tokenizer) | sizes)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     made = processor(family)
@@ -86,26 +86,8 @@ def _tokenizer(special: Mapping[str, str]) -> Any:
         pad_token=PAD_TOKEN,
         extra_special_tokens={**special, **{role.strip("<|>"): role for role in ROLE_TOKENS}},
         chat_template=_TEMPLATE.replace("PLACEHOLDER", special.get("boi_token", special["image_token"])),
-        model_max_length=_LENGTH,
+        model_max_length=LENGTH,
     )
-
-
-def _text_sizes(tokenizer: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 128,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        # The engine's attention on CPU needs heads of width 32 or more.
-        "head_dim": 32,
-        "max_position_embeddings": _LENGTH,
-        "initializer_range": 0.08,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
 
 
 def _llava_config(tokenizer: Any, text: dict[str, Any]) -> Any:

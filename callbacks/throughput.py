@@ -22,6 +22,7 @@ from typing_extensions import override
 from rl_plugins.ranks import Ranks
 from rl_plugins.stages.clock import clock
 from rl_plugins.stages.stage import Stage
+from rl_plugins.vision_language import is_vision_language
 
 PEAK_TFLOPS = {
     "GB200": 2500.0,  # NVIDIA GB200 NVL72 datasheet: 5 PFLOPS a GPU with sparsity
@@ -74,10 +75,8 @@ class Throughput(Callback):
         self._counts.clear()
         model = pl_module.named_models()[pl_module.trained]
         self._flops_per_token, self._flops_per_pair = flops_per_token(model)
-        self._peak_tflops = self._peak_tflops or known_peak(pl_module.device)
-        if hasattr(getattr(model, "config", None), "vision_config"):
-            # The operations of a vision tower depend on the images.
-            self._peak_tflops = None
+        # The operations of a vision tower depend on the images.
+        self._peak_of_run = None if is_vision_language(model) else self._peak_tflops or known_peak(pl_module.device)
         self._ranks, self._devices, self._trained = pl_module.strategy.ranks, trainer.world_size, pl_module.trained
         self._installed.enter_context(model.register_forward_pre_hook(self._count, with_kwargs=True))
         pl_module.further_metrics.append(self._metrics_of_step)
@@ -105,9 +104,9 @@ class Throughput(Callback):
             sampled = samples * metrics["train/response_length"]
             rates["sampled_tokens_per_s"] = sampled / metrics["time/rollout"] / self._devices
         updating = metrics.get(f"time/update_{self._trained}")
-        if self._peak_tflops and updating:
+        if self._peak_of_run and updating:
             flops = tokens * self._flops_per_token + pairs * self._flops_per_pair
-            rates["mfu"] = flops / (updating * self._peak_tflops * 1e12 * self._devices)
+            rates["mfu"] = flops / (updating * self._peak_of_run * 1e12 * self._devices)
         return {f"throughput/{name}": value for name, value in rates.items()}
 
     @override

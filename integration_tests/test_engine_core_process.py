@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -31,17 +32,25 @@ from rl_plugins.weights.source import ModuleWeightSource
 BATCHED_TOKENS = 1536
 
 
-@pytest.fixture(scope="module")
-def engine(running_ray: Any, workplace: Path) -> Iterator[VLLMRollout]:
-    """An engine with an engine core in a process of its own."""
+@contextmanager
+def engine_with_a_core(workplace: Path) -> Iterator[VLLMRollout]:
+    """Run an engine with an engine core in a process of its own."""
     config = VLLMConfig(str(workplace / "tiny"), max_model_len=256, vllm={"max_num_batched_tokens": BATCHED_TOKENS})
     rollout = VLLMRollout(config)
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         rollout.start()
-    rollout.connect(0, 1)
-    yield rollout
-    rollout.stop()
+    try:
+        rollout.connect(0, 1)
+        yield rollout
+    finally:
+        rollout.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(running_ray: Any, workplace: Path) -> Iterator[VLLMRollout]:
+    with engine_with_a_core(workplace) as rollout:
+        yield rollout
 
 
 def processes_of(rollout: VLLMRollout) -> tuple[psutil.Process, psutil.Process]:
@@ -90,7 +99,11 @@ def test_generate_of_an_engine_core_repeats_the_samples_after_sleep(engine: VLLM
     assert engine.generate(prompts, sampling, [1, 2]).responses() == before
 
 
-def test_engine_core_ends_with_a_killed_actor(engine: VLLMRollout) -> None:
-    actor, core = processes_of(engine)
-    actor.kill()
-    wait_until(lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE, "the end of the engine core", 30)
+@pytest.mark.usefixtures("running_ray")
+def test_engine_core_ends_with_a_killed_actor(workplace: Path) -> None:
+    with engine_with_a_core(workplace) as engine:
+        actor, core = processes_of(engine)
+        actor.kill()
+        wait_until(
+            lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE, "the end of the engine core", 30
+        )

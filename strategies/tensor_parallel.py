@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.packed_attention import boundaries
 from rl_plugins.strategies.gathering import gather_parts, gather_rows, inputs_of_pass, sizes_of
+from rl_plugins.vision_language import is_vision_language
 
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
@@ -64,7 +65,7 @@ def plan_of(model: nn.Module, name: str, size: int) -> dict[str, ParallelStyle]:
     way_out = f"set tensor_parallel=1, or use another model for the {name}"
     config = getattr(model, "config", None)
     # Images stay with their rank, and their tokens would not.
-    described = None if hasattr(config, "vision_config") else getattr(config, "base_model_tp_plan", None)
+    described = None if is_vision_language(model) else getattr(config, "base_model_tp_plan", None)
     if not isinstance(model, PreTrainedModel) or not described or model.base_model is model:
         raise ConfigError(f"{type(model).__name__} has no plan for tensor parallelism: {way_out}")
     styles = {

@@ -7,7 +7,6 @@ the image. The data modules do this once; the trainer and the rollout engine get
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, overload
 
@@ -21,8 +20,8 @@ from rl_plugins.data.images import (
     read_images,
 )
 from rl_plugins.data.on_disk import MappedLists
-from rl_plugins.data.parquet import PromptRows, Row
-from rl_plugins.data.tokenization import Messages, PlainTexts, TemplateCheck, completed, load_tokenizer
+from rl_plugins.data.parquet import LocatedRow, PromptRows
+from rl_plugins.data.tokenization import PlainTexts, TemplateCheck, completed, load_tokenizer
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.model_json import read_model_config, reads_images
@@ -61,7 +60,7 @@ def load_processor(path: str, *, trust_remote_code: bool = False) -> ProcessorMi
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: the processor cannot be loaded: {' '.join(str(error).split())[:200]}") from None
-    if getattr(processor, "image_processor", None) is None:
+    if not has_image_processor(processor):
         raise ConfigError(f"{path}: there is no processor of images in the folder: save the model's processor there")
     processor.tokenizer = completed(processor.tokenizer, path)
     return processor
@@ -93,7 +92,11 @@ def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
 
 def blank_image(processor: Processor) -> tuple[list[int], ImageInputs] | None:
     """Return tokens and inputs of a blank image, made by a processor; None for a tokenizer."""
-    return ImagePrompts(processor).blank if has_image_processor(processor) else None
+    if not has_image_processor(processor):
+        return None
+    from PIL import Image
+
+    return ImagePrompts(processor).encode_alone([Image.new("RGB", (_BLANK, _BLANK))])
 
 
 class ImagePrompts:
@@ -126,47 +129,42 @@ class ImagePrompts:
         """Return the token ids of all rows' prompts on disk. Each image is read, so no image fails later.
 
         Raises:
-            RowError: see `accepted_messages` and `encode_row`.
+            RowError: see `accepted_rows` and `encode_row`.
         """
-        return MappedLists(
-            self.encode_row(rows.rows[number], rows.location(number), rows.folder(number), template_options)
-            for number, _ in enumerate(self.accepted_messages(rows, template_options))
-        )
+        return MappedLists(self.encode_row(row, template_options) for row in self.accepted_rows(rows, template_options))
 
-    def accepted_messages(self, rows: PromptRows, template_options: Mapping[str, Any]) -> Iterator[Messages]:
-        """Yield the messages of each row. No image is read.
+    def accepted_rows(self, rows: PromptRows, template_options: Mapping[str, Any]) -> Iterator[LocatedRow]:
+        """Yield each row. No image is read.
 
         Raises:
             RowError: the chat template refuses a row's sequence of roles, or the number of images is wrong.
         """
         check = TemplateCheck(self.tokenizer, template_options)
-        for number, row in enumerate(rows):
-            if has_images(row):
-                check_places(row, rows.location(number))
-            if reason := check.refusal(in_parts(row["prompt"], images=has_images(row))):
-                raise RowError(rows.location(number), "column 'prompt'", reason)
-            yield row["prompt"]
+        for number, columns in enumerate(rows):
+            row, with_images = rows.located(number, columns), has_images(columns)
+            if with_images:
+                check_places(row)
+            if reason := check.refusal(in_parts(columns["prompt"], images=with_images)):
+                raise RowError(row.location, "column 'prompt'", reason)
+            yield row
 
-    def encode_row(
-        self, row: Row, location: str, folder: Path | None, template_options: Mapping[str, Any]
-    ) -> list[int]:
+    def encode_row(self, row: LocatedRow, template_options: Mapping[str, Any]) -> list[int]:
         """Return the token ids of the prompt of a row.
 
         Args:
             row: the row.
-            location: file and number of the row, for messages.
-            folder: folder at which relative paths of images start.
             template_options: further variables of the chat template.
 
         Raises:
-            RowError: an image cannot be read, or the processor refuses an image.
+            RowError: an image cannot be read, or the processor refuses an image or the messages.
         """
-        images = read_images(row, location, folder) if has_images(row) else []
+        images = read_images(row) if has_images(row.columns) else []
         try:
-            return self.encode(row["prompt"], images, template_options)[0]
+            return self.encode(row.columns["prompt"], images, template_options)[0]
         except ValueError as error:
-            reason = f"{type(self._processor).__name__} refuses the images: {error}"
-            raise RowError(location, f"column {IMAGES!r}", reason) from None
+            column = IMAGES if images else "prompt"
+            reason = f"{type(self._processor).__name__} refuses the value: {error}"
+            raise RowError(row.location, f"column {column!r}", reason) from None
 
     def check_responses(self, rows: PromptRows, response_ids: Sequence[Sequence[int]]) -> None:
         """Check that no response has the token of an image.
@@ -205,24 +203,14 @@ class ImagePrompts:
         )
         if not images:
             return self._texts.encode(text), {}
-        text, inputs = self._expanded(text, images)
-        return self._texts.encode(text), inputs
+        return self._encode(text, images)
 
-    def inputs(self, images: Sequence[Image]) -> ImageInputs:
-        """Return the inputs of images without a prompt."""
-        return self._expanded(self._processor.image_token * len(images), images)[1]
+    def encode_alone(self, images: Sequence[Image]) -> tuple[list[int], ImageInputs]:
+        """Return the tokens of images without a prompt, and the inputs of the images."""
+        return self._encode(self._processor.image_token * len(images), images)
 
-    @cached_property
-    def blank(self) -> tuple[list[int], ImageInputs]:
-        """Tokens and inputs of a blank image."""
-        from PIL import Image
-
-        image = Image.new("RGB", (_BLANK, _BLANK))
-        text, inputs = self._expanded(self._processor.image_token, [image])
-        return self._texts.encode(text), inputs
-
-    def _expanded(self, text: str, images: Sequence[Image]) -> tuple[str, ImageInputs]:
-        """Return a text with the tokens of each image in the place of its placeholder, and the inputs of the images."""
+    def _encode(self, text: str, images: Sequence[Image]) -> tuple[list[int], ImageInputs]:
+        """Return the tokens of a text with the tokens of each image in the place of its placeholder, and the inputs."""
         result = self._processor(
             images=list(images),
             text=[text],
@@ -241,7 +229,7 @@ class ImagePrompts:
             parts += [text[end:start], found["replacement"]]
             end = stop
         inputs = {name: value for name, value in result.items() if name not in _OF_TEXT}
-        return "".join([*parts, text[end:]]), inputs
+        return self._texts.encode("".join([*parts, text[end:]])), inputs
 
 
 class ImageInputsOfRows(Sequence[ImageInputs | None]):
@@ -267,7 +255,5 @@ class ImageInputsOfRows(Sequence[ImageInputs | None]):
         """Return the inputs of one row, or of several."""
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        row = self._rows.rows[index]
-        if not has_images(row):
-            return None
-        return self._prompts.inputs(read_images(row, self._rows.location(index), self._rows.folder(index)))
+        row = self._rows.located(index)
+        return self._prompts.encode_alone(read_images(row))[1] if has_images(row.columns) else None

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.data.parquet import Row
+from rl_plugins.data.parquet import LocatedRow, Row
 from rl_plugins.errors import RowError
 
 if TYPE_CHECKING:
@@ -40,41 +40,32 @@ def has_images(row: Row) -> bool:
     return images is not None and (not isinstance(images, Sequence) or len(images) > 0)
 
 
-def check_places(row: Row, location: str) -> None:
-    """Check that the messages of a row have one `<image>` for each image.
-
-    Args:
-        row: a row with images.
-        location: file and number of the row, for the message.
+def check_places(row: LocatedRow) -> None:
+    """Check that the messages of a row with images have one `<image>` for each image.
 
     Raises:
         RowError: the column is no list, or the numbers differ.
     """
-    values = row[IMAGES]
+    values = row.columns[IMAGES]
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
-        raise RowError(location, _COLUMN, f"expected a list of images, got {type(values).__name__}")
-    places = sum(message["content"].count(PLACEHOLDER) for message in row["prompt"])
+        raise RowError(row.location, _COLUMN, f"expected a list of images, got {type(values).__name__}")
+    places = sum(message["content"].count(PLACEHOLDER) for message in row.columns["prompt"])
     if places != len(values):
         raise RowError(
-            location,
+            row.location,
             _COLUMN,
             f"the row has {len(values)} images, and its messages have {PLACEHOLDER} {places} times: write "
             f"{PLACEHOLDER} once for each image",
         )
 
 
-def read_images(row: Row, location: str, folder: Path | None = None) -> list[Image]:
-    """Read the images of a row, upright and in the mode RGB.
-
-    Args:
-        row: a row with images, after `check_places`.
-        location: file and number of the row, for messages.
-        folder: folder at which relative paths start; None for the working directory.
+def read_images(row: LocatedRow) -> list[Image]:
+    """Read the images of a row, upright and in the mode RGB. The row has images, and passed `check_places`.
 
     Raises:
         RowError: an image cannot be read.
     """
-    return [_read(value, folder, location, position) for position, value in enumerate(row[IMAGES])]
+    return [_read(value, row, position) for position, value in enumerate(row.columns[IMAGES])]
 
 
 def in_parts(messages: Sequence[Mapping[str, Any]], *, images: bool) -> list[dict[str, Any]]:
@@ -96,7 +87,7 @@ def _parts(text: str) -> Iterator[dict[str, str]]:
             yield {"type": "text", "text": part}
 
 
-def _read(value: Any, folder: Path | None, location: str, position: int) -> Image:
+def _read(value: Any, row: LocatedRow, position: int) -> Image:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     name, opened = f"image {position}", value
@@ -104,7 +95,7 @@ def _read(value: Any, folder: Path | None, location: str, position: int) -> Imag
         if isinstance(value, Mapping):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, str | os.PathLike):
-            path = Path(value) if folder is None else folder / value
+            path = Path(value) if row.folder is None else row.folder / value
             name, value = f"image {position} ({path})", path.read_bytes()
         if isinstance(value, bytes):
             with warnings.catch_warnings():
@@ -113,18 +104,18 @@ def _read(value: Any, folder: Path | None, location: str, position: int) -> Imag
                 opened = Image.open(io.BytesIO(value))
                 opened.load()
     except UnidentifiedImageError:
-        raise RowError(location, _COLUMN, f"{name} is no image that PIL knows: write it as PNG or JPEG") from None
+        raise RowError(row.location, _COLUMN, f"{name} is no image that PIL knows: write it as PNG or JPEG") from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise RowError(location, _COLUMN, f"{name} is too large ({error}): make it smaller") from None
+        raise RowError(row.location, _COLUMN, f"{name} is too large ({error}): make it smaller") from None
     except (OSError, SyntaxError, ValueError) as error:
-        raise RowError(location, _COLUMN, f"{name} cannot be read ({error}): write the file again") from None
+        raise RowError(row.location, _COLUMN, f"{name} cannot be read ({error}): write the file again") from None
     if not isinstance(opened, Image.Image):
         raise RowError(
-            location,
+            row.location,
             _COLUMN,
             f"{name} is {type(value).__name__}: give a path, bytes, a mapping with `bytes` or `path`, or a PIL image",
         )
     if not opened.width or not opened.height:
-        raise RowError(location, _COLUMN, f"{name} has the size {opened.width}x{opened.height}: leave it out")
+        raise RowError(row.location, _COLUMN, f"{name} has the size {opened.width}x{opened.height}: leave it out")
     upright: Image.Image = ImageOps.exif_transpose(opened)
     return upright.convert("RGB")

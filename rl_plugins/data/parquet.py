@@ -48,6 +48,21 @@ class RowSource(Protocol):
 
 
 @dataclass(frozen=True)
+class LocatedRow:
+    """A row and its place.
+
+    Attributes:
+        columns: the row.
+        location: file and number of the row, for messages.
+        folder: folder at which relative paths in the row start; None for the working directory.
+    """
+
+    columns: Row
+    location: str
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
 class PromptRows:
     """Checked rows in the order of their files; the number of a row in this order identifies its prompt.
 
@@ -79,9 +94,15 @@ class PromptRows:
         name, first = self._origin(number)
         return f"{name}, row {number - first}"
 
-    def folder(self, number: int) -> Path | None:
-        """Return the folder of a row's file; None for a data set."""
-        return Path(self._origin(number)[0]).parent if isinstance(self.rows, MappedRows) else None
+    def located(self, number: int, row: Row | None = None) -> LocatedRow:
+        """Return a row with its place.
+
+        Args:
+            number: number of the row.
+            row: the row, if the caller has the row already.
+        """
+        folder = Path(self._origin(number)[0]).parent if isinstance(self.rows, MappedRows) else None
+        return LocatedRow(self.rows[number] if row is None else row, self.location(number), folder)
 
     def _origin(self, number: int) -> tuple[str, int]:
         return max((origin for origin in self.origins if origin[1] <= number), key=lambda item: item[1])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -18,13 +18,11 @@ import numpy as np
 from rl_plugins.data.formats import FORMATS, RowKeys
 from rl_plugins.data.image_prompts import ImagePrompts, has_image_processor, tokenizer_of
 from rl_plugins.data.images import IMAGES, check_places, has_images, in_parts, read_images
-from rl_plugins.data.parquet import ParquetRows, Row
+from rl_plugins.data.parquet import LocatedRow, ParquetRows, Row
 from rl_plugins.data.tokenization import TemplateCheck, tokenize_prompts
 from rl_plugins.errors import ConfigError, RowError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from rl_plugins.data.image_prompts import Processor
 
 _CHUNK = 1024
@@ -113,26 +111,21 @@ def validate(
             find prompts the template refuses; None for neither.
         max_prompt_tokens: largest number of tokens of a prompt; longer prompts are counted.
     """
-    findings = Findings(max_prompt_tokens=max_prompt_tokens)
-    lengths: list[int] = []
-    text = None if tokenizer is None else tokenizer_of(tokenizer)
-    template = None if text is None else TemplateCheck(text, {})
-    measure = _image_lengths(tokenizer, lengths)
+    findings, check = Findings(max_prompt_tokens=max_prompt_tokens), _PromptCheck(tokenizer)
     first_trained: dict[int, tuple[str, int]] = {}
     for held_out, paths in ((False, train), (True, test)):
         first_seen: dict[int, tuple[str, int]] = {}
         for path in map(str, paths):
             findings.rows[path] = findings.duplicates[path] = 0
-            rows = _good_rows(path, kind, keys, template, measure, findings)
-            for number, row in rows if text is None else _measure(rows, text, lengths):
+            for number, row in check.measured(_good_rows(path, kind, keys, check, findings)):
                 prompt = _digest(row)
                 if first_seen.setdefault(prompt, (path, number)) != (path, number):
                     findings.duplicates[path] += 1
                 if held_out and prompt in first_trained:
                     findings.shared.append(SharedRow(path, number, *first_trained[prompt]))
         first_trained = first_trained or first_seen
-    if lengths:
-        tokens = np.asarray(lengths)
+    if check.lengths:
+        tokens = np.asarray(check.lengths)
         findings.prompt_tokens = {
             "min": float(tokens.min()),
             "median": float(np.median(tokens)),
@@ -145,52 +138,68 @@ def validate(
     return findings
 
 
+class _PromptCheck:
+    """Tries the chat template on prompts, reads their images, and measures the prompts.
+
+    Args:
+        processor: tokenizer, or processor of a vision-language model; None to read images alone.
+
+    Attributes:
+        lengths: number of tokens of each good prompt.
+    """
+
+    def __init__(self, processor: Processor | None) -> None:
+        self._tokenizer = None if processor is None else tokenizer_of(processor)
+        self._template = None if self._tokenizer is None else TemplateCheck(self._tokenizer, {})
+        self._images = ImagePrompts(processor) if has_image_processor(processor) else None
+        self.lengths: list[int] = []
+
+    def check(self, row: LocatedRow) -> None:
+        """Check the messages and the images of a row.
+
+        Raises:
+            RowError: the chat template refuses the messages, or an image is bad.
+        """
+        messages, with_images = row.columns["prompt"], has_images(row.columns)
+        if with_images:
+            check_places(row)
+        if with_images or self._images is not None:
+            messages = in_parts(messages, images=with_images)
+        if self._template is not None and (reason := self._template.refusal(messages)):
+            raise RowError(row.location, "column 'prompt'", reason)
+        if self._images is not None:
+            self.lengths.append(len(self._images.encode_row(row, {})))
+        elif with_images:
+            read_images(row)
+
+    def measured(self, rows: Iterator[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
+        """Yield the rows unchanged, and measure prompts for a tokenizer, many at a time."""
+        if self._tokenizer is None or self._images is not None:
+            yield from rows
+            return
+        while chunk := list(islice(rows, _CHUNK)):
+            prompts = (row["prompt"] for _, row in chunk if not has_images(row))
+            self.lengths += tokenize_prompts(prompts, self._tokenizer, {}).lengths.tolist()
+            yield from chunk
+
+
 def _good_rows(
-    path: str,
-    kind: str,
-    keys: RowKeys,
-    template: TemplateCheck | None,
-    read: Callable[[Row, str, Path], object],
-    findings: Findings,
+    path: str, kind: str, keys: RowKeys, check: _PromptCheck, findings: Findings
 ) -> Iterator[tuple[int, Row]]:
-    """Yield the good rows with their numbers; add the bad rows to the findings. `read` reads the images of a row."""
+    """Yield the good rows with their numbers; add the bad rows to the findings."""
     try:
         for row in ParquetRows(Path(path), FORMATS[kind].columns):
             number = findings.rows[path]
             findings.rows[path] += 1
             try:
                 FORMATS[kind].check(row, keys, path)
-                messages = row["prompt"]
-                if has_images(row):
-                    check_places(row, path)
-                    read(row, path, Path(path).parent)
-                    messages = in_parts(messages, images=True)
-                if template and (reason := template.refusal(messages)):
-                    raise RowError(path, "column 'prompt'", reason)
+                check.check(LocatedRow(row, path, Path(path).parent))
             except RowError as error:
                 findings.bad_rows.append(BadRow(path, number, error.field, error.reason))
             else:
                 yield number, row
     except ConfigError as error:
         findings.bad_rows.append(BadRow(path, None, "file", str(error).removeprefix(f"{path}: ")))
-
-
-def _measure(
-    rows: Iterator[tuple[int, Row]], tokenizer: PreTrainedTokenizerBase, lengths: list[int]
-) -> Iterator[tuple[int, Row]]:
-    """Yield the rows unchanged; append the lengths of prompts without images, in tokens, to `lengths`."""
-    while chunk := list(islice(rows, _CHUNK)):
-        prompts = (row["prompt"] for _, row in chunk if not has_images(row))
-        lengths += tokenize_prompts(prompts, tokenizer, {}).lengths.tolist()
-        yield from chunk
-
-
-def _image_lengths(processor: Processor | None, lengths: list[int]) -> Callable[[Row, str, Path], object]:
-    """Return a function that reads the images of a row, and with a processor appends the length of its prompt."""
-    if not has_image_processor(processor):
-        return read_images
-    prompts = ImagePrompts(processor)
-    return lambda row, location, folder: lengths.append(len(prompts.encode_row(row, location, folder, {})))
 
 
 def _digest(row: Row) -> int:

@@ -345,7 +345,7 @@ class _Rows:
         accepted: Iterator[Messages] = (
             accepted_messages(self.rows, tokenizer, template_options)
             if images is None
-            else images.accepted_messages(self.rows, template_options)
+            else (row.columns["prompt"] for row in images.accepted_rows(self.rows, template_options))
         )
         check_round_trip(tokenizer, (row["prompt"] for row in self.rows))
         characters = np.asarray([
@@ -388,8 +388,8 @@ class _Rows:
             prompts = (self.rows.rows[number]["prompt"] for number in numbers)
             yield tokenize_prompts(prompts, tokenizer, self._template_options).lengths.tolist()
         else:
-            found = ((self.rows.rows[n], self.rows.location(n), self.rows.folder(n)) for n in numbers)
-            yield [len(self._images.encode_row(*place, self._template_options)) for place in found]
+            rows = map(self.rows.located, numbers)
+            yield [len(self._images.encode_row(row, self._template_options)) for row in rows]
         if self._response_characters:
             yield [
                 max(

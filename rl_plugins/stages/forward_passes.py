@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from peft import PeftModel
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from rl_plugins.algorithms.aggregation import GlobalCounts, local_counts
 from rl_plugins.data.experience import ROUTED_EXPERTS, Experience
+from rl_plugins.data.image_prompts import Processor, blank_image
 from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
@@ -39,7 +41,8 @@ class ForwardPasses:
         dtype: dtype of the models' parameters.
         temperature: divisor of the logits.
         router_replay: replay of the policy's routes; None without replay.
-        blank_image: tokens and inputs of a blank image; None if the policy reads text alone.
+        processor: tokenizer of the policy, or processor of a vision-language model; makes the blank image of a rank
+            without images. None: no sample has an image.
     """
 
     strategy: Strategy
@@ -50,7 +53,7 @@ class ForwardPasses:
     dtype: torch.dtype
     temperature: float = 1.0
     router_replay: RouterReplay | None = None
-    blank_image: BlankImage | None = None
+    processor: Processor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -123,7 +126,11 @@ class ForwardPasses:
         image_inputs = samples.columns.get(IMAGE_INPUTS)
         if self.strategy.ranks.world_size == 1 or image_inputs is None or any(image_inputs):
             return None
-        return self.blank_image
+        return self._blank_image
+
+    @cached_property
+    def _blank_image(self) -> BlankImage | None:
+        return None if self.processor is None else blank_image(self.processor)
 
     def experts(self, samples: Experience) -> list[Tensor]:
         """Return the experts of the tokens of each sample in the last `log_probs`, on the CPU [tokens, L, K]."""

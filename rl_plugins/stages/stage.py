@@ -19,7 +19,7 @@ from torch import nn
 from typing_extensions import override
 
 from rl_plugins.config.models import LoraConfig, OptimizerConfig
-from rl_plugins.data.image_prompts import blank_image, tokenizer_of
+from rl_plugins.data.image_prompts import tokenizer_of
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.dropout import turn_off_dropout
@@ -169,7 +169,7 @@ class Stage(LightningModule):
             tokens_per_log_prob_batch=self.tokens_per_log_prob_batch or self.tokens_per_micro_batch,
             packing=self.packing,
             dtype=self.model_dtype,
-            blank_image=blank_image(self.processor),
+            processor=self.processor,
         )
         if self.sampling_setup is not None:
             sampler, scorer = self.sampling_setup.sampler(strategy), self.sampling_setup.scorer(strategy)

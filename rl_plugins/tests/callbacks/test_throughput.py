@@ -59,6 +59,15 @@ def test_throughput_without_a_known_peak_logs_no_mfu() -> None:
     assert known_peak(torch.device("cpu")) is None
 
 
+def test_throughput_has_mfu_again_after_a_vision_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = Throughput(peak_tflops=2.0)
+    for vision in (True, False):
+        monkeypatch.setattr("rl_plugins.callbacks.throughput.is_vision_language", lambda _, found=vision: found)
+        _, log = train(build_stage(1), [callback])
+        with case(f"vision: {vision}"):
+            assert any("throughput/mfu" in row for _, row in log.rows) == (not vision)
+
+
 def trained_tokens(stage: PolicyOptimization, callback: Throughput) -> float:
     """Train; return the number of tokens that the callback counted."""
     rows = [row for _, row in train(stage, [callback])[1].rows]

@@ -85,7 +85,7 @@ def test_responses_with_the_token_of_an_image_are_refused() -> None:
 def test_images_that_the_processor_refuses_name_the_row() -> None:
     made: Any = processor("qwen2_5_vl")
     rows = load_rows([row("a"), row("<image>b", picture(size=(2000, 2)))])
-    with pytest.raises(RowError, match=r"row 1, column 'images': ImagesAlone refuses the images: .*aspect ratio"):
+    with pytest.raises(RowError, match=r"row 1, column 'images': ImagesAlone refuses the value: .*aspect ratio"):
         list(ImagePrompts(made).prompt_ids(rows, {}))
 
 

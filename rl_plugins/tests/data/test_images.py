@@ -12,12 +12,16 @@ import pytest
 from PIL import ExifTags, Image
 
 from rl_plugins.data.images import check_places, has_images, in_parts, read_images
-from rl_plugins.data.parquet import load_rows
+from rl_plugins.data.parquet import LocatedRow, load_rows
 from rl_plugins.data.tokenization import accepted_messages
 from rl_plugins.errors import RowError
 from rl_plugins.models.tiny import build_tokenizer
 from rl_plugins.tests.cases import case
 from rl_plugins.tests.pictures import encoded, picture, row
+
+
+def here(text: str, *images: Any) -> LocatedRow:
+    return LocatedRow(row(text, *images), "here")
 
 
 def test_read_images_reads_each_form(tmp_path: Path) -> None:
@@ -31,7 +35,7 @@ def test_read_images_reads_each_form(tmp_path: Path) -> None:
         "mapping of a path": {"bytes": None, "path": str(file)},
         "PIL": image,
     }
-    for name, found in zip(forms, read_images(row("<image>" * len(forms), *forms.values()), "here"), strict=True):
+    for name, found in zip(forms, read_images(here("<image>" * len(forms), *forms.values())), strict=True):
         with case(name):
             assert found.mode == "RGB" and np.array_equal(np.asarray(found), np.asarray(image))
 
@@ -41,7 +45,7 @@ def test_read_images_of_a_parquet_file_starts_at_the_folder_of_the_file(tmp_path
     (tmp_path / "pictures" / "one.png").write_bytes(encoded(picture()))
     pq.write_table(pa.Table.from_pylist([row("<image>?", "pictures/one.png")]), tmp_path / "rows.parquet")
     rows = load_rows(tmp_path / "rows.parquet")
-    (image,) = read_images(rows.rows[0], rows.location(0), rows.folder(0))
+    (image,) = read_images(rows.located(0))
     assert image.size == (32, 32)
 
 
@@ -49,7 +53,7 @@ def test_read_images_turns_an_image_upright_and_drops_alpha() -> None:
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
     turned = encoded(picture(size=(16, 32)).convert("RGBA"), exif=exif)
-    (found,) = read_images(row("<image>", turned), "here")
+    (found,) = read_images(here("<image>", turned))
     assert found.mode == "RGB" and found.size == (32, 16)
 
 
@@ -65,19 +69,19 @@ def test_read_images_refuses_bad_images() -> None:
     }
     for name, (value, message) in cases.items():
         with case(name), pytest.raises(RowError, match=rf"here, column 'images': {message}"):
-            read_images(row("<image>", value), "here")
+            read_images(here("<image>", value))
 
 
 def test_check_places_wants_one_place_for_each_image() -> None:
-    check_places(row("<image> and <image>", b"1", b"2"), "here")
+    check_places(here("<image> and <image>", b"1", b"2"))
     for text, images, message in (
         ("<image>", [b"1", b"2"], "has 2 images, and its messages have <image> 1 times"),
         ("none", [b"1"], "has 1 images, and its messages have <image> 0 times"),
     ):
         with pytest.raises(RowError, match=message):
-            check_places(row(text, *images), "here")
+            check_places(here(text, *images))
     with pytest.raises(RowError, match="expected a list of images, got str"):
-        check_places({**row("<image>"), "images": "one.png"}, "here")
+        check_places(LocatedRow({**row("<image>"), "images": "one.png"}, "here"))
 
 
 def test_has_images_is_false_for_an_empty_column() -> None:
