@@ -1,7 +1,7 @@
-"""Tiny vision-language models of three families, with random weights, and their processors.
+"""Tiny vision-language models of four families, with random weights, and their processors.
 
 Pictures are 32x32. LLaVA and Gemma 3 have a SigLIP tower. Gemma 3's images see their own later tokens, Qwen2.5-VL has
-positions in time, height and width.
+positions in time, height and width. Without torchvision, vLLM has Idefics 3 alone of the four.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def save_tiny_vision(family: str, folder: Path, **sizes: Any) -> Any:
     transformers loads the processor of Qwen2.5-VL with torchvision only; without torchvision, `processor` makes it.
 
     Args:
-        family: `llava`, `gemma3` or `qwen2_5_vl`.
+        family: `llava`, `gemma3`, `qwen2_5_vl` or `idefics3`.
         folder: folder to write.
         **sizes: options of the configuration of the text model, in the place of the tiny sizes.
     """
@@ -67,6 +67,10 @@ _SPECIAL: dict[str, dict[str, str]] = {
     "gemma3": {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     "qwen2_5_vl": {
         "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
+    },
+    "idefics3": {
+        "image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>",
+        "end_of_utterance_token": "<end_of_utterance>",
     },
 }  # fmt: skip
 """Special tokens for images, by the attribute of the tokenizer."""
@@ -136,10 +140,24 @@ def _qwen2_5_vl_config(tokenizer: Any, text: dict[str, Any]) -> Any:
     )
 
 
+def _idefics3_config(tokenizer: Any, text: dict[str, Any]) -> Any:
+    from transformers import Idefics3Config
+
+    tower = {name: value for name, value in _TOWER.items() if name != "model_type"}
+    return Idefics3Config(
+        vision_config=tower,
+        text_config={"model_type": "llama", **text},
+        image_token_id=tokenizer.image_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        scale_factor=2,
+    )
+
+
 _CONFIGS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "llava": _llava_config,
     "gemma3": _gemma3_config,
     "qwen2_5_vl": _qwen2_5_vl_config,
+    "idefics3": _idefics3_config,
 }
 
 
@@ -173,8 +191,17 @@ def _qwen2_5_vl_processor(tokenizer: Any) -> Any:
     return ImagesAlone(images, tokenizer, None, chat_template=tokenizer.chat_template)
 
 
+def _idefics3_processor(tokenizer: Any) -> Any:
+    from transformers import Idefics3ImageProcessorPil, Idefics3Processor
+
+    largest = {"longest_edge": SIZE}
+    images = Idefics3ImageProcessorPil(size=largest, max_image_size=largest, do_image_splitting=False)
+    return Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template)
+
+
 _PROCESSORS: dict[str, Callable[[Any], Any]] = {
     "llava": _llava_processor,
     "gemma3": _gemma3_processor,
     "qwen2_5_vl": _qwen2_5_vl_processor,
+    "idefics3": _idefics3_processor,
 }

@@ -77,7 +77,9 @@ class SampleImages:
         present = [inputs for inputs in image_inputs_B or () if inputs is not None]
         if not present:
             return None
-        joined = {name: torch.cat([inputs[name] for inputs in present]).to(device) for name in present[0]}
+        # Idefics has an axis of samples before the axis of images.
+        axis = 1 if "pixel_attention_mask" in present[0] else 0
+        joined = {name: torch.cat([inputs[name] for inputs in present], axis).to(device) for name in present[0]}
         return cls(_inner(model), joined)
 
     def positions(self, input_ids_BS: Tensor, attention_mask_BS: Tensor, position_ids_BS: Tensor) -> Tensor:

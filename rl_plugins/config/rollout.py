@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from rl_plugins.config.settings import ABOVE_0, ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, Range, Settings, one_of, or_null
 from rl_plugins.errors import ConfigError
+from rl_plugins.model_json import reads_images
 
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM can reserve memory."""
@@ -93,7 +94,8 @@ class RolloutConfig(EngineOptions):
             `none` with `schedule.max_staleness`, because engines then sample at the same time; else `all` on GPUs if
             all weights are sent, because `kv_cache` would copy the weights to the host and back; else `kv_cache`.
         lora: weights sent to vLLM for a policy with an adapter: `adapter`, which the engine adds to the weights of
-            `model.path` at every token, or `merged`, all weights with the adapter merged into them.
+            `model.path` at every token, or `merged`, all weights with the adapter merged into them. A vision-language
+            model needs `merged`.
         gpu_memory_utilization: share of a GPU's memory for weights and KV cache (CUDA); null is 0.4, or 0.9 with
             `placement.rollout=split`.
         bucket_mb: memory for weights in transit, in MiB (unused by `shared_memory`, which writes to the final place);
@@ -186,6 +188,24 @@ def check_cpu_head_size(path: str, model: Mapping[str, Any]) -> None:
             f"{path}: the attention heads have a width of {size}, and vLLM on CPU has kernels for "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}: use another model, a GPU, or rollout.engine=transformers "
             "(TransformersRollout)"
+        )
+
+
+def check_adapter(path: str, model: Mapping[str, Any], lora_rank: int) -> None:
+    """Check that an engine can apply the policy's adapter to the weights of a model.
+
+    Args:
+        path: name or folder of the model, for the message.
+        model: content of the model's config.json.
+        lora_rank: rank of an adapter for the engine; 0 for weights with a merged adapter.
+
+    Raises:
+        ConfigError: the model is a vision-language model. vLLM leaves out the adapter of the vision tower.
+    """
+    if lora_rank and reads_images(model):
+        raise ConfigError(
+            f"{path}: vLLM applies adapters to the text part of a vision-language model alone: use rollout.lora=merged "
+            "(lora_rank=0)"
         )
 
 

@@ -14,6 +14,7 @@ from rl_plugins.data.images import (
     IMAGES,
     PLACEHOLDER,
     ImageInputs,
+    PromptImages,
     check_places,
     has_images,
     in_parts,
@@ -96,7 +97,7 @@ def blank_image(processor: Processor) -> tuple[list[int], ImageInputs] | None:
         return None
     from PIL import Image
 
-    return ImagePrompts(processor).encode_alone([Image.new("RGB", (_BLANK, _BLANK))])
+    return ImagePrompts(processor).encode_blank(Image.new("RGB", (_BLANK, _BLANK)))
 
 
 class ImagePrompts:
@@ -158,9 +159,18 @@ class ImagePrompts:
         Raises:
             RowError: an image cannot be read, or the processor refuses an image or the messages.
         """
+        return self._encode_row(row, template_options)[0]
+
+    def images_of_row(self, row: LocatedRow, template_options: Mapping[str, Any]) -> PromptImages | None:
+        """Return the images of the prompt of a row, None for a row without images. See `encode_row`."""
+        return self._encode_row(row, template_options)[1] if has_images(row.columns) else None
+
+    def _encode_row(
+        self, row: LocatedRow, template_options: Mapping[str, Any]
+    ) -> tuple[list[int], PromptImages | None]:
         images = read_images(row) if has_images(row.columns) else []
         try:
-            return self.encode(row.columns["prompt"], images, template_options)[0]
+            return self.encode(row.columns["prompt"], images, template_options)
         except ValueError as error:
             column = IMAGES if images else "prompt"
             reason = f"{type(self._processor).__name__} refuses the value: {error}"
@@ -182,8 +192,8 @@ class ImagePrompts:
 
     def encode(
         self, messages: Sequence[Mapping[str, Any]], images: Sequence[Image], template_options: Mapping[str, Any]
-    ) -> tuple[list[int], ImageInputs]:
-        """Return the token ids of a prompt, and the inputs of its images; no inputs without images.
+    ) -> tuple[list[int], PromptImages | None]:
+        """Return the token ids of a prompt, and its images; None without images.
 
         Special tokens in the messages are plain text (see `PlainTexts`).
 
@@ -201,13 +211,15 @@ class ImagePrompts:
                 conversation, tokenize=False, add_generation_prompt=True, **template_options
             )
         )
+        placeholder_ids = self._texts.encode(text)
         if not images:
-            return self._texts.encode(text), {}
-        return self._encode(text, images)
+            return placeholder_ids, None
+        ids, inputs = self._encode(text, images)
+        return ids, PromptImages(inputs, images, placeholder_ids, len(ids))
 
-    def encode_alone(self, images: Sequence[Image]) -> tuple[list[int], ImageInputs]:
-        """Return the tokens of images without a prompt, and the inputs of the images."""
-        return self._encode(self._processor.image_token * len(images), images)
+    def encode_blank(self, image: Image) -> tuple[list[int], ImageInputs]:
+        """Return the tokens and the inputs of an image without a prompt."""
+        return self._encode(self._processor.image_token, [image])
 
     def _encode(self, text: str, images: Sequence[Image]) -> tuple[list[int], ImageInputs]:
         """Return the tokens of a text with the tokens of each image in the place of its placeholder, and the inputs."""
@@ -232,28 +244,28 @@ class ImagePrompts:
         return self._texts.encode("".join([*parts, text[end:]])), inputs
 
 
-class ImageInputsOfRows(Sequence[ImageInputs | None]):
-    """Inputs of the images of each row, made at each access; None for a row without images.
+class ImagesOfRows(Sequence[PromptImages | None]):
+    """Images of each row, read at each access; None for a row without images.
 
     Args:
         rows: the rows.
         prompts: maker of the inputs.
+        template_options: further variables of the chat template.
     """
 
-    def __init__(self, rows: PromptRows, prompts: ImagePrompts) -> None:
-        self._rows, self._prompts = rows, prompts
+    def __init__(self, rows: PromptRows, prompts: ImagePrompts, template_options: Mapping[str, Any]) -> None:
+        self._rows, self._prompts, self._template_options = rows, prompts, template_options
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self._rows)
 
     @overload
-    def __getitem__(self, index: int) -> ImageInputs | None: ...
+    def __getitem__(self, index: int) -> PromptImages | None: ...
     @overload
-    def __getitem__(self, index: slice) -> list[ImageInputs | None]: ...
+    def __getitem__(self, index: slice) -> list[PromptImages | None]: ...
     def __getitem__(self, index: int | slice) -> Any:
-        """Return the inputs of one row, or of several."""
+        """Return the images of one row, or of several."""
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        row = self._rows.located(index)
-        return self._prompts.encode_alone(read_images(row))[1] if has_images(row.columns) else None
+        return self._prompts.images_of_row(self._rows.located(index), self._template_options)

@@ -10,6 +10,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +29,45 @@ IMAGES = "images"
 """Column with the images of a row: a list, empty or null for none."""
 IMAGE_INPUTS = "image_inputs"
 """Name of the column, and of arguments, with the inputs of a model for the images of each sample."""
+PROMPT_IMAGES = "prompt_images"
+"""Name of the column with the `PromptImages` of each prompt, None for a prompt without images."""
 PLACEHOLDER = "<image>"
 """Text in a message at the place of an image."""
-
 _COLUMN = f"column {IMAGES!r}"
+
+
+@dataclass(frozen=True)
+class PromptImages:
+    """Images of a prompt.
+
+    Attributes:
+        inputs: inputs of the policy for the images.
+        images: the images in the mode RGB, for a rollout engine that makes inputs by itself.
+        placeholder_ids: token ids of the prompt with a single placeholder for each image.
+        num_tokens: number of tokens of the prompt with all tokens of the images.
+    """
+
+    inputs: ImageInputs
+    images: Sequence[Image]
+    placeholder_ids: list[int]
+    num_tokens: int
+
+    def with_placeholders(self, token_ids: list[int]) -> list[int]:
+        """Return a sequence that begins with the prompt, with a single placeholder for each image.
+
+        Args:
+            token_ids: the prompt with all tokens of the images, and further tokens.
+        """
+        return [*self.placeholder_ids, *token_ids[self.num_tokens :]]
+
+    def without_inputs(self) -> PromptImages:
+        """Return the images for another process, which makes inputs by itself."""
+        return replace(self, inputs={})
+
+
+def inputs_of(images: Sequence[PromptImages | None]) -> list[ImageInputs | None]:
+    """Return the inputs of the images of each prompt, None for a prompt without images."""
+    return [None if of_prompt is None else of_prompt.inputs for of_prompt in images]
 
 
 def has_images(row: Row) -> bool:

@@ -177,7 +177,7 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
             kept,
             PairBatch,
             as_integers={"margins": lambda margins: margins.view(np.int64)},
-            image_inputs=prompts.image_inputs,
+            images=prompts.images,
         )
 
     def _build_unpaired(
@@ -194,5 +194,5 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
             {"prompt_ids": prompts.prompt_ids, "response_ids": response_ids, "labels": labels},
             kept,
             UnpairedBatch,
-            image_inputs=prompts.image_inputs,
+            images=prompts.images,
         )

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from rl_plugins.data.image_prompts import ImageInputsOfRows, ImagePrompts
-from rl_plugins.data.images import IMAGE_INPUTS, IMAGES, ImageInputs, has_images
+from rl_plugins.data.image_prompts import ImagePrompts, ImagesOfRows
+from rl_plugins.data.images import IMAGE_INPUTS, IMAGES, PROMPT_IMAGES, PromptImages, has_images, inputs_of
 from rl_plugins.data.parquet import PromptRows
 from rl_plugins.data.tokenization import Overlong, accepted_messages, digest, tokenize_prompts, within_limit
 from rl_plugins.errors import ConfigError
@@ -104,13 +104,13 @@ class TokenizedPrompts:
         rows: all rows of the data set.
         prompt_ids: token ids of each row's prompt.
         kept: int64 [N], numbers of the rows to serve.
-        image_inputs: inputs of the images of each row; None if no row has images.
+        images: images of each row; None if no row has images.
     """
 
     rows: PromptRows
     prompt_ids: Sequence[list[int]]
     kept: np.ndarray
-    image_inputs: Sequence[ImageInputs | None] | None = None
+    images: Sequence[PromptImages | None] | None = None
 
     def __len__(self) -> int:
         """Return the number of rows to serve."""
@@ -126,10 +126,10 @@ class TokenizedPrompts:
         numbers = self.kept[indices].tolist()
         rows = [self.rows.rows[number] for number in numbers]
         columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in self.rows.columns}
-        if self.image_inputs is not None:
-            # The inputs take the place of the files, which are as large.
+        if self.images is not None:
+            # The read images take the place of the files.
             columns.pop(IMAGES, None)
-            columns[IMAGE_INPUTS] = [self.image_inputs[number] for number in numbers]
+            columns[PROMPT_IMAGES] = [self.images[number] for number in numbers]
         return PromptBatch([self.prompt_ids[number] for number in numbers], numbers, columns, epoch)
 
 
@@ -144,14 +144,14 @@ class TokenizedColumns(Generic[Batch]):
             numbers of the rows.
         as_integers: Functions that turn the values of a column into integers for the fingerprint, by column. Token ids
             and truth values need none.
-        image_inputs: inputs of the images of each row, for an argument of this name; None if no row has images.
+        images: images of each row, for an argument `image_inputs` with their inputs; None if no row has images.
     """
 
     columns: Mapping[str, Sequence[list[Any]] | np.ndarray]
     kept: np.ndarray
     make_batch: Callable[..., Batch]
     as_integers: Mapping[str, Callable[[Any], Sequence[int] | np.ndarray]] = field(default_factory=dict)
-    image_inputs: Sequence[ImageInputs | None] | None = None
+    images: Sequence[PromptImages | None] | None = None
 
     def __len__(self) -> int:
         """Return the number of rows to serve."""
@@ -174,8 +174,8 @@ class TokenizedColumns(Generic[Batch]):
             name: column[numbers].tolist() if isinstance(column, np.ndarray) else [column[n] for n in numbers]
             for name, column in self.columns.items()
         }
-        if self.image_inputs is not None:
-            columns[IMAGE_INPUTS] = [self.image_inputs[number] for number in numbers]
+        if self.images is not None:
+            columns[IMAGE_INPUTS] = inputs_of([self.images[number] for number in numbers])
         return self.make_batch(rows=numbers, **columns)
 
 
@@ -212,4 +212,5 @@ def build_prompts(
     kept = within_limit(
         rows, prompt_ids.lengths, option="max_prompt_tokens", limit=max_prompt_tokens, overlong=overlong
     )
-    return TokenizedPrompts(rows, prompt_ids, kept, None if images is None else ImageInputsOfRows(rows, images))
+    of_rows = None if images is None else ImagesOfRows(rows, images, template_options)
+    return TokenizedPrompts(rows, prompt_ids, kept, of_rows)

@@ -70,4 +70,4 @@ class SFTDataModule(StepDataModule[SFTBatch]):
         response_ids = self.tokenize_responses(rows, texts, tokenizer)
         kept = self.rows_within_limits(prompts, response_ids.lengths, self.max_response_tokens)
         columns = {"prompt_ids": prompts.prompt_ids, "response_ids": response_ids}
-        return TokenizedColumns(columns, kept, lambda rows, **values: values, image_inputs=prompts.image_inputs)
+        return TokenizedColumns(columns, kept, lambda rows, **values: values, images=prompts.images)

@@ -118,14 +118,10 @@ def _image_prompts(config: RecipeConfig) -> ImagePrompts:
     """Load the processor of the policy, for rows with images.
 
     Raises:
-        ConfigError: the run samples with vLLM, or the processor cannot be loaded.
+        ConfigError: the processor cannot be loaded.
     """
     from rl_plugins.data.image_prompts import ImagePrompts, load_processor
 
-    if config.needs_engine and config.rollout.engine == "vllm":
-        raise ConfigError(
-            "rollout.engine=vllm samples without images, and the data has images: use rollout.engine=transformers"
-        )
     return ImagePrompts(load_processor(config.model.path, trust_remote_code=config.model.trust_remote_code))
 
 

@@ -131,8 +131,8 @@ class Conversations:
             assert isinstance(opening, Opening)
             trajectories = [self._trajectory(opening, sampling) for _ in range(sampling.num_samples)]
             self._groups[opening.ticket] = trajectories
-            images = None if self.starts_itself else opening.image_inputs
-            request = GroupRequest(0, opening.prompt, opening.seed, image_inputs=images)
+            images = None if self.starts_itself else opening.images
+            request = GroupRequest(0, opening.prompt, opening.seed, images=images)
             if isinstance(self._environment, StartingEnvironment):
                 for trajectory in trajectories:
                     self._answering[trajectory.key] = (
@@ -270,8 +270,8 @@ class Conversations:
         sample = next(place for place, member in enumerate(self._groups[turn.ticket]) if member is trajectory)
         seed = sample_seed(turn.request.seed, sample, trajectory.turns)
         longest = trajectory.room if max_tokens is None else min(trajectory.room, max_tokens)
-        images = turn.request.image_inputs
-        request = GroupRequest(0, trajectory.tokens, seed, max_tokens=longest, image_inputs=images)
+        images = turn.request.images
+        request = GroupRequest(0, trajectory.tokens, seed, max_tokens=longest, images=images)
         single = replace(turn.sampling, num_samples=1)
         return self._ask([trajectory], turn.ticket, request, single), single
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.data.images import ImageInputs
+from rl_plugins.data.images import PromptImages
 from rl_plugins.memory import MemoryChange
 from rl_plugins.ranks import Ranks
 from rl_plugins.weights.source import WeightSource
@@ -158,14 +158,14 @@ class GroupRequest:
         prompt: token ids.
         seed: seed of the samples. The same seed, weights and prompt give the same responses.
         max_tokens: longest response in tokens, if shorter than in the SamplingConfig.
-        image_inputs: inputs of the prompt's images; None without images.
+        images: images of the prompt, or of the prompt at the start of a conversation; None without images.
     """
 
     ticket: int
     prompt: list[int]
     seed: int
     max_tokens: int | None = None
-    image_inputs: ImageInputs | None = None
+    images: PromptImages | None = None
 
     def shortened(self, sampling: SamplingConfig) -> SamplingConfig:
         """Return the sampling options of this group."""

@@ -146,7 +146,7 @@ class TransformersRollout(SynchronousGroups):
 
     @override
     def sample_groups(self, requests: Sequence[GroupRequest], sampling: SamplingConfig) -> Generations:
-        prompts = [(request.prompt, request.image_inputs) for request in requests]
+        prompts = [(request.prompt, None if request.images is None else request.images.inputs) for request in requests]
         return self._generate(prompts, sampling, [request.seed for request in requests])
 
     def _generate(self, prompts: Sequence[_Prompt], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:

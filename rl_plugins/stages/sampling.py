@@ -10,7 +10,7 @@ import torch
 
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import ROUTED_EXPERTS, Experience
-from rl_plugins.data.images import IMAGE_INPUTS
+from rl_plugins.data.images import IMAGE_INPUTS, PROMPT_IMAGES, inputs_of
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.environments.agent import AgentEnvironment
 from rl_plugins.environments.object_conversations import StatefulConversations
@@ -92,7 +92,7 @@ class PromptSampler:
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig, seeds: list[int], step: int) -> Generations:
         """Sample responses to this rank's prompts, which may be none, with one seed for each prompt. Collective."""
-        if self.conversations is None and IMAGE_INPUTS not in prompts.columns:
+        if self.conversations is None and PROMPT_IMAGES not in prompts.columns:
             return self.strategy.rollout_phases.run_sampling(
                 step, lambda engine: engine.generate(prompts.prompt_ids, sampling, seeds)
             )
@@ -120,10 +120,10 @@ class PromptSampler:
     def request(self, ticket: int, prompts: PromptBatch, position: int, seed: int) -> GroupRequest:
         """Return the request for a group of responses to one prompt of a batch."""
         prompt, row = prompts.prompt_ids[position], {name: values[position] for name, values in prompts.columns.items()}
-        images = row.get(IMAGE_INPUTS)
+        images = row.get(PROMPT_IMAGES)
         if self.conversations is None:
-            return GroupRequest(ticket, prompt, seed, image_inputs=images)
-        return Opening(ticket, prompt, seed, about=scoring_request("", row), image_inputs=images)
+            return GroupRequest(ticket, prompt, seed, images=images)
+        return Opening(ticket, prompt, seed, about=scoring_request("", row), images=images)
 
     def experience(
         self, prompts: PromptBatch, generations: Generations, num_samples: int, numbers: Sequence[int]
@@ -137,8 +137,11 @@ class PromptSampler:
             numbers: number of each group; `groups` of the experience.
         """
         responses = generations.responses()
+        of_prompts = {name: values for name, values in prompts.columns.items() if name != PROMPT_IMAGES}
+        if PROMPT_IMAGES in prompts.columns:
+            of_prompts[IMAGE_INPUTS] = inputs_of(prompts.columns[PROMPT_IMAGES])
         columns: dict[str, list[Any]] = {
-            name: [value for value in values for _ in range(num_samples)] for name, values in prompts.columns.items()
+            name: [value for value in values for _ in range(num_samples)] for name, values in of_prompts.items()
         }
         prompt_ids = [ids for ids in prompts.prompt_ids for _ in range(num_samples)]
         if generations.endings:

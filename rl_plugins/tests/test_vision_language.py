@@ -12,11 +12,12 @@ from torch import Tensor
 from benchmarks.tiny_vision import processor, save_tiny_vision
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.image_prompts import ImagePrompts
+from rl_plugins.data.images import inputs_of
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.tests.pictures import picture
 
-FAMILIES = ("llava", "gemma3", "qwen2_5_vl")
+FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
 QUESTIONS = {
     "<image>which color?": [picture(1)],
     "no picture at all": [],
@@ -47,8 +48,8 @@ def samples(family: str) -> Experience:
         else (prompts.tokenizer.encode(question), None)
         for question, images in QUESTIONS.items()
     ]
-    ids, inputs = zip(*encoded, strict=True)
-    return Experience.from_responses(ids, RESPONSES, 0, image_inputs=inputs)
+    ids, images_of_prompts = zip(*encoded, strict=True)
+    return Experience.from_responses(ids, RESPONSES, 0, image_inputs=inputs_of(images_of_prompts))
 
 
 @pytest.fixture(scope="module")

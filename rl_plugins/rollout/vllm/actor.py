@@ -17,17 +17,20 @@ from typing import Any
 
 from rl_plugins.collector import collector_off
 from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.data.images import PromptImages
 from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost
 from rl_plugins.hub.files import model_folder
 from rl_plugins.memory import MemoryChange
-from rl_plugins.rollout.engine import Generations, GroupRequest, padded_routes
+from rl_plugins.model_json import read_model_config
+from rl_plugins.rollout.engine import Generations, GroupRequest
 from rl_plugins.rollout.vllm.config import VLLMConfig
+from rl_plugins.rollout.vllm.requests import EngineRequest, generations_of, sampling_parameters
 from rl_plugins.weights.shared_memory import ElementRange
 
 _GIB = 2**30
 _MEMORY = Path("/dev/shm")
-Requests = Mapping[str, tuple[list[int], Any]]
-"""Token ids of a prompt and vLLM's sampling parameters, by the name of the request."""
+Requests = Mapping[str, EngineRequest]
+"""Requests to the engine by name."""
 
 
 class RequestBarrier:
@@ -79,6 +82,7 @@ class VLLMActor:
     @collector_off()
     def __init__(self, config: VLLMConfig) -> None:
         # The import registers weight transports and the plain-weights config, before the construction of the engine.
+        from pydantic import ValidationError
         from vllm import LLM
 
         from rl_plugins.rollout.vllm import plugin  # noqa: F401
@@ -87,12 +91,20 @@ class VLLMActor:
 
         self._config = config
         folder = model_folder(config.model, trust_remote_code=config.trust_remote_code)
-        self._llm = LLM(**config.engine_arguments() | {"model": folder})
+        # Ray drops the type of an error in this method, so `ready` raises the error.
+        self._refusal: ConfigError | None = None
+        try:
+            self._llm = LLM(**config.engine_arguments() | {"model": folder})
+        except ValidationError as error:
+            self._refusal = _refusal(config.model, folder, error.errors()[0]["msg"])
+            return
         self._llm.update_weight_version("0")
         # On CUDA the engine core has a process of its own.
         if children := multiprocessing.active_children():
             end_with([child.sentinel for child in children])
         self._loop = EngineLoop(self._llm)
+        # The trainer would replace a sampled token of an image by an image.
+        self._image_token_id: int | None = getattr(self._llm.model_config.hf_config, "image_token_id", None)
         self._adapter: Any = None
         # Reason why the engine cannot sample; None if the engine can sample.
         self._unusable: str | None = None
@@ -119,9 +131,15 @@ class VLLMActor:
             self._unusable = "its weights were given back"
 
     async def ready(self) -> str:
-        """Return vLLM's version once the engine has started."""
+        """Return vLLM's version once the engine has started.
+
+        Raises:
+            ConfigError: vLLM refuses the model or an option.
+        """
         import vllm
 
+        if self._refusal is not None:
+            raise self._refusal
         return str(vllm.__version__)
 
     async def progress(self) -> int:
@@ -171,19 +189,21 @@ class VLLMActor:
         self._calls += 1
         names = [f"{rank}-call-{self._calls}-{position}" for position in range(len(prompts))]
         requests = {
-            name: (prompt, _parameters(sampling, None if seeds is None else seeds[position]))
+            name: self._request(prompt, sampling, None if seeds is None else seeds[position])
             for position, (name, prompt) in enumerate(zip(names, prompts, strict=True))
         }
         await self._start(rank, ranks, requests)
         outputs = await self._loop.wait(names, names, 0)
-        return _generations([outputs[name] for name in names]), self._loop.busy_s
+        return generations_of([outputs[name] for name in names]), self._loop.busy_s
 
     async def submit(
         self, rank: int, ranks: Sequence[int], requests: Sequence[GroupRequest], sampling: SamplingConfig
     ) -> None:
         """Start groups, in one batch with the groups of `ranks`, or immediately if `ranks` is empty. See `generate`."""
         named = {
-            _name(rank, request.ticket): (request.prompt, _parameters(request.shortened(sampling), request.seed))
+            _name(rank, request.ticket): self._request(
+                request.prompt, request.shortened(sampling), request.seed, request.images
+            )
             for request in requests
         }
         await self._start(rank, ranks, named)
@@ -219,7 +239,7 @@ class VLLMActor:
         self._check_session()
         outputs = [self._collected.pop(_name(*group), None) for group in groups]
         there = [output is not None for output in outputs]
-        return there, _generations([output for output in outputs if output is not None])
+        return there, generations_of([output for output in outputs if output is not None])
 
     async def drop(self, rank: int, tickets: Sequence[int]) -> None:
         """End and remove groups of a rank."""
@@ -248,6 +268,11 @@ class VLLMActor:
                 f"rank {rank} waited {self._config.generate_timeout_s:.0f} s in generate for ranks "
                 f"{self._barrier.missing(ranks)} to hand in their prompts"
             ) from None
+
+    def _request(
+        self, prompt: list[int], sampling: SamplingConfig, seed: int | None, images: PromptImages | None = None
+    ) -> EngineRequest:
+        return EngineRequest(prompt, sampling_parameters(sampling, seed, self._image_token_id), images)
 
     def _check_session(self) -> None:
         if not self._in_session:
@@ -287,7 +312,13 @@ class VLLMActor:
         """Finish the update and drop all caches of the old weights, caches of running requests included."""
         self._llm.finish_weight_update(weight_version=weight_version)
         self._updating = False
+        self._drop_caches()
+
+    def _drop_caches(self) -> None:
+        """Drop the caches of prompts and of images, also those of running requests."""
         self._llm.reset_prefix_cache(reset_running_requests=True)
+        if self._image_token_id is not None:
+            self._llm.llm_engine.reset_encoder_cache()
 
     async def load_weights(self, version: int) -> None:
         """Run a whole update in one call, for transports without a call per chunk."""
@@ -315,7 +346,7 @@ class VLLMActor:
             self._llm.llm_engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
         # Requests use a name without a folder, or every batch would load the adapter again.
         self._adapter = LoRARequest("policy", 1, "loaded")
-        self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._drop_caches()
         await self.set_policy_version(version)
 
     async def checksums(self, ranges: list[ElementRange]) -> list[list[int]]:
@@ -333,7 +364,7 @@ class VLLMActor:
         )
         self._calls += 1
         name = f"probe-{self._calls}"
-        self._begin({name: (prompt, parameters)})
+        self._begin({name: EngineRequest(prompt, parameters)})
         output = (await self._loop.wait([name], [name], 1))[name]
         choices = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
         return [choice[token].logprob for choice, token in choices]
@@ -402,55 +433,28 @@ class VLLMActor:
         self._loop.abort()
 
 
+def _refusal(model: str, folder: str, reason: str) -> ConfigError:
+    """Return the error for a model or an option that vLLM refuses.
+
+    Args:
+        model: name or folder of the model, for the message.
+        folder: folder of the model.
+        reason: vLLM's reason.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture in read_model_config(Path(folder) / "config.json").get("architectures") or ():
+        if architecture in ModelRegistry.models:
+            try:
+                ModelRegistry.models[architecture].load_model_cls()
+            except ImportError as error:
+                # vLLM's reason is "failed to be inspected".
+                reason = f"the class {architecture} needs a package that is not installed ({error})"
+    return ConfigError(
+        f"{model}: vLLM does not start: {reason.removeprefix('Value error, ')}: change the model or the option, "
+        "install the package, or use rollout.engine=transformers"
+    )
+
+
 def _name(rank: int, ticket: int) -> str:
     return f"{rank}-{ticket}"
-
-
-def _parameters(sampling: SamplingConfig, seed: int | None) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
-    further = dict(sampling.vllm)
-    if "structured_outputs" in further:
-        further["structured_outputs"] = StructuredOutputsParams(**further["structured_outputs"])
-    if "min_tokens" in further:
-        # The last turn of a conversation may be shorter.
-        further["min_tokens"] = min(further["min_tokens"], sampling.max_tokens)
-    return SamplingParams(
-        **further,
-        n=sampling.num_samples,
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=seed,
-        logprobs=0,
-        flat_logprobs=True,
-        stop_token_ids=list(sampling.stop_token_ids),
-        stop=list(sampling.stop) or None,
-        include_stop_str_in_output=bool(sampling.stop),
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _generations(outputs: Sequence[Any]) -> Generations:
-    completions = [completion for output in outputs for completion in output.outputs]
-    experts = [
-        padded_routes(completion.routed_experts, len(output.prompt_token_ids) + len(completion.token_ids))
-        for output in outputs
-        for completion in output.outputs
-        if completion.routed_experts is not None
-    ]
-    return Generations.from_responses(
-        responses=[completion.token_ids for completion in completions],
-        # With logprobs=0, vLLM returns only the log-prob of the sampled token.
-        log_probs=[[p for p, _ in zip(c.logprobs.logprobs, c.token_ids, strict=True)] for c in completions],
-        finish_reasons=[completion.finish_reason for completion in completions],
-        policy_versions=[
-            [int(span.version) for span in completion.weight_versions for _ in range(span.start, span.end)]
-            for completion in completions
-        ],
-        experts=experts,
-    )

@@ -12,8 +12,9 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.exceptions import EngineDeadError
+
+from rl_plugins.rollout.vllm.requests import EngineRequest, engine_input
 
 
 class EngineLoop:
@@ -41,17 +42,21 @@ class EngineLoop:
         """True if requests are unfinished."""
         return bool(self._running)
 
-    def start(self, requests: Mapping[str, tuple[list[int], Any]], adapter: Any = None) -> None:
+    def start(self, requests: Mapping[str, EngineRequest], adapter: Any = None) -> None:
         """Add all requests, or no request if vLLM refuses one.
 
         Args:
-            requests: prompt token ids and vLLM's sampling parameters, by request name.
+            requests: requests by name.
             adapter: vLLM's request of a LoRA adapter, or None.
+
+        Raises:
+            ConfigError: the engine makes other tokens of the images than the policy's processor.
         """
         added: list[str] = []
         try:
-            for name, (prompt, parameters) in requests.items():
-                self._engine.add_request(name, tokens_input(prompt), parameters, lora_request=adapter)
+            for name, request in requests.items():
+                prompt = engine_input(self._engine.renderer, request)
+                self._engine.add_request(name, prompt, request.parameters, lora_request=adapter)
                 added.append(name)
         except BaseException:
             self._engine.abort_request(added)

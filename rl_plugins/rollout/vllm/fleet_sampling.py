@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.errors import ConfigError, EngineLost
+from rl_plugins.errors import EngineLost
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
 from rl_plugins.rollout.vllm.fleet import Deadline, Fleet
 
@@ -63,19 +64,10 @@ class FleetSampling:
         return Generations.concat([parts[reference] for reference in references])
 
     def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
-        """Submit groups. Collective if `together`.
-
-        Raises:
-            ConfigError: a prompt has images.
-        """
-        if any(request.image_inputs is not None for request in requests):
-            raise ConfigError(
-                "the prompts have images, and the vLLM engine samples without images: use TransformersRollout "
-                "(rollout.engine=transformers)"
-            )
+        """Submit groups. Collective if `together`. The engines get images, and make the inputs of images."""
         for engine, share in self._fleet.shares(len(requests)).items():
             ranks = self._fleet.ranks_of_engine(engine) if together else []
-            selected = [requests[place] for place in share]
+            selected = [_without_inputs(requests[place]) for place in share]
             self._engine_of |= {request.ticket: engine for request in selected}
             if ranks or selected:
                 reference = self._fleet.actors[engine].submit.remote(self._fleet.rank, ranks, selected, sampling)
@@ -189,3 +181,7 @@ class FleetSampling:
             for key in [key for key, holder in held.items() if holder == engine]:
                 del held[key]
         self._busy_s.pop(engine, None)
+
+
+def _without_inputs(request: GroupRequest) -> GroupRequest:
+    return request if request.images is None else replace(request, images=request.images.without_inputs())

@@ -25,6 +25,7 @@ class OfflineVLLM:
         config: settings of the engine. Environment variables with a value keep the value.
 
     Raises:
+        ConfigError: vLLM refuses the model or an option.
         DeadlineExceeded: the engine has not answered a call within `config.generate_timeout_s`.
     """
 
@@ -36,6 +37,7 @@ class OfflineVLLM:
         self._engine, self._timeout_s = VLLMActor(config), config.generate_timeout_s
         self._events = asyncio.new_event_loop()
         Thread(target=self._events.run_forever, name="vllm", daemon=True).start()
+        self._run(self._engine.ready())
         self._run(self._engine.begin_session())
 
     def _run(self, call: Coroutine[Any, Any, R]) -> R:

@@ -10,15 +10,15 @@ import torch
 
 from benchmarks.tiny_vision import processor, save_tiny_vision
 from rl_plugins.data.datamodule import PromptDataModule
-from rl_plugins.data.image_prompts import ImageInputsOfRows, ImagePrompts, load_processor, load_tokenizer_or_processor
-from rl_plugins.data.images import IMAGE_INPUTS
+from rl_plugins.data.image_prompts import ImagePrompts, ImagesOfRows, load_processor, load_tokenizer_or_processor
+from rl_plugins.data.images import IMAGE_INPUTS, PROMPT_IMAGES
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.tests.pictures import picture, row
 
-FAMILIES = ("llava", "gemma3", "qwen2_5_vl")
+FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -32,10 +32,13 @@ def test_prompt_ids_and_inputs_equal_the_results_of_the_processor(family: str) -
     ids = prompts.prompt_ids(rows, {})
     assert ids[0] == expected["input_ids"][0].tolist()
     assert ids[1] == made.tokenizer.encode("<|user|>no picture<|assistant|>")
-    inputs, nothing = ImageInputsOfRows(rows, prompts)[:]
-    assert nothing is None and inputs is not None and "input_ids" not in inputs
-    for name, value in inputs.items():
+    found, nothing = ImagesOfRows(rows, prompts, {})[:]
+    assert nothing is None and found is not None and "input_ids" not in found.inputs
+    for name, value in found.inputs.items():
         assert torch.equal(value, expected[name]), name
+    assert found.placeholder_ids == made.tokenizer.encode(text) and found.num_tokens == len(ids[0])
+    assert found.with_placeholders([*ids[0], 5, 6]) == [*found.placeholder_ids, 5, 6]
+    assert not found.without_inputs().inputs and len(found.images) == 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -43,11 +46,12 @@ def test_special_tokens_in_a_text_beside_an_image_are_plain_text(family: str) ->
     prompts = ImagePrompts(processor(family))
     # LLaVA's token of an image is the place of an image in a text, too.
     token = processor(family).image_token.replace("<image>", "")
-    ids, inputs = prompts.encode([{"role": "user", "content": f"<image>{token}<|end|>"}], [picture()], {})
+    ids, found = prompts.encode([{"role": "user", "content": f"<image>{token}<|end|>"}], [picture()], {})
     alone, expected = prompts.encode([{"role": "user", "content": "<image>"}], [picture()], {})
     for special in (*prompts.image_token_ids, prompts.tokenizer.eos_token_id):
         assert ids.count(special) == alone.count(special)
-    assert all(torch.equal(inputs[name], value) for name, value in expected.items())
+    assert found is not None and expected is not None
+    assert all(torch.equal(found.inputs[name], value) for name, value in expected.inputs.items())
     plain, nothing = prompts.encode([{"role": "user", "content": "<image>"}], [], {})
     assert not nothing and not set(prompts.image_token_ids) & set(plain)
 
@@ -59,7 +63,7 @@ def test_batches_have_the_inputs_of_images_and_no_files() -> None:
     (batch,) = prompts.train_dataloader()
     assert "images" not in batch.columns
     present = {
-        number: inputs is not None for number, inputs in zip(batch.rows, batch.columns[IMAGE_INPUTS], strict=True)
+        number: images is not None for number, images in zip(batch.rows, batch.columns[PROMPT_IMAGES], strict=True)
     }
     assert present == {0: True, 1: False, 2: True, 3: False}
     responses = SFTDataModule(rows, tokenizer=processor("llava"), prompts_per_step=4)
@@ -72,7 +76,7 @@ def test_batches_of_rows_without_images_have_no_inputs() -> None:
     data = PromptDataModule([row("a"), row("b")], tokenizer=processor("llava"), prompts_per_step=2)
     data.setup("fit")
     (batch,) = data.train_dataloader()
-    assert IMAGE_INPUTS not in batch.columns
+    assert PROMPT_IMAGES not in batch.columns
 
 
 def test_responses_with_the_token_of_an_image_are_refused() -> None:

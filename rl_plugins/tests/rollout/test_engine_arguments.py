@@ -9,8 +9,8 @@ import pytest
 from rl_plugins.config.rollout import OWN_ARGUMENTS, RolloutConfig, check_engine_arguments, engine_argument_names
 from rl_plugins.config.sampling import OWN_SAMPLING_ARGUMENTS, VLLM_SAMPLING_ARGUMENTS, SamplingConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.rollout.vllm.actor import _parameters
 from rl_plugins.rollout.vllm.config import VLLMConfig
+from rl_plugins.rollout.vllm.requests import sampling_parameters
 
 
 def test_engine_argument_names_are_the_fields_of_vllm_and_cover_the_arguments_of_each_engine() -> None:
@@ -60,8 +60,9 @@ def test_sampling_arguments_are_fields_of_vllm_and_reach_vllm() -> None:
         "structured_outputs": {"choice": ["yes", "no"]},
     }  # fmt: skip
     sampling = SamplingConfig(max_tokens=3, min_p=0.1, vllm=passed)
-    parameters = _parameters(sampling, seed=1)
+    parameters = sampling_parameters(sampling, seed=1, excluded=None)
     assert (parameters.min_p, parameters.presence_penalty, parameters.repetition_penalty) == (0.1, 0.5, 1.2)
+    assert sampling_parameters(sampling, seed=1, excluded=7).logit_bias == {5: 1.0, 7: -100.0}
     assert parameters.logit_bias == {5: 1.0} and parameters.structured_outputs.choice == ["yes", "no"]
     # vLLM refuses more tokens than max_tokens.
     assert parameters.min_tokens == 3

@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from rl_plugins.rollout.vllm.actor import VLLMActor
 from rl_plugins.rollout.vllm.engine_loop import EngineLoop
+from rl_plugins.rollout.vllm.requests import EngineRequest
 from rl_plugins.tests.patience import patient
 
 
@@ -20,7 +21,7 @@ class LLM:
     """An engine, which finishes the requests in `finishing` in a step, and records other calls."""
 
     def __init__(self) -> None:
-        self.llm_engine = self
+        self.llm_engine, self.renderer = self, None
         self.finishing: set[str] = set()
         self.requests: list[str] = []
         self.calls: list[str] = []
@@ -61,14 +62,14 @@ def actor_with(llm: Any) -> Any:
     actor: Any = VLLMActor.__new__(VLLMActor)
     actor._llm, actor._loop, actor._config = llm, EngineLoop(llm), SimpleNamespace(sleep="kv_cache", device="cpu")
     actor._groups, actor._collected, actor._barrier = {}, {}, SimpleNamespace(cancel=lambda: None)
-    actor._updating, actor._in_session, actor._unusable = False, True, None
+    actor._updating, actor._in_session, actor._unusable, actor._image_token_id = False, True, None, None
     return actor
 
 
 def submit_groups(actor: Any, *tickets: int) -> None:
     """Submit groups as `submit` does for rank 0."""
     names = [f"0-{ticket}" for ticket in tickets]
-    actor._loop.start(dict.fromkeys(names, ([1], None)))
+    actor._loop.start(dict.fromkeys(names, EngineRequest([1], None)))
     actor._groups.setdefault(0, []).extend(names)
 
 
@@ -89,7 +90,7 @@ def test_hold_pauses_an_engine_with_requests_and_no_step_is_taken_until_go_on() 
         loop.hold()
         await loop.go_on()
         assert llm.calls == []
-        loop.start({"one": ([1], None)})
+        loop.start({"one": EngineRequest([1], None)})
         await asyncio.sleep(0)
         loop.hold()
         loop.hold()
@@ -112,7 +113,7 @@ def test_go_on_takes_no_step_while_memory_of_the_engine_is_asleep() -> None:
     async def run() -> None:
         llm = LLM()
         loop = EngineLoop(llm)
-        loop.start({"one": ([1], None)})
+        loop.start({"one": EngineRequest([1], None)})
         await give_turns()
         loop.hold()
         llm.is_awake, steps = False, loop.steps

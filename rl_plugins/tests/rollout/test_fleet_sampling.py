@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.errors import ConfigError
+from rl_plugins.data.images import PromptImages
 from rl_plugins.rollout.engine import Generations, GroupRequest
 from rl_plugins.rollout.vllm.fleet_sampling import FleetSampling
+from rl_plugins.tests.pictures import picture
 
 pytestmark = pytest.mark.unit
 
@@ -22,7 +23,12 @@ class Fleet:
 
     def __init__(self) -> None:
         self.rank, self.engines_of_rank, self.busy_s, self.on_lost = 0, [0], [4.0, 60.0], None
-        self.actors = [SimpleNamespace(generate=SimpleNamespace(remote=lambda *_: object())) for _ in range(2)]
+        self.submitted: list[GroupRequest] = []
+        actor = SimpleNamespace(
+            generate=SimpleNamespace(remote=lambda *_: object()),
+            submit=SimpleNamespace(remote=lambda rank, ranks, requests, sampling: self.submitted.extend(requests)),
+        )
+        self.actors = [actor, actor]
 
     def check_lost(self) -> None: ...
 
@@ -54,8 +60,11 @@ def test_busy_s_counts_only_the_engines_of_the_rank() -> None:
     assert seen == [4.0, 60.0, 4.0]
 
 
-def test_submit_refuses_prompts_with_images() -> None:
+def test_submit_sends_images_without_the_inputs_of_the_policy() -> None:
     fleet: Any = Fleet()
-    request = GroupRequest(0, [5], 1, image_inputs={"pixel_values": torch.zeros(1)})
-    with pytest.raises(ConfigError, match="the vLLM engine samples without images: use TransformersRollout"):
-        FleetSampling(fleet).submit([request], SamplingConfig(max_tokens=1))
+    images = PromptImages({"pixel_values": torch.zeros(1)}, [picture()], [5], 4)
+    requests = [GroupRequest(0, [5, 5, 5, 6], 1, images=images), GroupRequest(1, [5], 2)]
+    FleetSampling(fleet).submit(requests, SamplingConfig(max_tokens=1))
+    with_images, plain = fleet.submitted
+    assert with_images.images.images == images.images and not with_images.images.inputs
+    assert plain is requests[1]

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.engine import Generations
-from rl_plugins.rollout.vllm.actor import VLLMActor, _generations
+from rl_plugins.rollout.vllm.actor import VLLMActor
 from rl_plugins.rollout.vllm.config import VLLMConfig
+from rl_plugins.rollout.vllm.requests import generations_of
 
 
 class LLM:
@@ -29,6 +31,7 @@ class LLM:
         self.llm_engine, self.calls = self, ["start"]
         self.asleep: set[str] = set()
         self.to_wake = (4, 10)
+        self.model_config = SimpleNamespace(hf_config=SimpleNamespace())
 
     def update_weight_version(self, version: str) -> None:
         self.calls.append(f"version {version}")
@@ -153,7 +156,7 @@ def test_generations_have_the_experts_of_prompt_and_response() -> None:
         return CompletionOutput(0, "", tokens, None, log_probs, experts, "stop", weight_versions=spans)
 
     def generations(*completions: CompletionOutput) -> Generations:
-        return _generations([RequestOutput("0-1", None, [1, 2], None, list(completions), finished=True)])
+        return generations_of([RequestOutput("0-1", None, [1, 2], None, list(completions), finished=True)])
 
     # vLLM returns no experts of the last token.
     chosen = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)

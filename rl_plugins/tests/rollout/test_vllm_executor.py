@@ -48,15 +48,17 @@ print("goes on")
 DEAD_ENGINE = """
 import asyncio
 from rl_plugins.rollout.vllm.engine_loop import EngineLoop
+from rl_plugins.rollout.vllm.requests import EngineRequest
 
 class Engine:
+    renderer = None
     def add_request(self, *arguments, **options): pass
     def abort_request(self, names): pass
     def step(self): raise EngineDeadError
 
 async def sample():
     loop = EngineLoop(SimpleNamespace(llm_engine=Engine()))
-    loop.start({"one": ([1], None)})
+    loop.start({"one": EngineRequest([1], None)})
     await loop.wait(["one"], ["one"], 1)
 
 asyncio.run(sample())

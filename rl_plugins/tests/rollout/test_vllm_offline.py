@@ -21,6 +21,9 @@ class SilentEngine:
     def __init__(self, config: VLLMConfig) -> None:
         self.ended: list[str] = []
 
+    async def ready(self) -> None:
+        """Answer at once."""
+
     async def begin_session(self) -> None:
         """Answer at once."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL.Image import Image
 from torch import Tensor
 from typing_extensions import override
 
@@ -37,7 +38,7 @@ from rl_plugins.tests.pictures import picture, row
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
 
-FAMILIES = ("llava", "gemma3", "qwen2_5_vl")
+FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
 RESPONSES = [[80, 81, 82, 83, 257], [70, 257], [60, 61, 257], [75, 76, 77, 257]]
 
 
@@ -61,7 +62,7 @@ def batch_of(family: str, places: list[int]) -> dict[str, Any]:
     """Return a batch in which each second example has an image."""
     prompts = ImagePrompts(processor(family))
     encoded = [
-        prompts.encode([{"role": "user", "content": "<image>color?"}], [picture(place)], {})
+        encoded_with_image(prompts, picture(place))
         if place % 2 == 0
         else (prompts.tokenizer.encode("no picture"), None)
         for place in places
@@ -69,6 +70,12 @@ def batch_of(family: str, places: list[int]) -> dict[str, Any]:
     ids, inputs = zip(*encoded, strict=True)
     responses = [RESPONSES[place] for place in places]
     return {"prompt_ids": list(ids), "response_ids": responses, IMAGE_INPUTS: list(inputs)}
+
+
+def encoded_with_image(prompts: ImagePrompts, image: Image) -> tuple[list[int], Any]:
+    ids, images = prompts.encode([{"role": "user", "content": "<image>color?"}], [image], {})
+    assert images is not None
+    return ids, images.inputs
 
 
 def trained(
@@ -117,7 +124,7 @@ def test_sharded_models_with_images_on_one_rank_alone_equal_one_process(
 ) -> None:
     expected = trained(family, folders[family], single_device())
     start = dict(load_causal_lm(str(folders[family]), dtype=torch.float32).named_parameters())
-    tower = [parameter for parameter in expected if "vision_tower" in parameter or "visual" in parameter]
+    tower = [name for name in expected if any(part in name for part in ("vision_tower", "visual", "vision_model"))]
     assert any(not torch.equal(expected[parameter], start[parameter]) for parameter in tower)
     for weights, _ in run_ranks(trained_rank, family, folders[family], name, packing, world_size=2):
         for parameter, tensor in expected.items():

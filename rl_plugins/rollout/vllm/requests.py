@@ -1,0 +1,121 @@
+"""Requests to a vLLM engine and their outputs: inputs, sampling parameters and responses in the form of vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.data.images import PromptImages
+from rl_plugins.errors import ConfigError
+from rl_plugins.rollout.engine import Generations, padded_routes
+
+if TYPE_CHECKING:
+    from vllm.renderers.base import BaseRenderer
+
+# vLLM's least bias of a logit.
+_NEVER = -100.0
+
+
+class EngineRequest(NamedTuple):
+    """Request to the engine.
+
+    Attributes:
+        prompt: token ids.
+        parameters: vLLM's sampling parameters.
+        images: images of the prompt, or of its beginning; None without images.
+    """
+
+    prompt: list[int]
+    parameters: Any
+    images: PromptImages | None = None
+
+
+def engine_input(renderer: BaseRenderer, request: EngineRequest) -> Any:
+    """Return vLLM's input for a request. vLLM puts the tokens of images in the places of the placeholders.
+
+    Args:
+        renderer: the engine's maker of inputs.
+        request: the request.
+
+    Raises:
+        ConfigError: vLLM makes other tokens of the images than the policy's processor.
+    """
+    from vllm.inputs.engine import tokens_input
+
+    if request.images is None:
+        return tokens_input(request.prompt)
+    from vllm.inputs import TokensPrompt
+
+    prompt = TokensPrompt(
+        prompt_token_ids=request.images.with_placeholders(request.prompt),
+        multi_modal_data={"image": list(request.images.images)},
+    )
+    found: Any = renderer.process_for_engine(prompt, time.time())
+    if found["prompt_token_ids"] != request.prompt:
+        raise ConfigError(
+            f"vLLM makes {len(found['prompt_token_ids'])} tokens of a prompt with images, and the processor of the "
+            f"policy makes {len(request.prompt)} tokens, or other tokens: use rollout.engine=transformers"
+        )
+    return found
+
+
+def sampling_parameters(sampling: SamplingConfig, seed: int | None, excluded: int | None) -> Any:
+    """Return vLLM's sampling parameters.
+
+    Args:
+        sampling: options of sampling.
+        seed: seed of the samples; None for no seed.
+        excluded: token that is never sampled; None for none.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    further = dict(sampling.vllm)
+    if "structured_outputs" in further:
+        further["structured_outputs"] = StructuredOutputsParams(**further["structured_outputs"])
+    if "min_tokens" in further:
+        # The last turn of a conversation may be shorter.
+        further["min_tokens"] = min(further["min_tokens"], sampling.max_tokens)
+    if excluded is not None:
+        further["logit_bias"] = {**(further.get("logit_bias") or {}), excluded: _NEVER}
+    return SamplingParams(
+        **further,
+        n=sampling.num_samples,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=seed,
+        logprobs=0,
+        flat_logprobs=True,
+        stop_token_ids=list(sampling.stop_token_ids),
+        stop=list(sampling.stop) or None,
+        include_stop_str_in_output=bool(sampling.stop),
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def generations_of(outputs: Sequence[Any]) -> Generations:
+    """Return the responses of finished requests, from vLLM's outputs."""
+    completions = [completion for output in outputs for completion in output.outputs]
+    experts = [
+        padded_routes(completion.routed_experts, len(output.prompt_token_ids) + len(completion.token_ids))
+        for output in outputs
+        for completion in output.outputs
+        if completion.routed_experts is not None
+    ]
+    return Generations.from_responses(
+        responses=[completion.token_ids for completion in completions],
+        # With logprobs=0, vLLM returns only the log-prob of the sampled token.
+        log_probs=[[p for p, _ in zip(c.logprobs.logprobs, c.token_ids, strict=True)] for c in completions],
+        finish_reasons=[completion.finish_reason for completion in completions],
+        policy_versions=[
+            [int(span.version) for span in completion.weight_versions for _ in range(span.start, span.end)]
+            for completion in completions
+        ],
+        experts=experts,
+    )
