@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.data.content_parts import IMAGES, PLACEHOLDER
 from rl_plugins.data.parquet import LocatedRow, Row
 from rl_plugins.errors import RowError
 
@@ -25,14 +26,10 @@ ImageInputs = Mapping[str, "Tensor"]
 """Inputs of a model for the images of one sample, by the name of the argument; the first axis counts images or
 patches."""
 
-IMAGES = "images"
-"""Column with the images of a row: a list, empty or null for none."""
 IMAGE_INPUTS = "image_inputs"
 """Name of the column, and of arguments, with the inputs of a model for the images of each sample."""
 PROMPT_IMAGES = "prompt_images"
 """Name of the column with the `PromptImages` of each prompt, None for a prompt without images."""
-PLACEHOLDER = "<image>"
-"""Text in a message at the place of an image."""
 _COLUMN = f"column {IMAGES!r}"
 
 

@@ -10,7 +10,7 @@ few rows at a time and copied to disk (`on_disk`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rl_plugins.data.content_parts import RowsWithTexts, check_parts, with_texts
 from rl_plugins.data.on_disk import MappedRows
 from rl_plugins.errors import ConfigError, RowError
 
@@ -70,11 +71,13 @@ class PromptRows:
         rows: the rows; rows of files are on disk and become Python objects on access.
         origins: name of each file (or of the data set's class) and the number of its first row.
         columns: names of all columns; a row may lack some.
+        of_files: True for rows of files, False for a data set.
     """
 
-    rows: RowSource
+    rows: RowsWithTexts
     origins: Sequence[tuple[str, int]]
     columns: Sequence[str]
+    of_files: bool
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -82,7 +85,7 @@ class PromptRows:
 
     def __iter__(self) -> Iterator[Row]:
         """Yield all rows, a few in memory at a time."""
-        return iter(self.rows) if isinstance(self.rows, Iterable) else map(self.rows.__getitem__, range(len(self)))
+        return iter(self.rows)
 
     def chunks(self, size: int) -> Iterator[list[Row]]:
         """Yield all rows in lists of `size` rows; the last list may be shorter."""
@@ -101,7 +104,7 @@ class PromptRows:
             number: number of the row.
             row: the row, if the caller has the row already.
         """
-        folder = Path(self._origin(number)[0]).parent if isinstance(self.rows, MappedRows) else None
+        folder = Path(self._origin(number)[0]).parent if self.of_files else None
         return LocatedRow(self.rows[number] if row is None else row, self.location(number), folder)
 
     def _origin(self, number: int) -> tuple[str, int]:
@@ -136,8 +139,8 @@ def load_rows(source: Paths | RowSource, columns: Sequence[str] = COLUMNS) -> Pr
     for number in range(len(rows)):
         row = rows[number]
         check_row(row, f"{name}, row {number}", columns)
-        names |= dict.fromkeys(row)
-    return PromptRows(rows, [(name, 0)], list(names))
+        names |= dict.fromkeys(with_texts(row))
+    return PromptRows(RowsWithTexts(rows), [(name, 0)], list(names), of_files=False)
 
 
 def check_row(row: object, location: str, columns: Sequence[str] = COLUMNS) -> None:
@@ -175,12 +178,14 @@ def _check_prompt(prompt: object, location: str) -> None:
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         raise RowError(location, column, f"expected a list of {{role, content}} messages, got {_described(prompt)}")
     for position, message in enumerate(prompt):
+        parts = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(parts, list):
+            check_parts(parts, location, position)
         for key in ("role", "content"):
-            if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
-                parts = isinstance(message, Mapping) and isinstance(message.get("content"), list)
-                hint = "; write text with <image>, and the images into the column 'images'" if parts else ""
-                raise RowError(location, column, f"message {position} has no string {key!r}{hint}")
-    if not any(message["content"].strip() for message in prompt):
+            in_parts = key == "content" and isinstance(parts, list)
+            if not isinstance(message, Mapping) or not (in_parts or isinstance(message.get(key), str)):
+                raise RowError(location, column, f"message {position} has no string {key!r}")
+    if not any(message["content"].strip() for message in with_texts({"prompt": prompt})["prompt"]):
         raise RowError(location, column, "the prompt is empty; remove the row or give it a message with text")
 
 
@@ -250,16 +255,18 @@ def _open_files(paths: Sequence[FilePath], columns: Sequence[str]) -> PromptRows
     for path in map(Path, paths):
         origins.append((str(path), len(rows)))
         file = ParquetRows(path, columns)
-        rows.append_file(_checked_batches(file, columns), file.schema)
         names |= dict.fromkeys(file.schema.names)
-    return PromptRows(rows, origins, list(names))
+        rows.append_file(_checked_batches(file, columns, names), file.schema)
+    return PromptRows(RowsWithTexts(rows), origins, list(names), of_files=True)
 
 
-def _checked_batches(file: ParquetRows, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+def _checked_batches(file: ParquetRows, columns: Sequence[str], names: dict[str, None]) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of a file after a check of each row. Parts of messages may add the column of images."""
     number = 0
     for batch, rows in file.batches():
         for row in rows:
             check_row(row, f"{file.path}, row {number}", columns)
+            names |= dict.fromkeys(with_texts(row))
             number += 1
         yield batch
 

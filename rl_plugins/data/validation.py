@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rl_plugins.data.content_parts import with_texts
 from rl_plugins.data.formats import FORMATS, RowKeys
 from rl_plugins.data.image_prompts import ImagePrompts, has_image_processor, tokenizer_of
 from rl_plugins.data.images import IMAGES, check_places, has_images, in_parts, read_images
@@ -193,11 +194,12 @@ def _good_rows(
             findings.rows[path] += 1
             try:
                 FORMATS[kind].check(row, keys, path)
-                check.check(LocatedRow(row, path, Path(path).parent))
+                plain = with_texts(row)
+                check.check(LocatedRow(plain, path, Path(path).parent))
             except RowError as error:
                 findings.bad_rows.append(BadRow(path, number, error.field, error.reason))
             else:
-                yield number, row
+                yield number, plain
     except ConfigError as error:
         findings.bad_rows.append(BadRow(path, None, "file", str(error).removeprefix(f"{path}: ")))
 

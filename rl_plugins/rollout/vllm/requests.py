@@ -12,6 +12,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.engine import Generations, padded_routes
 
 if TYPE_CHECKING:
+    from vllm.inputs import TokensPrompt
     from vllm.renderers.base import BaseRenderer
 
 # vLLM's least bias of a logit.
@@ -46,12 +47,10 @@ def engine_input(renderer: BaseRenderer, request: EngineRequest) -> Any:
 
     if request.images is None:
         return tokens_input(request.prompt)
-    from vllm.inputs import TokensPrompt
-
-    prompt = TokensPrompt(
-        prompt_token_ids=request.images.with_placeholders(request.prompt),
-        multi_modal_data={"image": list(request.images.images)},
-    )
+    prompt: TokensPrompt = {
+        "prompt_token_ids": request.images.with_placeholders(request.prompt),
+        "multi_modal_data": {"image": list(request.images.images)},
+    }
     found: Any = renderer.process_for_engine(prompt, time.time())
     if found["prompt_token_ids"] != request.prompt:
         raise ConfigError(

@@ -32,8 +32,8 @@ def test_load_rows_numbers_rows_over_all_files(row, write_rows):
         ({"prompt": [{"role": "user", "content": " "}]}, "column 'prompt': the prompt is empty"),
         ({"prompt": [{"role": "user"}]}, "column 'prompt': message 0 has no string 'content'"),
         (
-            {"prompt": [{"role": "user", "content": [{"type": "image", "text": None}]}]},
-            "column 'prompt': message 0 has no string 'content'; write text with <image>, and the images into",
+            {"prompt": [{"role": "user", "content": [{"type": "video", "text": None}]}]},
+            r"column 'prompt': message 0, part 0: expected \{type: text, text: ...} or \{type: image, image: path",
         ),
         ({"prompt": [{"role": 1, "content": "a"}]}, "column 'prompt': message 0 has no string 'role'"),
         ({"data_source": None}, r"column 'data_source': expected a string, got nothing \(null\)"),

@@ -63,6 +63,8 @@ def test_check_data_counts_the_tokens_of_images(check: Check) -> None:
     assert "more tokens than data.max_prompt_tokens=16 (the shortest 19)" in message
 
 
-def test_check_data_refuses_images_for_vllm(check: Check) -> None:
-    message = check(rows_of(encoded(picture())), "launcher=ray", "rollout.engine=vllm")
-    assert "rollout.engine=vllm samples without images" in message and "rollout.engine=transformers" in message
+def test_check_models_refuses_an_adapter_that_vllm_would_apply_in_part(check: Check) -> None:
+    options = ("launcher=ray", "rollout.engine=vllm", "model.lora.rank=2")
+    message = check(rows_of(encoded(picture())), *options)
+    assert "vLLM applies adapters to the text part of a vision-language model alone: use rollout.lora=merged" in message
+    assert check(rows_of(encoded(picture())), *options, "rollout.lora=merged") == "nothing is refused"

@@ -1,0 +1,91 @@
+"""Messages with lists of parts, as `{"type": "text", "text": ...}` and `{"type": "image"}`, turned into texts.
+
+Everything after the files reads texts with `<image>` and the column `images`. An image is in its part, under the key
+`image`, or in the column, in the order of the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from rl_plugins.errors import RowError
+
+if TYPE_CHECKING:
+    from rl_plugins.data.parquet import Row, RowSource
+
+IMAGES = "images"
+"""Column with the images of a row: a list, empty or null for none."""
+PLACEHOLDER = "<image>"
+"""Text in a message at the place of an image."""
+
+
+def check_parts(parts: Sequence[object], location: str, position: int) -> None:
+    """Check the parts of a message.
+
+    Args:
+        parts: content of the message.
+        location: file and number of the row, for the message.
+        position: number of the message in the prompt.
+
+    Raises:
+        RowError: a part is no text and no image.
+    """
+    for number, part in enumerate(parts):
+        values = part if isinstance(part, Mapping) else {}
+        if values.get("type") != "image" and not (values.get("type") == "text" and isinstance(values.get("text"), str)):
+            raise RowError(
+                location,
+                "column 'prompt'",
+                f"message {position}, part {number}: expected {{type: text, text: ...}} or {{type: image, "
+                f"image: path or bytes}}, got {str(part)[:40]}",
+            )
+
+
+def with_texts(row: Row) -> Row:
+    """Return a row with a text in each message, and with the images of the parts in the column `images`.
+
+    Args:
+        row: a row, after `check_parts`.
+    """
+    if all(isinstance(message["content"], str) for message in row["prompt"]):
+        return row
+    messages, images = [], []
+    for message in row["prompt"]:
+        content = message["content"]
+        if not isinstance(content, str):
+            images += [part["image"] for part in content if part["type"] == "image" and part.get("image") is not None]
+            content = "".join(PLACEHOLDER if part["type"] == "image" else part["text"] for part in content)
+        messages.append({**message, "content": content})
+    changed = {**row, "prompt": messages}
+    return {**changed, IMAGES: [*images, *(row.get(IMAGES) or ())]} if images else changed
+
+
+class RowsWithTexts(Sequence["Row"]):
+    """Rows of a data set after `with_texts`.
+
+    Args:
+        rows: the rows.
+    """
+
+    def __init__(self, rows: RowSource) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return a row, or a list of rows."""
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        return with_texts(self._rows[index])
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield all rows, a few in memory at a time."""
+        rows = self._rows
+        return map(with_texts, rows if isinstance(rows, Iterable) else map(rows.__getitem__, range(len(rows))))
