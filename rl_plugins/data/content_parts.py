@@ -20,26 +20,36 @@ PLACEHOLDER = "<image>"
 """Text in a message at the place of an image."""
 
 
-def check_parts(parts: Sequence[object], location: str, position: int) -> None:
-    """Check the parts of a message.
+def check_parts(row: Row, location: str) -> None:
+    """Check the messages of a row that have lists of parts.
 
     Args:
-        parts: content of the message.
+        row: a row whose messages have texts or lists.
         location: file and number of the row, for the message.
-        position: number of the message in the prompt.
 
     Raises:
-        RowError: a part is no text and no image.
+        RowError: a part is no text and no image, or the row has parts of images and no image.
     """
-    for number, part in enumerate(parts):
-        values = part if isinstance(part, Mapping) else {}
-        if values.get("type") != "image" and not (values.get("type") == "text" and isinstance(values.get("text"), str)):
-            raise RowError(
-                location,
-                "column 'prompt'",
-                f"message {position}, part {number}: expected {{type: text, text: ...}} or {{type: image, "
-                f"image: path or bytes}}, got {str(part)[:40]}",
-            )
+    places = 0
+    for position, message in enumerate(row["prompt"]):
+        for number, part in enumerate(() if isinstance(message["content"], str) else message["content"]):
+            values = part if isinstance(part, Mapping) else {}
+            is_image = values.get("type") == "image"
+            places += is_image
+            if not is_image and not (values.get("type") == "text" and isinstance(values.get("text"), str)):
+                raise RowError(
+                    location,
+                    "column 'prompt'",
+                    f"message {position}, part {number}: expected {{type: text, text: ...}} or {{type: image, "
+                    f"image: path or bytes}}, got {str(part)[:40]}",
+                )
+    if places and not with_texts(row).get(IMAGES):
+        raise RowError(
+            location,
+            "column 'prompt'",
+            f"{places} parts have the type image, and the row has no image: write the images into the parts, or into "
+            f"the column {IMAGES!r}",
+        )
 
 
 def with_texts(row: Row) -> Row:

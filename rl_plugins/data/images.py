@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rl_plugins.data.content_parts import IMAGES, PLACEHOLDER
 from rl_plugins.data.parquet import LocatedRow, Row
 from rl_plugins.errors import RowError
@@ -56,6 +58,20 @@ class PromptImages:
             token_ids: the prompt with all tokens of the images, and further tokens.
         """
         return [*self.placeholder_ids, *token_ids[self.num_tokens :]]
+
+    def state(self) -> dict[str, Any]:
+        """Return the images for `torch.save`, as tensors."""
+        import torch
+
+        pixels = [torch.from_numpy(np.array(image)) for image in self.images]
+        return {**vars(self), "inputs": dict(self.inputs), "images": pixels}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> PromptImages:
+        """Return the images of a `state`."""
+        from PIL import Image
+
+        return cls(**{**state, "images": [Image.fromarray(pixels.numpy()) for pixels in state["images"]]})
 
     def without_inputs(self) -> PromptImages:
         """Return the images for another process, which makes inputs by itself."""

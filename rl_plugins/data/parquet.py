@@ -160,7 +160,10 @@ def check_row(row: object, location: str, columns: Sequence[str] = COLUMNS) -> N
     missing = [name for name in columns if name not in row]
     if missing:
         raise RowError(location, f"column {missing[0]!r}", f"it is missing; the row has {', '.join(map(str, row))}")
-    _check_prompt(row["prompt"], location)
+    _check_messages(row["prompt"], location)
+    check_parts(row, location)
+    if not any(message["content"].strip() for message in with_texts(row)["prompt"]):
+        raise RowError(location, "column 'prompt'", "the prompt is empty: remove the row, or give a message a text")
     for name in ("data_source", "ability"):
         if not isinstance(row[name], str):
             raise RowError(location, f"column {name!r}", f"expected a string, got {_described(row[name])}")
@@ -173,20 +176,14 @@ def check_row(row: object, location: str, columns: Sequence[str] = COLUMNS) -> N
         raise RowError(location, "column 'reward_model'", "'ground_truth' is null: give the answer, or '' for none")
 
 
-def _check_prompt(prompt: object, location: str) -> None:
+def _check_messages(prompt: object, location: str) -> None:
     column = "column 'prompt'"
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         raise RowError(location, column, f"expected a list of {{role, content}} messages, got {_described(prompt)}")
     for position, message in enumerate(prompt):
-        parts = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(parts, list):
-            check_parts(parts, location, position)
-        for key in ("role", "content"):
-            in_parts = key == "content" and isinstance(parts, list)
-            if not isinstance(message, Mapping) or not (in_parts or isinstance(message.get(key), str)):
+        for key, types in (("role", str), ("content", str | list)):
+            if not isinstance(message, Mapping) or not isinstance(message.get(key), types):
                 raise RowError(location, column, f"message {position} has no string {key!r}")
-    if not any(message["content"].strip() for message in with_texts({"prompt": prompt})["prompt"]):
-        raise RowError(location, column, "the prompt is empty; remove the row or give it a message with text")
 
 
 class ParquetRows:

@@ -77,6 +77,22 @@ class PromptBatch(RowBatch):
             batches[0].epoch,
         )
 
+    def state(self) -> dict[str, Any]:
+        """Return the prompts for `torch.save`."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        if PROMPT_IMAGES in self.columns:
+            images = [found and found.state() for found in self.columns[PROMPT_IMAGES]]
+            fields["columns"] = {**self.columns, PROMPT_IMAGES: images}
+        return fields
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> PromptBatch:
+        """Return the prompts of a `state`."""
+        columns = dict(state["columns"])
+        if PROMPT_IMAGES in columns:
+            columns[PROMPT_IMAGES] = [found and PromptImages.from_state(found) for found in columns[PROMPT_IMAGES]]
+        return cls(**{**state, "columns": columns})
+
     def single(self, position: int) -> PromptBatch:
         """Return a batch of the prompt at a position."""
         columns = {name: [values[position]] for name, values in self.columns.items()}

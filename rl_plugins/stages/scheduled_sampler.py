@@ -179,7 +179,7 @@ class GroupQueue:
         """Return all groups for `torch.save`. Responses in an engine are left out."""
         return [
             {
-                "prompt": {name: getattr(group.prompt, name) for name in PromptBatch.__slots__},
+                "prompt": group.prompt.state(),
                 "batch_index": group.batch_index,
                 "position": group.position,
                 "begun": group.begun,
@@ -206,7 +206,7 @@ class GroupQueue:
         for state in saved if own else saved[rank::world_size]:
             generations = None if state["generations"] is None else Generations(**state["generations"])
             begun = None if generations is None else state["begun"]
-            prompt = PromptBatch(**state["prompt"])
+            prompt = PromptBatch.from_state(state["prompt"])
             self.add(Group(prompt, state["batch_index"], state["position"], begun, generations))
         return f"{len(self)} groups of each worker's queue, {self.num_finished} of them sampled"
 

@@ -63,12 +63,18 @@ def test_prompts_with_parts_equal_prompts_with_texts(tmp_path: Path) -> None:
 
 
 def test_check_parts_names_the_part() -> None:
-    check_parts([TEXT, {"type": "image"}], "here", 0)
+    image = {"type": "image", "image": "one.png"}
+    check_parts(with_parts(TEXT, image), "here")
+    wrong: Any
     for wrong in ({"type": "video"}, {"type": "text"}, {"text": "a"}, "text", {"type": "image_url", "image_url": "a"}):
         with (
             case(str(wrong)),
-            pytest.raises(RowError, match=r"here, column 'prompt': message 2, part 1: expected \{type: text, text: "),
+            pytest.raises(RowError, match=r"here, column 'prompt': message 0, part 1: expected \{type: text, text: "),
         ):
-            check_parts([TEXT, wrong], "here", 2)
+            check_parts(with_parts(TEXT, wrong), "here")
+    images: Any
+    for images in (None, []):
+        with pytest.raises(RowError, match="1 parts have the type image, and the row has no image"):
+            check_parts(with_parts(TEXT, {"type": "image"}, images=images), "here")
     with pytest.raises(RowError, match="the prompt is empty"):
         load_rows([with_parts({"type": "text", "text": " "})])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.image_prompts import ImagePrompts, ImagesOfRows, load_processor, load_tokenizer_or_processor
 from rl_plugins.data.images import IMAGE_INPUTS, PROMPT_IMAGES
 from rl_plugins.data.parquet import load_rows
+from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.models.tiny import save_tiny_policy
@@ -70,6 +72,23 @@ def test_batches_have_the_inputs_of_images_and_no_files() -> None:
     responses.setup("fit")
     (given,) = responses.train_dataloader()
     assert sum(inputs is not None for inputs in given[IMAGE_INPUTS]) == 2
+
+
+def test_state_of_prompts_with_images_is_plain_data() -> None:
+    data = PromptDataModule([row("<image>a", picture(1)), row("b")], tokenizer=processor("llava"), prompts_per_step=2)
+    data.setup("fit")
+    (batch,) = data.train_dataloader()
+    file = io.BytesIO()
+    torch.save(batch.state(), file)
+    file.seek(0)
+    again = PromptBatch.from_state(torch.load(file, weights_only=True))
+    assert again.prompt_ids == batch.prompt_ids and again.rows == batch.rows
+    for own, other in zip(batch.columns[PROMPT_IMAGES], again.columns[PROMPT_IMAGES], strict=True):
+        assert (own is None) == (other is None)
+        if own is not None:
+            assert all(torch.equal(other.inputs[name], value) for name, value in own.inputs.items())
+            assert [image.tobytes() for image in other.images] == [image.tobytes() for image in own.images]
+            assert other.placeholder_ids == own.placeholder_ids and other.num_tokens == own.num_tokens
 
 
 def test_batches_of_rows_without_images_have_no_inputs() -> None:
