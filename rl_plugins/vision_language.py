@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import read_model_config, reads_images
 
 BlankImage = tuple[list[int], Mapping[str, Tensor]]
@@ -34,6 +35,29 @@ def model_class(folder: str) -> Any:
 def is_vision_language(model: Callable[..., Any]) -> bool:
     """Return True for a vision-language model, also inside a model engine."""
     return hasattr(getattr(_inner(model), "config", None), "vision_config")
+
+
+def vision_tower(model: Callable[..., Any]) -> nn.Module:
+    """Return the part of a vision-language model that reads images.
+
+    Raises:
+        ConfigError: the model has no such part.
+    """
+    if not is_vision_language(model):
+        raise ConfigError(f"vision_lr: {type(_inner(model)).__name__} has no vision tower: leave vision_lr out")
+    tower: nn.Module = _inner(model).get_encoder(modality="image")
+    return tower
+
+
+def with_frozen_tower(model: nn.Module, vision_lr: float | None) -> nn.Module:
+    """Return the model, with a frozen vision tower if the learning rate of the tower is 0.
+
+    Raises:
+        ConfigError: the rate is 0, and the model has no vision tower.
+    """
+    if vision_lr == 0:
+        vision_tower(model).requires_grad_(False)
+    return model
 
 
 def has_grid_positions(model: Callable[..., Any]) -> bool:

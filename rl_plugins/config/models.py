@@ -22,6 +22,7 @@ from rl_plugins.config.settings import (
     fits,
     is_node,
     one_of,
+    or_null,
     shown,
 )
 from rl_plugins.errors import ConfigError
@@ -241,6 +242,7 @@ class OptimizerConfig(Settings):
             arguments. `Muon` is for the matrices of hidden layers, with AdamW for the other parameters (not with ZeRO).
         options: further arguments of the optimizer.
         lr: learning rate.
+        vision_lr: learning rate of the vision tower of a vision-language model; null is `lr`, and 0 freezes the tower.
         betas: decay rates of the first and second moment, for optimizers with the argument.
         weight_decay: weight decay, for optimizers with the argument.
         schedule: `linear`, `cosine`, a class in `torch.optim.lr_scheduler`, the dotted path of a class or function of
@@ -265,6 +267,7 @@ class OptimizerConfig(Settings):
     decay_steps: Annotated[int, NOT_NEGATIVE] = 0
     lr_end: Annotated[float, NOT_NEGATIVE] = 0.0
     gradient_clip: Annotated[float, NOT_NEGATIVE] = 1.0
+    vision_lr: Annotated[float | None, or_null(NOT_NEGATIVE)] = None
 
     def factor(self, step: int) -> float:
         """Return the share of `lr` at a step of the stage."""

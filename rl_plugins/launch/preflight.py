@@ -29,6 +29,7 @@ from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.launch.ray_train import JOB_FOLDERS
 from rl_plugins.launch.resume import check_resume
+from rl_plugins.model_json import reads_images
 from rl_plugins.redaction import without_password
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.storage import fetch_copy, is_address
@@ -245,6 +246,11 @@ def check_models(
         )
         if option == "model.path":
             _check_heads(config, model)
+            if config.optimizer.vision_lr is not None and not reads_images(model):
+                raise ConfigError(
+                    f"optimizer.vision_lr={config.optimizer.vision_lr:g}: {option}={path} has no vision tower: leave "
+                    "the option out"
+                )
             if config.rollout.engine == "vllm" and config.needs_engine and config.rollout.lora == "adapter":
                 check_adapter(f"{option}={path}", model, config.model.lora.rank)
             if _engine_on_cpu(config):

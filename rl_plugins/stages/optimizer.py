@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.muon import MuonAndAdamW
+from rl_plugins.vision_language import vision_tower
 
 MicroBatchLoss = tuple[Tensor, bool]
 """Scalar loss of a micro-batch, and True for the last micro-batch of an optimizer step."""
@@ -67,12 +69,14 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> dict[str, Any]
 
     Raises:
         ConfigError: a name does not exist, an optimizer or schedule refuses its arguments or needs a closure or a
-            metric, or an option has no effect.
+            metric, an option has no effect, or a model without a vision tower has a rate for the tower.
     """
     make, arguments = _named(config.name, "torch.optim", "name")
     if make is Muon:
         make = MuonAndAdamW
-    trained: Any = model if make is MuonAndAdamW else [p for p in model.parameters() if p.requires_grad]
+        if config.vision_lr:
+            raise ConfigError("vision_lr: Muon has one rate for all parameters: use 0, or another optimizer")
+    trained: Any = model if make is MuonAndAdamW else _groups(config, model)
     known = inspect.signature(make).parameters
     defaults, has_any = OptimizerConfig(), any(known[name].kind is inspect.Parameter.VAR_KEYWORD for name in known)
     given: dict[str, Any] = {"lr": config.lr}
@@ -91,13 +95,26 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> dict[str, Any]
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": _schedule(config, optimizer), "interval": "step"}}
 
 
+def _groups(config: OptimizerConfig, model: nn.Module) -> list[Any]:
+    """Return the trained parameters, in groups if the vision tower has a rate of its own."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not config.vision_lr:
+        return trained
+    of_tower = {id(p) for p in vision_tower(model).parameters()}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if id(p) not in of_tower]},
+        {"params": [p for p in trained if id(p) in of_tower], "lr": config.vision_lr},
+    ]
+    return [group for group in groups if group["params"]]
+
+
 def try_optimizer(config: OptimizerConfig) -> None:
     """Build an optimizer and its schedule for a small model.
 
     Raises:
         ConfigError: see `build_optimizer`.
     """
-    build_optimizer(config, nn.Linear(2, 2))
+    build_optimizer(replace(config, vision_lr=None), nn.Linear(2, 2))
 
 
 def _schedule(config: OptimizerConfig, optimizer: Optimizer) -> Any:

@@ -27,21 +27,15 @@ from rl_plugins.models.export import save_adapter, save_policy
 from rl_plugins.models.loading import LoadingOptions, load_causal_lm
 from rl_plugins.models.lora import MergedWeightSource, adapted_layers, has_adapter, with_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
+from rl_plugins.stages import own_module
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.optimizer import FurtherLoss, MicroBatchLoss, build_optimizer, only_one, with_further
-from rl_plugins.stages.own_module import (
-    call_hooks_of,
-    check_adapter,
-    comes_with_adapter,
-    log_hyperparameters,
-    model_of,
-    own_tokenizer,
-)
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
 from rl_plugins.stages.trainer_flags import COMPILED, check_not_compiled, check_trainer, take_gradient_clip
 from rl_plugins.stages.validation import GenerationValidation
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy_of
+from rl_plugins.vision_language import with_frozen_tower
 
 _DTYPES = {"64-true": torch.float64, "32-true": torch.float32, "16-true": torch.float16, "16-mixed": torch.float32}
 
@@ -116,9 +110,9 @@ class Stage(LightningModule):
         super().__init__()
         check_not_compiled(model)
         if lora is not None and lora.rank:
-            check_adapter(lora, model, type(self).__name__, compares_log_probs=self.compares_log_probs)
+            own_module.check_adapter(lora, model, type(self).__name__, compares_log_probs=self.compares_log_probs)
         self.automatic_optimization = False
-        self.processor = tokenizer or own_tokenizer(model, trust_remote_code)
+        self.processor = tokenizer or own_module.own_tokenizer(model, trust_remote_code)
         self.tokenizer: Any = tokenizer_of(self.processor)
         self.optimizer_config = optimizer or OptimizerConfig()
         self.max_steps, self.packing = max_steps, packing
@@ -143,7 +137,7 @@ class Stage(LightningModule):
         self.further_metrics: list[Callable[[Mapping[str, float]], Mapping[str, float]]] = []
         self.further_losses: list[FurtherLoss] = []
         if isinstance(model, LightningModule):
-            call_hooks_of(model, self)
+            own_module.call_hooks_of(model, self)
 
     @override
     def configure_callbacks(self) -> Any:
@@ -194,7 +188,11 @@ class Stage(LightningModule):
     @override
     def configure_model(self) -> None:
         if getattr(self, self.trained) is None:
-            setattr(self, self.trained, self._own_model())
+            setattr(
+                self,
+                self.trained,
+                with_frozen_tower(self._own_model(), self.optimizer_configs()[self.trained].vision_lr),
+            )
         if self._has_reference and self.reference is None:
             self.reference = self._load_reference()
 
@@ -207,7 +205,7 @@ class Stage(LightningModule):
             source.trainer = self.trainer
             with self.sharded_init():
                 source.configure_model()
-        model = model_of(source)
+        model = own_module.model_of(source)
         if has_adapter(model):
             # Refuse unsupported adapters before training.
             adapted_layers(model)
@@ -237,7 +235,7 @@ class Stage(LightningModule):
             path: Hugging Face name or folder; by default, the reference is the trained model as it is at first.
         """
         self._reference_path = path or self._own_path
-        self._has_reference = self._reference_path is not None or comes_with_adapter(self._source[0])
+        self._has_reference = self._reference_path is not None or own_module.comes_with_adapter(self._source[0])
         return self._has_reference
 
     def _load_reference(self) -> nn.Module | None:
@@ -336,7 +334,7 @@ class Stage(LightningModule):
     @override
     def on_train_start(self) -> None:
         if isinstance(self._source[0], LightningModule):
-            log_hyperparameters(self._source[0], self.trainer)
+            own_module.log_hyperparameters(self._source[0], self.trainer)
         # After a failure at the end of training, a run resumes from the checkpoint of its last step.
         self._stop_after_last_step()
 

@@ -63,6 +63,11 @@ def test_check_data_counts_the_tokens_of_images(check: Check) -> None:
     assert "more tokens than data.max_prompt_tokens=16 (the shortest 19)" in message
 
 
+def test_check_models_refuses_a_rate_for_a_tower_that_the_model_does_not_have(check: Check) -> None:
+    assert "optimizer.vision_lr=0: model.path=" in check([row("a")] * 4, "optimizer.vision_lr=0", model="text")
+    assert check(rows_of(encoded(picture())), "optimizer.vision_lr=1e-6") == "nothing is refused"
+
+
 def test_check_models_refuses_an_adapter_that_vllm_would_apply_in_part(check: Check) -> None:
     options = ("launcher=ray", "rollout.engine=vllm", "model.lora.rank=2")
     message = check(rows_of(encoded(picture())), *options)

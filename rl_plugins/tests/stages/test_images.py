@@ -88,9 +88,11 @@ def trained(
         def on_train_end(self) -> None:
             weights.update({name: tensor.clone() for name, tensor in self.strategy.weight_source()})
 
-    model = load_causal_lm(str(folder), dtype=torch.float32)
+    model: Any = str(folder)
+    if "optimizer" not in options:
+        model = OwnPolicy(model=load_causal_lm(model, dtype=torch.float32))
     stage = Inspect(
-        OwnPolicy(model=model),
+        model,
         tokenizer=processor(family),
         scorer=canned.CannedScorer(),
         eval_sampling=SamplingConfig(max_tokens=4),
@@ -110,11 +112,11 @@ def single_device() -> SingleDeviceRolloutStrategy:
     return SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
 
 
-def trained_rank(rank: int, family: str, folder: Path, name: str, packing: bool) -> dict[str, Tensor]:
+def trained_rank(rank: int, family: str, folder: Path, name: str, options: dict[str, Any]) -> dict[str, Tensor]:
     """Train on one of two ranks. The second rank has no image."""
-    options: dict[str, Any] = {"rollout": canned.CannedRollout(), "timeout_s": patient(100)}
-    strategy = FSDPStrategy(**options) if name == "fsdp" else ZeroStrategy(stage=3, **options)
-    return trained(family, folder, strategy, rank, 2, packing=packing)
+    of_strategy: dict[str, Any] = {"rollout": canned.CannedRollout(), "timeout_s": patient(100)}
+    strategy = FSDPStrategy(**of_strategy) if name == "fsdp" else ZeroStrategy(stage=3, **of_strategy)
+    return trained(family, folder, strategy, rank, 2, **options)
 
 
 @pytest.mark.parametrize(("name", "packing"), [("zero", True), ("zero", False), ("fsdp", True)])
@@ -124,11 +126,36 @@ def test_sharded_models_with_images_on_one_rank_alone_equal_one_process(
 ) -> None:
     expected = trained(family, folders[family], single_device())
     start = dict(load_causal_lm(str(folders[family]), dtype=torch.float32).named_parameters())
-    tower = [name for name in expected if any(part in name for part in ("vision_tower", "visual", "vision_model"))]
-    assert any(not torch.equal(expected[parameter], start[parameter]) for parameter in tower)
-    for weights, _ in run_ranks(trained_rank, family, folders[family], name, packing, world_size=2):
-        for parameter, tensor in expected.items():
-            torch.testing.assert_close(weights[parameter], tensor, rtol=0, atol=2e-5, msg=f"{name} {parameter}")
+    assert any(not torch.equal(expected[parameter], start[parameter]) for parameter in of_tower(expected))
+    for weights, _ in run_ranks(trained_rank, family, folders[family], name, {"packing": packing}, world_size=2):
+        assert_alike(weights, expected)
+
+
+def of_tower(weights: dict[str, Tensor]) -> list[str]:
+    return [name for name in weights if any(part in name for part in ("vision_tower", "visual", "vision_model"))]
+
+
+def assert_alike(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for parameter, tensor in expected.items():
+        torch.testing.assert_close(weights[parameter], tensor, rtol=0, atol=2e-5, msg=parameter)
+
+
+@pytest.mark.parametrize("name", ["zero", "fsdp"])
+def test_vision_lr_freezes_the_tower_or_has_a_rate_of_its_own(name: str, folders: dict[str, Path]) -> None:
+    folder, start = folders["llava"], load_causal_lm(str(folders["llava"]), dtype=torch.float32).state_dict()
+
+    def options(vision_lr: float | None) -> dict[str, Any]:
+        return {"optimizer": OptimizerConfig(name="SGD", lr=0.02, vision_lr=vision_lr, gradient_clip=0.0)}
+
+    def change(weights: dict[str, Tensor]) -> float:
+        return float(sum((weights[tower] - start[tower]).norm() ** 2 for tower in of_tower(weights))) ** 0.5
+
+    expected = {rate: trained("llava", folder, single_device(), **options(rate)) for rate in (None, 0.0, 0.002)}
+    assert change(expected[0.0]) == 0 and change(expected[None]) > 1e-3
+    assert change(expected[0.002]) == pytest.approx(0.1 * change(expected[None]), rel=0.2)
+    for rate in (0.0, 0.002):
+        for weights, _ in run_ranks(trained_rank, "llava", folder, name, options(rate), world_size=2):
+            assert_alike(weights, expected[rate])
 
 
 def rows_of(count: int) -> list[dict[str, Any]]:

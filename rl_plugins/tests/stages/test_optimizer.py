@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from rl_plugins.config.models import OptimizerConfig
+from rl_plugins.errors import ConfigError
 from rl_plugins.stages.optimizer import build_optimizer
+from rl_plugins.tests.cases import case
 from rl_plugins.tests.loops import for_each
 
 
@@ -30,6 +32,15 @@ def test_optimizer_config_factor_decays_after_warmup_to_lr_end() -> None:
 def test_optimizer_config_makes_a_fused_adamw() -> None:
     optimizer = build_optimizer(OptimizerConfig(lr=0.1), torch.nn.LayerNorm(2))["optimizer"]
     assert isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"] is True
+
+
+def test_vision_lr_needs_a_vision_tower_and_an_optimizer_with_groups() -> None:
+    for config, message in (
+        (OptimizerConfig(vision_lr=1e-3), "vision_lr: LayerNorm has no vision tower: leave vision_lr out"),
+        (OptimizerConfig(name="Muon", vision_lr=1e-3), "vision_lr: Muon has one rate for all parameters: use 0"),
+    ):
+        with case(message), pytest.raises(ConfigError, match=message):
+            build_optimizer(config, torch.nn.LayerNorm(2))
 
 
 @for_each(
