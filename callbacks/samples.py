@@ -81,18 +81,18 @@ def log_trace(run: TrackedRun, step: int, sample: Mapping[str, object]) -> None:
     Args:
         run: run in MLflow.
         step: step of the stage's clock.
-        sample: values of the sample: `prompt`, `response`, `score` and others.
+        sample: values of the sample: `prompt`, `response`, `score` and others, with `images` if the prompt has images.
     """
     import mlflow
 
     attributes: dict[str, Any] = {
-        key: value for key, value in sample.items() if key not in ("prompt", "response") and value is not None
+        key: value for key, value in sample.items() if key not in ("prompt", "response", "images") and value is not None
     }
     attributes["step"] = step
     span = mlflow.start_span_no_context(
         "rollout",
         span_type="LLM",
-        inputs={"prompt": sample["prompt"]},
+        inputs={key: sample[key] for key in ("prompt", "images") if key in sample},
         attributes=attributes,
         tags={"step": str(step), "score": str(sample["score"])},
         metadata={"mlflow.sourceRun": run.run_id},

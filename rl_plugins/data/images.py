@@ -6,6 +6,7 @@ of PIL. A relative path starts at the folder of the data file.
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import warnings
@@ -32,6 +33,8 @@ IMAGE_INPUTS = "image_inputs"
 """Name of the column, and of arguments, with the inputs of a model for the images of each sample."""
 PROMPT_IMAGES = "prompt_images"
 """Name of the column with the `PromptImages` of each prompt, None for a prompt without images."""
+_THUMBNAIL = 128
+"""Largest width and height of a thumbnail, in pixels."""
 _COLUMN = f"column {IMAGES!r}"
 
 
@@ -76,6 +79,15 @@ class PromptImages:
     def without_inputs(self) -> PromptImages:
         """Return the images for another process, which makes inputs by itself."""
         return replace(self, inputs={})
+
+
+def thumbnail(image: Image) -> str:
+    """Return a small copy of an image as the address of an `<img>` element (a data URI)."""
+    from PIL import ImageOps
+
+    file = io.BytesIO()
+    ImageOps.contain(image, (min(_THUMBNAIL, image.width), min(_THUMBNAIL, image.height))).save(file, "JPEG")
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def inputs_of(images: Sequence[PromptImages | None]) -> list[ImageInputs | None]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from rl_plugins.report.charts import Series
 from rl_plugins.run_folder import RunFolder, read_metrics
@@ -70,6 +70,7 @@ class ValidationSample(TypedDict):
     score: float | None
     ground_truth: object
     failure: str | None
+    images: NotRequired[list[str]]
 
 
 @dataclass(frozen=True)
@@ -88,19 +89,29 @@ class SamplePair:
     first: ValidationSample | None
     last: ValidationSample | None
 
+    @property
+    def images(self) -> list[str]:
+        """Images of the prompt, as data URIs."""
+        sample = self.first or self.last
+        images = [] if sample is None else sample.get("images", [])
+        return [image for image in images if image.startswith("data:image/")]
+
 
 def pair_samples(first: Sequence[ValidationSample], last: Sequence[ValidationSample]) -> list[SamplePair]:
     """Pair the n-th sample of a prompt in `first` with the n-th sample of the same prompt in `last`."""
-    unpaired: dict[str, list[ValidationSample]] = defaultdict(list)
+    unpaired: dict[tuple[str, ...], list[ValidationSample]] = defaultdict(list)
     for sample in last:
-        unpaired[str(sample["prompt"])].append(sample)
+        unpaired[_prompt_of(sample)].append(sample)
     pairs = []
     for sample in first:
-        prompt = str(sample["prompt"])
-        candidates = unpaired[prompt]
+        prompt, candidates = str(sample["prompt"]), unpaired[_prompt_of(sample)]
         pairs.append(SamplePair(prompt, sample["ground_truth"], sample, candidates.pop(0) if candidates else None))
     rest = [sample for samples in unpaired.values() for sample in samples]
     return pairs + [SamplePair(str(sample["prompt"]), sample["ground_truth"], None, sample) for sample in rest]
+
+
+def _prompt_of(sample: ValidationSample) -> tuple[str, ...]:
+    return (str(sample["prompt"]), *sample.get("images", ()))
 
 
 def read_samples(file: Path) -> list[ValidationSample] | None:

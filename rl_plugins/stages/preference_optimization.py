@@ -195,7 +195,7 @@ class OnlinePreferenceOptimization(Stage):
             )
         samples = self._sampler.sample(prompts, self.sampling, self.step)
         scores = self._scorer.score(samples)
-        self.shown_samples.show_training(samples, scores)
+        self.shown_samples.show_training(samples, scores, prompts)
         sampled.add(samples, scores)
         # Ranks hold prompts in turn, so an update is the same set of prompts for any number of ranks.
         chunks = torch.arange(len(samples)).chunk(self.updates_per_step)

@@ -161,13 +161,13 @@ class Rollouts:
             mini_batches=0 if chosen_by_scores else self._updates_per_step,
         )
         scores = self._score(samples)
+        self._shown.show_training(samples, scores, prompts)
         if "baseline_rewards_B" in self._algorithm.needs:
             self._add_greedy_baseline(samples, prompts, step)
         return samples, scores
 
     def _score(self, samples: Experience) -> list[Score]:
         scores = self._scorer.score(samples)
-        self._shown.show_training(samples, scores)
         keep_reward_details(samples, scores, self._algorithm)
         for model in self._models:
             scores = model.add(samples, scores)

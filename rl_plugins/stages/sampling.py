@@ -10,7 +10,7 @@ import torch
 
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import ROUTED_EXPERTS, Experience
-from rl_plugins.data.images import IMAGE_INPUTS, PROMPT_IMAGES, inputs_of
+from rl_plugins.data.images import IMAGE_INPUTS, PROMPT_IMAGES, inputs_of, thumbnail
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.environments.agent import AgentEnvironment
 from rl_plugins.environments.object_conversations import StatefulConversations
@@ -55,10 +55,10 @@ class ShownSamples:
     training: list[dict[str, Any]] = field(default_factory=list)
     validation: list[dict[str, Any]] = field(default_factory=list)
 
-    def show_training(self, samples: Experience, scores: Sequence[Score]) -> None:
+    def show_training(self, samples: Experience, scores: Sequence[Score], prompts: PromptBatch) -> None:
         """Keep the first `limit` samples of a training step."""
         if self.limit:
-            self.training = sample_rows(samples, scores)[: self.limit]
+            self.training = sample_rows(samples, scores, prompts, self.limit)[: self.limit]
 
 
 @dataclass(frozen=True)
@@ -308,10 +308,19 @@ def greedy(sampling: SamplingConfig) -> SamplingConfig:
     return replace(sampling, num_samples=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, vllm={})
 
 
-def sample_rows(samples: Experience, scores: Sequence[Score]) -> list[dict[str, Any]]:
-    """Return a row of a table for each sample."""
+def sample_rows(
+    samples: Experience, scores: Sequence[Score], prompts: PromptBatch, with_images: int
+) -> list[dict[str, Any]]:
+    """Return a row of a table for each sample.
+
+    Args:
+        samples: the samples, those of a prompt one after the other.
+        scores: score of each sample.
+        prompts: prompts of the samples.
+        with_images: number of samples with images in their rows, as thumbnails.
+    """
     columns = samples.columns
-    return [
+    rows = [
         {
             "prompt": prompt[-1]["content"],
             "response": response,
@@ -323,3 +332,9 @@ def sample_rows(samples: Experience, scores: Sequence[Score]) -> list[dict[str, 
             *(columns[name] for name in ("prompt", "response", "reward_model")), scores, strict=True
         )
     ]
+    if PROMPT_IMAGES in prompts.columns:
+        group = len(rows) // len(prompts)
+        for place, row in enumerate(rows):
+            found = prompts.columns[PROMPT_IMAGES][place // group] if place < with_images else None
+            row["images"] = [] if found is None else list(map(thumbnail, found.images))
+    return rows

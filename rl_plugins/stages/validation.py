@@ -14,6 +14,9 @@ from rl_plugins.rewards.records import Score
 from rl_plugins.stages.metrics import interval_metrics, mean_details, mean_over_ranks, sum_details
 from rl_plugins.stages.sampling import PromptSampler, SampleScorer, sample_rows
 
+_WITH_IMAGES = 64
+"""Number of samples whose images are kept, as thumbnails."""
+
 
 class GenerationValidation:
     """Samples and scores responses to validation prompts.
@@ -56,7 +59,7 @@ class GenerationValidation:
         self._scores += scores
         answers = [ending.last for ending in samples.columns.get("ending", ())] or samples.columns["response"]
         self._measure(prompts, scores, answers)
-        self.rows += sample_rows(samples, scores)
+        self.rows += sample_rows(samples, scores, prompts, _WITH_IMAGES - len(self.rows))
 
     def _measure(self, prompts: PromptBatch, scores: Sequence[Score], responses: Sequence[str]) -> None:
         size = self._sampling.num_samples

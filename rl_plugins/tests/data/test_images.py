@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import ExifTags, Image
 
-from rl_plugins.data.images import check_places, has_images, in_parts, read_images
+from rl_plugins.data.images import check_places, has_images, in_parts, read_images, thumbnail
 from rl_plugins.data.parquet import LocatedRow, load_rows
 from rl_plugins.data.tokenization import accepted_messages
 from rl_plugins.errors import RowError
@@ -82,6 +84,13 @@ def test_check_places_wants_one_place_for_each_image() -> None:
             check_places(here(text, *images))
     with pytest.raises(RowError, match="expected a list of images, got str"):
         check_places(LocatedRow({**row("<image>"), "images": "one.png"}, "here"))
+
+
+def test_thumbnail_is_a_small_picture_with_the_sides_of_the_image() -> None:
+    for size, expected in (((32, 16), (32, 16)), ((640, 320), (128, 64))):
+        kind, content = thumbnail(picture(size=size)).split(",")
+        found = Image.open(io.BytesIO(base64.b64decode(content)))
+        assert kind == "data:image/jpeg;base64" and found.format == "JPEG" and found.size == expected
 
 
 def test_has_images_is_false_for_an_empty_column() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -120,6 +121,15 @@ def test_write_report_names_a_truncated_table_of_samples(folder: RunFolder) -> N
     (folder.samples / "step_00000040.json").write_text('[{"prompt": "1')
     page = parse(write_report(folder))
     assert "step_00000040.json is not whole." in text_of(page) and "step 20" in text_of(page)
+
+
+def test_write_report_shows_the_images_of_prompts_and_no_other_addresses(folder: RunFolder) -> None:
+    (first, *_) = sorted(folder.samples.iterdir())
+    pictures = ["data:image/jpeg;base64,AAAA", "javascript:alert(1)", "https://example.com/pixel.png"]
+    rows = json.loads(first.read_text())
+    first.write_text(json.dumps([{**row, "images": pictures} for row in rows]))
+    shown = [attributes["src"] for tag, attributes in parse(write_report(folder)).tags if tag == "img"]
+    assert set(shown) == {pictures[0]} and len(shown) == len(rows)
 
 
 def test_write_report_of_a_long_run_is_small(folder: RunFolder) -> None:

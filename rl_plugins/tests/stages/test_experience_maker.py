@@ -124,9 +124,17 @@ def test_reward_shaping_changes_the_scores_and_not_the_logged_reward() -> None:
 
 
 def test_remax_takes_the_score_of_the_greedy_response_as_baseline() -> None:
-    (experience,) = train(Algorithm(advantage="remax")).collected
+    class Shows(Keeping):
+        def on_train_start(self) -> None:
+            super().on_train_start()
+            self.shown_samples.limit = 100
+
+    stage = train(Algorithm(advantage="remax"), stage_class=Shows)
+    (experience,) = stage.collected
     firsts = [canned.score(canned.RESPONSES[prompt][0]) for prompt in canned.PROMPTS]
     torch.testing.assert_close(filled(experience.baseline_scores)[::3], torch.tensor(firsts))
+    # The samples for readers are those of training.
+    assert len(stage.shown_samples.training) == len(experience)
 
 
 def save_reward_model(folder: Path) -> Any:
