@@ -20,6 +20,7 @@ from rl_plugins.config.data import CurriculumConfig
 from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE, check_ranges
 from rl_plugins.data.curriculum import Curriculum
 from rl_plugins.data.image_prompts import (
+    BadImages,
     ImagePrompts,
     Processor,
     has_image_processor,
@@ -56,6 +57,7 @@ class StepOptions(TypedDict, total=False):
     max_prompt_tokens: int
     eval_batch_size: int
     overlong_prompts: Overlong
+    bad_images: BadImages
     seed: int
     chat_template_kwargs: Mapping[str, Any] | None
 
@@ -75,12 +77,13 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         eval_batch_size: largest number of prompts in a validation batch of one rank.
         overlong_prompts: "filter" drops long rows and counts the dropped rows in `dropped_prompts`; "error" raises a
             ConfigError.
+        bad_images: "filter" drops rows with an image that cannot be read, "error" raises a RowError.
         seed: seed of the training order.
         chat_template_kwargs: further variables for the chat template, such as `enable_thinking`.
 
     Attributes:
         images: maker of the inputs of images, since `setup`; None without a processor.
-        dropped_prompts: number of rows left out as too long, by "train" and "validation".
+        dropped_prompts: number of rows left out as too long or with bad images, by "train" and "validation".
         sources: tokenised rows, by "train" and "validation".
     """
 
@@ -94,12 +97,14 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         max_prompt_tokens: int = 1024,
         eval_batch_size: int = 64,
         overlong_prompts: Overlong = "filter",
+        bad_images: BadImages = "error",
         seed: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if overlong_prompts not in ("filter", "error"):
-            raise ConfigError(f"overlong_prompts={overlong_prompts!r}: choose 'filter' or 'error'")
+        for name, choice in {"overlong_prompts": overlong_prompts, "bad_images": bad_images}.items():
+            if choice not in ("filter", "error"):
+                raise ConfigError(f"{name}={choice!r}: choose 'filter' or 'error'")
         check_ranges(
             int,
             AT_LEAST_1,
@@ -115,6 +120,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         self.max_prompt_tokens = max_prompt_tokens
         self.eval_batch_size = eval_batch_size
         self.overlong_prompts: Overlong = overlong_prompts
+        self.bad_images: BadImages = bad_images
         self.seed = seed
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.dropped_prompts: dict[str, int] = {}
@@ -151,7 +157,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             if isinstance(self.tokenizer, str):
                 self.tokenizer = load_tokenizer_or_processor(self.tokenizer)
             if self.images is None and has_image_processor(self.tokenizer):
-                self.images = ImagePrompts(self.tokenizer)
+                self.images = ImagePrompts(self.tokenizer, self.bad_images)
             tokenizer: PreTrainedTokenizerBase = tokenizer_of(self.tokenizer)
             check_chat_template(tokenizer)
             check_template_options(tokenizer, self.chat_template_kwargs)
@@ -160,6 +166,8 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             kept = len(self.sources[split])
             self.dropped_prompts[split] = len(rows) - kept
             rank_zero_info(f"{split}: {kept} prompts, {self.dropped_prompts[split]} dropped as too long")
+            if self.images is not None and self.images.dropped:
+                rank_zero_info(f"{split}: rows with bad images are among them, such as {self.images.dropped[0]}")
 
     def build_prompts(self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase) -> TokenizedPrompts:
         """Tokenise the prompts and apply `max_prompt_tokens`.
@@ -303,7 +311,7 @@ class PromptDataModule(StepDataModule[PromptBatch]):
         curriculum: options of a curriculum, which draws prompts by the rewards of their samples so far. None for no
             curriculum. Needs a stage that samples.
         options: options of `StepDataModule`: `tokenizer`, `prompts_per_step`, `max_prompt_tokens`, `eval_batch_size`,
-            `overlong_prompts`, `seed`, `chat_template_kwargs`.
+            `overlong_prompts`, `bad_images`, `seed`, `chat_template_kwargs`.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, overload
 
 from rl_plugins.data.images import (
     IMAGES,
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 Processor: TypeAlias = "PreTrainedTokenizerBase | ProcessorMixin"
 """Tokenizer of a language model, or processor of a vision-language model."""
+BadImages: TypeAlias = Literal["filter", "error"]
+"""Rows with an image that cannot be read are left out, or refused."""
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 """Results of a processor for the text."""
 _BLANK = 32
@@ -105,13 +107,18 @@ class ImagePrompts:
 
     Args:
         processor: processor of a vision-language model, with a chat template.
+        bad_images: "filter" leaves out rows with bad images, "error" refuses them.
+
+    Attributes:
+        dropped: reason for each row that was left out.
 
     Raises:
         ConfigError: the processor has no placeholder for an image.
     """
 
-    def __init__(self, processor: ProcessorMixin) -> None:
+    def __init__(self, processor: ProcessorMixin, bad_images: BadImages = "error") -> None:
         self._processor: Any = processor
+        self._bad_images, self.dropped = bad_images, list[str]()
         self.tokenizer: PreTrainedTokenizerBase = self._processor.tokenizer
         self._texts = PlainTexts(self.tokenizer)
         if getattr(processor, "image_token", None) is None:
@@ -127,11 +134,12 @@ class ImagePrompts:
         return ids
 
     def prompt_ids(self, rows: PromptRows, template_options: Mapping[str, Any]) -> MappedLists:
-        """Return the token ids of all rows' prompts on disk. Each image is read, so no image fails later.
+        """Return the token ids of all rows' prompts on disk; none for a row that is left out. Each image is read.
 
         Raises:
             RowError: see `accepted_rows` and `encode_row`.
         """
+        self.dropped.clear()
         return MappedLists(self.encode_row(row, template_options) for row in self.accepted_rows(rows, template_options))
 
     def accepted_rows(self, rows: PromptRows, template_options: Mapping[str, Any]) -> Iterator[LocatedRow]:
@@ -143,23 +151,30 @@ class ImagePrompts:
         check = TemplateCheck(self.tokenizer, template_options)
         for number, columns in enumerate(rows):
             row, with_images = rows.located(number, columns), has_images(columns)
-            if with_images:
+            if with_images and self._bad_images == "error":
                 check_places(row)
             if reason := check.refusal(in_parts(columns["prompt"], images=with_images)):
                 raise RowError(row.location, "column 'prompt'", reason)
             yield row
 
     def encode_row(self, row: LocatedRow, template_options: Mapping[str, Any]) -> list[int]:
-        """Return the token ids of the prompt of a row.
+        """Return the token ids of the prompt of a row; none for a row that is left out.
 
         Args:
             row: the row.
             template_options: further variables of the chat template.
 
         Raises:
-            RowError: an image cannot be read, or the processor refuses an image or the messages.
+            RowError: the number of images is wrong, an image cannot be read, or the processor refuses an image or the
+                messages.
         """
-        return self._encode_row(row, template_options)[0]
+        try:
+            return self._encode_row(row, template_options)[0]
+        except RowError as error:
+            if self._bad_images == "error" or not has_images(row.columns):
+                raise
+            self.dropped.append(str(error))
+            return []
 
     def images_of_row(self, row: LocatedRow, template_options: Mapping[str, Any]) -> PromptImages | None:
         """Return the images of the prompt of a row, None for a row without images. See `encode_row`."""
@@ -168,7 +183,10 @@ class ImagePrompts:
     def _encode_row(
         self, row: LocatedRow, template_options: Mapping[str, Any]
     ) -> tuple[list[int], PromptImages | None]:
-        images = read_images(row) if has_images(row.columns) else []
+        images = []
+        if has_images(row.columns):
+            check_places(row)
+            images = read_images(row)
         try:
             return self.encode(row.columns["prompt"], images, template_options)
         except ValueError as error:

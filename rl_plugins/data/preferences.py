@@ -103,7 +103,7 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
             `pairs` serves validation rows as `PairBatch`.
         max_response_tokens: longest response, in tokens, end of sequence included.
         options: options of `StepDataModule`: `tokenizer`, `prompts_per_step`, `max_prompt_tokens`, `eval_batch_size`,
-            `overlong_prompts`, `seed`, `chat_template_kwargs`.
+            `overlong_prompts`, `bad_images`, `seed`, `chat_template_kwargs`.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
         step_separator: text at the end of every step but the last.
         max_response_tokens: longest response, in tokens, end of sequence included.
         options: options of `StepDataModule`: `tokenizer`, `prompts_per_step`, `max_prompt_tokens`, `eval_batch_size`,
-            `overlong_prompts`, `seed`, `chat_template_kwargs`.
+            `overlong_prompts`, `bad_images`, `seed`, `chat_template_kwargs`.
     """
 
     def __init__(

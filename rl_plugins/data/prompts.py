@@ -228,5 +228,9 @@ def build_prompts(
     kept = within_limit(
         rows, prompt_ids.lengths, option="max_prompt_tokens", limit=max_prompt_tokens, overlong=overlong
     )
+    if images is not None:
+        kept = kept[prompt_ids.lengths[kept] > 0]
+        if not len(kept):
+            raise ConfigError(f"every row has a bad image, such as {images.dropped[0]}")
     of_rows = None if images is None else ImagesOfRows(rows, images, template_options)
     return TokenizedPrompts(rows, prompt_ids, kept, of_rows)

@@ -31,7 +31,7 @@ class SFTDataModule(StepDataModule[SFTBatch]):
         response_key: dotted key of a row's response, such as `reward_model.ground_truth` or `extra_info.answer`.
         max_response_tokens: longest response, in tokens, end of sequence included.
         options: options of `StepDataModule`: `tokenizer`, `prompts_per_step`, `max_prompt_tokens`, `eval_batch_size`,
-            `overlong_prompts`, `seed`, `chat_template_kwargs`.
+            `overlong_prompts`, `bad_images`, `seed`, `chat_template_kwargs`.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -122,7 +123,9 @@ def _image_prompts(config: RecipeConfig) -> ImagePrompts:
     """
     from rl_plugins.data.image_prompts import ImagePrompts, load_processor
 
-    return ImagePrompts(load_processor(config.model.path, trust_remote_code=config.model.trust_remote_code))
+    processor = load_processor(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    bad_images: Any = config.data.bad_images
+    return ImagePrompts(processor, bad_images)
 
 
 def _policy_folder(config: RecipeConfig) -> Path:
@@ -385,7 +388,9 @@ class _Rows:
             yield tokenize_prompts(prompts, tokenizer, self._template_options).lengths.tolist()
         else:
             rows = map(self.rows.located, numbers)
-            yield [len(self._images.encode_row(row, self._template_options)) for row in rows]
+            # A row that is left out has no tokens. To count the others, the row is too long.
+            left_out = 0 if self._config.data.overlong_prompts == "error" else sys.maxsize
+            yield [len(self._images.encode_row(row, self._template_options)) or left_out for row in rows]
         if self._response_characters:
             yield [
                 max(

@@ -212,6 +212,7 @@ class TrainingRun:
             "prompts_per_step": config.prompts_drawn,
             "eval_batch_size": data.eval_batch_size,
             "overlong_prompts": data.overlong_prompts,
+            "bad_images": data.bad_images,
             "chat_template_kwargs": self.environment.template_options,
             "seed": config.run.seed,
             "max_prompt_tokens": data.max_prompt_tokens,

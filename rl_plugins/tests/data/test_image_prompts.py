@@ -112,6 +112,24 @@ def test_images_that_the_processor_refuses_name_the_row() -> None:
         list(ImagePrompts(made).prompt_ids(rows, {}))
 
 
+def test_bad_images_filter_counts_the_rows_that_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [row("<image>a", picture()), row("<image>b", b"text"), row("<image>c"), row("<image>", picture(), picture())]
+    data = PromptDataModule(rows, tokenizer=processor("llava"), prompts_per_step=1, bad_images="filter")
+    with caplog.at_level("INFO"):
+        data.setup("fit")
+    # Without an image, `<image>` is text.
+    assert data.sources["train"].kept.tolist() == [0, 2] and data.dropped_prompts["train"] == 2
+    assert "rows with bad images are among them, such as list, row 1, column 'images': image 0 is no" in caplog.text
+    responses = SFTDataModule(rows, tokenizer=processor("llava"), prompts_per_step=1, bad_images="filter")
+    responses.setup("fit")
+    assert responses.sources["train"].kept.tolist() == [0, 2]
+    nothing = PromptDataModule(rows[1:2], tokenizer=processor("llava"), prompts_per_step=1, bad_images="filter")
+    with pytest.raises(ConfigError, match="every row has a bad image, such as list, row 0"):
+        nothing.setup("fit")
+    with pytest.raises(ConfigError, match="bad_images='skip': choose 'filter' or 'error'"):
+        PromptDataModule(rows, tokenizer=processor("llava"), prompts_per_step=1, bad_images="skip")  # type: ignore[arg-type]
+
+
 def test_load_tokenizer_or_processor_follows_the_model(tmp_path: Path) -> None:
     save_tiny_vision("gemma3", tmp_path / "gemma3")
     save_tiny_policy(tmp_path / "text", hidden_size=32, intermediate_size=48)

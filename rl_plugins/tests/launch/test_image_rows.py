@@ -58,6 +58,14 @@ def test_check_data_refuses_a_row_with_a_bad_image(check: Check) -> None:
     assert "row 3, column 'images': the row has 2 images, and its messages have <image> 1 times" in two
 
 
+def test_check_data_leaves_out_rows_with_bad_images_on_request(check: Check) -> None:
+    rows = [*rows_of(b"text"), row("<image>color?", encoded(picture()))]
+    for overlong in ("filter", "error"):
+        options = ("data.bad_images=filter", f"data.overlong_prompts={overlong}")
+        assert check(rows, *options) == "nothing is refused"
+    assert "3 of 4 rows are within data.max_prompt_tokens=32" in check(rows_of(b"text"), "data.bad_images=filter")
+
+
 def test_check_data_counts_the_tokens_of_images(check: Check) -> None:
     message = check(rows_of(encoded(picture())), "data.max_prompt_tokens=16")
     assert "more tokens than data.max_prompt_tokens=16 (the shortest 19)" in message
