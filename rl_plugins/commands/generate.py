@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rl_plugins.config.recipe import RecipeConfig
+    from rl_plugins.data.images import PromptImages
     from rl_plugins.data.parquet import PromptRows
     from rl_plugins.evaluation.generation import Job, Sample
     from rl_plugins.rollout.transformers_engine import TransformersRollout
@@ -125,7 +126,7 @@ def run(arguments: Namespace) -> int:
         print(f"{samples.path}: {len(rows)} prompts x {job.num_samples} samples, {num_parts} parts to make")
         environment = None if recipe is None else stack.enter_context(open_environment(recipe))
         options = {} if environment is None else environment.template_options
-        prompt_ids, tokenizer = _tokenize(rows, model, job, trusted, options)
+        prompt_ids, images, tokenizer = _tokenize(rows, model, job, trusted, options)
         longest_prompt = max(map(len, prompt_ids))
         conversations = None
         if recipe is not None and environment is not None:
@@ -138,7 +139,7 @@ def run(arguments: Namespace) -> int:
             else _load_transformers(model, job, trusted)
         )
         sample = _single_responses(engine) if conversations is None else ConversationSampler(conversations, engine)
-        for progress in generate(samples, rows, prompt_ids, job, tokenizer, sample):
+        for progress in generate(samples, rows, prompt_ids, job, tokenizer, sample, images):
             rates = f"{progress['samples_per_s']:.0f} samples/s, {progress['tokens_per_s']:.0f} tokens/s"
             print(f"  part {progress['parts']:.0f} of {num_parts}: {rates}", flush=True)
     print(f"{samples.path} is complete")
@@ -146,7 +147,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _single_responses(engine: OfflineVLLM | TransformersRollout) -> Sample:
-    return lambda _, prompts, sampling, seeds: engine.generate(prompts, sampling, seeds)
+    return lambda _, requests, sampling: engine.sample_groups(requests, sampling)
 
 
 def _build_job(arguments: Namespace, recipe: RecipeConfig | None) -> Job:
@@ -207,26 +208,28 @@ def _prepare_process(job: Job) -> None:
 
 def _tokenize(
     rows: PromptRows, model: str, job: Job, trust_remote_code: bool, template_options: Mapping[str, Any]
-) -> tuple[Sequence[list[int]], PreTrainedTokenizerBase]:
-    """Return the token ids of each prompt, and the tokenizer."""
+) -> tuple[Sequence[list[int]], Sequence[PromptImages | None] | None, PreTrainedTokenizerBase]:
+    """Return the token ids of each prompt, the images of each row (None if no row has images), and the tokenizer."""
     from transformers import AutoConfig
 
-    from rl_plugins.data.tokenization import (
-        accepted_messages,
-        check_chat_template,
-        check_round_trip,
-        load_tokenizer,
-        tokenize_prompts,
+    from rl_plugins.data.image_prompts import (
+        ImagePrompts,
+        has_image_processor,
+        load_tokenizer_or_processor,
+        tokenizer_of,
     )
+    from rl_plugins.data.prompts import tokenize_rows
+    from rl_plugins.data.tokenization import check_chat_template, check_round_trip
     from rl_plugins.hub.files import model_folder
     from rl_plugins.launch.terminal import quiet_libraries
 
     quiet_libraries()
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    processor = load_tokenizer_or_processor(model, trust_remote_code=trust_remote_code)
+    tokenizer = tokenizer_of(processor)
     check_chat_template(tokenizer)
     check_round_trip(tokenizer, (row["prompt"] for row in rows))
-    messages = accepted_messages(rows, tokenizer, template_options)
-    prompt_ids = tokenize_prompts(messages, tokenizer, template_options)
+    reader = ImagePrompts(processor) if has_image_processor(processor) else None
+    prompt_ids, images = tokenize_rows(rows, tokenizer, template_options, reader)
     folder = model_folder(model, weights=False, trust_remote_code=trust_remote_code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     window = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -236,7 +239,7 @@ def _tokenize(
             f"{rows.location(longest)}: the prompt has {len(prompt_ids[longest])} tokens, with --max-tokens "
             f"{job.max_tokens} more than the {window} that the model takes: lower --max-tokens, or remove the row"
         )
-    return prompt_ids, tokenizer
+    return prompt_ids, images, tokenizer
 
 
 def _start_vllm(model: str, job: Job, longest_prompt: int, trust_remote_code: bool) -> OfflineVLLM:

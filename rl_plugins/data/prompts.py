@@ -15,6 +15,7 @@ import numpy as np
 
 from rl_plugins.data.image_prompts import ImagePrompts, ImagesOfRows
 from rl_plugins.data.images import IMAGE_INPUTS, IMAGES, PROMPT_IMAGES, PromptImages, has_images, inputs_of
+from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import PromptRows
 from rl_plugins.data.tokenization import Overlong, accepted_messages, digest, tokenize_prompts, within_limit
 from rl_plugins.errors import ConfigError
@@ -218,13 +219,7 @@ def build_prompts(
         RowError: the chat template refuses a prompt; or a row has images, and the policy reads text alone.
         ConfigError: a prompt is too long and `overlong` is "error", or all prompts are too long.
     """
-    if IMAGES not in rows.columns or not any(map(has_images, rows)):
-        images = None
-    if images is None:
-        messages = accepted_messages(rows, tokenizer, template_options)
-        prompt_ids = tokenize_prompts(messages, tokenizer, template_options)
-    else:
-        prompt_ids = images.prompt_ids(rows, template_options)
+    prompt_ids, of_rows = tokenize_rows(rows, tokenizer, template_options, images)
     kept = within_limit(
         rows, prompt_ids.lengths, option="max_prompt_tokens", limit=max_prompt_tokens, overlong=overlong
     )
@@ -232,5 +227,27 @@ def build_prompts(
         kept = kept[prompt_ids.lengths[kept] > 0]
         if not len(kept):
             raise ConfigError(f"every row has a bad image, such as {images.dropped[0]}")
-    of_rows = None if images is None else ImagesOfRows(rows, images, template_options)
     return TokenizedPrompts(rows, prompt_ids, kept, of_rows)
+
+
+def tokenize_rows(
+    rows: PromptRows,
+    tokenizer: PreTrainedTokenizerBase,
+    template_options: Mapping[str, Any],
+    images: ImagePrompts | None = None,
+) -> tuple[MappedLists, ImagesOfRows | None]:
+    """Return the token ids of each row's prompt, and the images of each row; None if no row has images.
+
+    Args:
+        rows: rows of the prompts.
+        tokenizer: tokenizer with a chat template.
+        template_options: further variables of the template.
+        images: maker of the inputs of images; None if the policy reads text alone.
+
+    Raises:
+        RowError: the chat template refuses a prompt; or a row has images, and the policy reads text alone.
+    """
+    if images is not None and IMAGES in rows.columns and any(map(has_images, rows)):
+        return images.prompt_ids(rows, template_options), ImagesOfRows(rows, images, template_options)
+    messages = accepted_messages(rows, tokenizer, template_options)
+    return tokenize_prompts(messages, tokenizer, template_options), None

@@ -212,8 +212,7 @@ def accepted_messages(
             raise RowError(
                 rows.location(number),
                 f"column {IMAGES!r}",
-                "the row has images, which a vision-language model reads in training and validation only: name such a "
-                "model, or leave the column out",
+                "the row has images, which a vision-language model reads: name such a model, or leave the column out",
             )
         if reason := check.refusal(row["prompt"]):
             raise RowError(rows.location(number), "column 'prompt'", reason)

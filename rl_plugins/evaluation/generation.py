@@ -32,7 +32,8 @@ from rl_plugins.whole_file import storing, write_whole, write_whole_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rl_plugins.rollout.engine import Generations
+    from rl_plugins.data.images import PromptImages
+    from rl_plugins.rollout.engine import Generations, GroupRequest
 
 
 _KEY = b"rl_plugins.generation"
@@ -152,8 +153,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-Sample = Callable[[Sequence[Row], list[list[int]], "SamplingConfig", list[int]], "Generations"]
-"""Samples responses to prompts, from the rows of the prompts, their token ids, settings, and a seed for each prompt."""
+Sample = Callable[[Sequence[Row], list["GroupRequest"], "SamplingConfig"], "Generations"]
+"""Samples responses to prompts, from the rows of the prompts, a request for each prompt, and settings."""
 _KINDS = {"responses": pa.string(), "finish_reasons": pa.string(), "response_lengths": pa.int64()}
 COLUMNS = tuple(_KINDS)
 """Columns added to the columns of a prompt: lists with one entry per sample."""
@@ -249,6 +250,7 @@ def generate(
     job: Job,
     tokenizer: PreTrainedTokenizerBase,
     sample: Sample,
+    images: Sequence[PromptImages | None] | None = None,
 ) -> Iterator[dict[str, float]]:
     """Make the missing parts, then the file.
 
@@ -259,20 +261,25 @@ def generate(
         job: settings of the samples.
         tokenizer: tokenizer of the policy.
         sample: samples responses or conversations.
+        images: images of each row; None if no row has images.
 
     Yields:
         For each part: the number of `parts` made by this call so far, `samples_per_s` and `tokens_per_s` of the part.
     """
+    from rl_plugins.rollout.engine import GroupRequest
+
     sampling, missing = job.sampling((tokenizer.eos_token_id,)), samples.missing()
     # Every part has the types of all rows.
     schema = _schema(rows)
     for made_so_far, number in enumerate(missing, start=1):
         start = time.perf_counter()
-        part = slice(number * job.prompts_per_part, (number + 1) * job.prompts_per_part)
-        prompts = list(prompt_ids[part])
-        seeds = [_seed(job.seed, part.start + position) for position in range(len(prompts))]
-        asked = [dict(rows.rows[part.start + n]) for n in range(len(prompts))]
-        generations = sample(asked, prompts, sampling, seeds)
+        part = range(number * job.prompts_per_part, min((number + 1) * job.prompts_per_part, len(rows)))
+        requests = [
+            GroupRequest(row, prompt_ids[row], _seed(job.seed, row), images=None if images is None else images[row])
+            for row in part
+        ]
+        asked = [dict(rows.rows[row]) for row in part]
+        generations = sample(asked, requests, sampling)
         made = pa.Table.from_pylist(asked, schema)
         for name, (kind, values) in _columns(generations, tokenizer).items():
             made = made.append_column(name, pa.array(_grouped(values, job.num_samples), pa.list_(kind)))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rl_plugins.config.sampling import SamplingConfig
     from rl_plugins.data.parquet import Row
     from rl_plugins.rewards.conversations import Conversations
-    from rl_plugins.rollout.engine import Generations, GroupSampler
+    from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler
     from rl_plugins.stages.sampling import AnyEnvironment
 
 
@@ -112,9 +112,7 @@ class ConversationSampler:
     def __init__(self, conversations: Conversations, engine: GroupSampler) -> None:
         self._conversations, self._engine = conversations, engine
 
-    def __call__(
-        self, rows: Sequence[Row], prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int]
-    ) -> Generations:
+    def __call__(self, rows: Sequence[Row], requests: list[GroupRequest], sampling: SamplingConfig) -> Generations:
         """Hold `num_samples` conversations with each prompt, and return the conversations prompt by prompt.
 
         Raises:
@@ -125,8 +123,8 @@ class ConversationSampler:
         from rl_plugins.stages.sampling import scoring_request
 
         openings = [
-            Opening(ticket, prompt, seed, about=scoring_request("", row))
-            for ticket, (row, prompt, seed) in enumerate(zip(rows, prompts, seeds, strict=True))
+            Opening(**vars(request), about=scoring_request("", row))
+            for row, request in zip(rows, requests, strict=True)
         ]
         groups = self._conversations.by(self._engine)
         groups.submit(openings, sampling)

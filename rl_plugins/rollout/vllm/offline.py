@@ -54,20 +54,12 @@ class OfflineVLLM:
                 f"the vLLM engine of this process has not answered {name} within {self._timeout_s:g} s"
             ) from None
 
-    def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int]) -> Generations:
-        """Sample responses without caches of earlier calls. The same call gives the same responses.
-
-        Args:
-            prompts: token ids.
-            sampling: options of sampling.
-            seeds: one seed per prompt.
-        """
-        return self._run(self._generate(prompts, sampling, seeds))
-
-    async def _generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int]) -> Generations:
-        await self._engine.drop_prefixes()
-        generations, _ = await self._engine.generate(0, [0], prompts, sampling, seeds)
-        return generations
+    def sample_groups(self, requests: Sequence[GroupRequest], sampling: SamplingConfig) -> Generations:
+        """Sample groups without caches of earlier calls. The same call gives the same responses."""
+        self._run(self._engine.drop_prefixes())
+        self.submit(requests, sampling)
+        ended = self.collect([request.ticket for request in requests], 0)
+        return Generations.concat([ended[request.ticket] for request in requests])
 
     # Groups, see `GroupSampler` -------------------------------------------------------------------------------------
 

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
+from benchmarks.tiny_vision import save_tiny_vision
 from rl_plugins.commands.main import main
 from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows
@@ -17,6 +19,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.launch.environment import recipe_with_conversations
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.redaction import REMOVED
+from rl_plugins.tests import pictures
 
 OBJECTS = "rl_plugins.tests.environments.sample_environments"
 
@@ -108,3 +111,24 @@ def test_recipe_with_conversations_refuses_a_file_in_one_line(tmp_path: Path, gr
 def test_recipe_with_conversations_names_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"No such file or directory: name the config\.yaml of a run"):
         recipe_with_conversations(tmp_path / "none.yaml")
+
+
+def test_generate_and_evaluate_take_prompts_with_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny_vision("llava", tmp_path / "llava")
+    save_tiny_policy(tmp_path / "text", hidden_size=32, intermediate_size=48)
+    images = [pictures.encoded(pictures.picture(n)) for n in range(2)]
+    rows = [pictures.row("no picture"), *(pictures.row("<image>color?", image) for image in images)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+
+    def generated(model: str, name: str) -> list[str]:
+        return [
+            "generate", str(tmp_path / model), "--data", str(tmp_path / "rows.parquet"), "--engine", "transformers",
+            "--max-tokens", "4", "--save-every", "2", "--output", str(tmp_path / name),
+        ]  # fmt: skip
+
+    assert main(generated("llava", "a.parquet")) == 0, capsys.readouterr().err
+    found = pq.read_table(tmp_path / "a.parquet").to_pylist()
+    assert [len(one["responses"]) for one in found] == [1, 1, 1] and found[2]["images"] == rows[2]["images"]
+    assert main(["evaluate", str(tmp_path / "a.parquet"), "--reward", "exact_match"]) == 0, capsys.readouterr().err
+    assert main(generated("text", "b.parquet")) == 2
+    assert "row 1, column 'images': the row has images, which a vision-language model reads" in capsys.readouterr().err

@@ -36,14 +36,14 @@ class Engine:
     def __init__(self, calls=100):
         self.calls, self.prompts = calls, []
 
-    def __call__(self, rows, prompts, sampling, seeds):
+    def __call__(self, rows, requests, sampling):
         if not self.calls:
             raise Killed
         self.calls -= 1
-        self.prompts += prompts
+        self.prompts += [request.prompt for request in requests]
         responses = []
-        for prompt, seed in zip(prompts, seeds, strict=True):
-            random = np.random.default_rng([seed, *prompt])
+        for request in requests:
+            random = np.random.default_rng([request.seed, *request.prompt])
             responses += [random.integers(1, 9, size=random.integers(1, 5)).tolist() for _ in range(3)]
         return Generations.from_responses(responses, [[0.0] * len(r) for r in responses], ["stop"] * len(responses), 0)
 

@@ -20,7 +20,7 @@ from rl_plugins.evaluation import generation, results
 from rl_plugins.evaluation.generation import Job, generate, open_samples
 from rl_plugins.evaluation.results import evaluate, load_samples
 from rl_plugins.rewards.inline import InlineScorer
-from rl_plugins.rollout.engine import Generations
+from rl_plugins.rollout.engine import Generations, GroupRequest
 
 # Rows are few and large, because the time of the test goes by rows. The library's pieces have fewer rows accordingly.
 FEWER = 8
@@ -68,8 +68,9 @@ def at_most(mebibytes: float) -> Iterator[None]:
     assert peak < mebibytes, f"{peak:.0f} MiB"
 
 
-def sample(rows: object, prompts: list[list[int]], sampling: object, seeds: list[int]) -> Generations:
-    return Generations.from_responses([[1]] * len(prompts), [[0.0]] * len(prompts), ["stop"] * len(prompts), 0)
+def sample(rows: object, requests: list[GroupRequest], sampling: object) -> Generations:
+    count = len(requests)
+    return Generations.from_responses([[1]] * count, [[0.0]] * count, ["stop"] * count, 0)
 
 
 class Tokenizer:
