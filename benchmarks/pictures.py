@@ -1,9 +1,9 @@
 """A vision-language model learns the color of a square in a picture, and nothing from pictures of other rows.
 
-`python -m benchmarks.pictures [--only llava gemma3] [--folder FOLDER]` makes 32x32 pictures and, for each family, a
-tiny model with random weights. SFT on pictures in a wrong order teaches the four answers. GRPO with the right pictures
-then teaches the colors, and GRPO with pictures in a wrong order must not. The table has the accuracy on held-out
-pictures.
+`python -m benchmarks.pictures [--only llava gemma3 idefics3] [--folder FOLDER]` makes 32x32 pictures and, for each
+family, a tiny model with random weights. SFT on pictures in a wrong order teaches the four answers. GRPO with the right
+pictures then teaches the colors, and GRPO with pictures in a wrong order must not. The table has the accuracy on
+held-out pictures. vLLM samples for Idefics 3, in two workers under Ray.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from rl_plugins.run_folder import read_metrics
 
 COLORS = {"r": (220, 30, 30), "g": (30, 200, 30), "b": (30, 30, 220), "y": (220, 220, 30)}
 TRAIN, TEST = 512, 128
-FAMILIES = ("llava", "gemma3")
+IN_ONE_PROCESS = ("launcher=local", "rollout.engine=transformers", "reward.num_workers=0")
+FAMILIES = {"llava": IN_ONE_PROCESS, "gemma3": IN_ONE_PROCESS, "idefics3": ("placement.device=cpu",)}
+"""Options of the runs of each family."""
 
 
 def write_pictures(file: Path, count: int, seed: int, *, right: bool = True) -> None:
@@ -73,11 +75,10 @@ def _picture(generator: np.random.Generator, color: tuple[int, int, int]) -> byt
 def train(recipe: str, name: str, folder: Path, model: Path, rows: str, *overrides: str) -> tuple[float, float]:
     """Run a recipe in this process; return the accuracy on held-out pictures before and after."""
     options = [
-        f"run.name={name}", f"run.output_dir={folder}", f"model.path={model}", "launcher=local",
+        f"run.name={name}", f"run.output_dir={folder}", f"model.path={model}",
         f"data.train_files=[{folder / rows}.parquet]", f"data.val_files=[{folder / 'test'}.parquet]",
-        "rollout.engine=transformers", "reward=exact_match", "reward.num_workers=0", "data.max_prompt_tokens=40",
-        "sampling.max_tokens=2", "run.eval_before=true", "run.checkpoint_every=1000",
-        "tracking.enabled=false", *overrides,
+        "reward=exact_match", "data.max_prompt_tokens=40", "sampling.max_tokens=2", "run.eval_before=true",
+        "run.checkpoint_every=1000", "tracking.enabled=false", *overrides,
     ]  # fmt: skip
     run_recipe(parse_config(compose_config(recipe, options)))
     accuracy = list(read_metrics(folder / name / "metrics.jsonl")["val/reward"].values())
@@ -89,7 +90,7 @@ def learn(family: str, folder: Path) -> dict[str, tuple[float, float, float]]:
     for name, count, seed, right in (("right", TRAIN, 0, True), ("wrong", TRAIN, 0, False), ("test", TEST, 1, True)):
         write_pictures(folder / f"{name}.parquet", count, seed, right=right)
     save_tiny_vision(family, folder / "model")
-    sft = ("run.steps=30", "batch.prompts_per_step=64", "optimizer.lr=3e-3")
+    sft = (*FAMILIES[family], "run.steps=30", "batch.prompts_per_step=64", "optimizer.lr=3e-3")
     train("sft", "sft", folder, folder / "model", "wrong", *sft)
     found: dict[str, Any] = {}
     for rows in ("right", "wrong"):
@@ -98,6 +99,7 @@ def learn(family: str, folder: Path) -> dict[str, tuple[float, float, float]]:
             "grpo", f"grpo_{rows}", folder, folder / "sft" / "policy", rows, "run.steps=120", "optimizer.lr=5e-4",
             "batch.prompts_per_step=32", "batch.samples_per_prompt=8", "batch.updates_per_step=2",
             "run.eval_every=20", "run.target_reward=0.95",
+            *FAMILIES[family],
             # Without the bonus, the policy may stop to sample one of the answers.
             "algorithm.entropy.coefficient=0.03",
             # The attention of Gemma 3 has a mask as large as the square of a row.
