@@ -57,11 +57,12 @@ def policy(model: Path) -> Any:
 def requests(model: Path) -> list[GroupRequest]:
     """Prompts with two images, one and none, and a later turn of a conversation about an image."""
     prompts, found = ImagePrompts(load_processor(str(model))), []
+    # As in validation, tickets may be negative.
     for ticket, (text, images) in enumerate({
         "<image>and <image>?": [picture(1), picture(2, (24, 48))], "<image>color?": [picture(3)], "no picture": [],
-    }.items()):  # fmt: skip
+    }.items(), start=-2):  # fmt: skip
         ids, of_prompt = prompts.encode([{"role": "user", "content": text}], images, {})
-        found.append(GroupRequest(ticket, ids, ticket, images=of_prompt))
+        found.append(GroupRequest(ticket, ids, 5 + ticket, images=of_prompt))
     second = [*found[1].prompt, 80, 81, 258, 82, 259]
     return [*found, GroupRequest(3, second, 3, images=found[1].images)]
 

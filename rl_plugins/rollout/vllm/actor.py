@@ -222,7 +222,7 @@ class VLLMActor:
             there.remove(name)
         self._collected |= outputs
         lengths = {
-            int(name.split("-")[1]): [len(completion.token_ids) for completion in output.outputs]
+            int(name.split("-", 1)[1]): [len(completion.token_ids) for completion in output.outputs]
             for name, output in outputs.items()
         }
         return lengths, self._loop.busy_s

@@ -162,6 +162,17 @@ def test_collect_returns_a_group_that_was_submitted_after_all_groups_were_droppe
     asyncio.run(run())
 
 
+def test_collect_returns_groups_with_negative_tickets() -> None:
+    async def run() -> None:
+        llm = LLM()
+        actor = actor_with(llm)
+        submit_groups(actor, -1, -2)
+        llm.finishing = {"0--1", "0--2"}
+        assert (await actor.collect(0, [-1, -2], 2))[0] == {-1: [2], -2: [2]}
+
+    asyncio.run(run())
+
+
 def test_sleep_holds_unfinished_requests_until_go_on() -> None:
     async def run() -> None:
         llm = LLM()
