@@ -29,7 +29,10 @@ def test_grpo_trains_resumes_and_exports_a_vision_language_model(workplace: Path
     ]  # fmt: skip
     llava = [f"model.path={tmp_path / 'llava'}", "rollout.engine=transformers"]
     # vLLM has LLaVA with torchvision only.
-    on_vllm = [f"model.path={tmp_path / 'idefics3'}", "model.lora.rank=2", "rollout.lora=merged"]
+    on_vllm = [
+        f"model.path={tmp_path / 'idefics3'}", "model.lora.rank=2", "rollout.lora=merged",
+        f"data.val_files=[{tmp_path / 'rows.parquet'}]", "run.eval_every=2",
+    ]  # fmt: skip
     with recipes_in(tmp_path, workplace) as start:
         for strategy, own, largest_gap in (("zero", llava, 1e-3), ("fsdp", on_vllm, 0.05)):
             run = start("grpo", strategy, *options, *own, f"strategy.name={strategy}", "run.steps=2")

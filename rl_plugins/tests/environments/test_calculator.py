@@ -40,4 +40,4 @@ def test_call_rows_teach_the_call_and_the_answer_of_each_product() -> None:
     assert json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>")) == expected
     assert [message["role"] for message in answer["prompt"]] == ["user", "assistant", "tool"]
     assert answer["prompt"][2]["content"] == answer["extra_info"]["response"] == product
-    assert [row["extra_info"]["response"] for row in answer_rows(splits["train"])][0] == product
+    assert answer_rows(splits["train"])[0]["extra_info"]["response"] == product
