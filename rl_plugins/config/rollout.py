@@ -191,7 +191,7 @@ def check_cpu_head_size(path: str, model: Mapping[str, Any]) -> None:
         )
 
 
-def check_adapter(path: str, model: Mapping[str, Any], lora_rank: int) -> None:
+def check_engine_adapter(path: str, model: Mapping[str, Any], lora_rank: int) -> None:
     """Check that an engine can apply the policy's adapter to the weights of a model.
 
     Args:

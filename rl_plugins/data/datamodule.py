@@ -162,12 +162,14 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             check_chat_template(tokenizer)
             check_template_options(tokenizer, self.chat_template_kwargs)
             check_round_trip(tokenizer, (row["prompt"] for row in rows))
+            bad_images = [] if self.images is None else self.images.dropped
+            bad_images.clear()
             self.sources[split] = self.build(rows, tokenizer, split)
             kept = len(self.sources[split])
-            self.dropped_prompts[split] = len(rows) - kept
-            rank_zero_info(f"{split}: {kept} prompts, {self.dropped_prompts[split]} dropped as too long")
-            if self.images is not None and self.images.dropped:
-                rank_zero_info(f"{split}: rows with bad images are among them, such as {self.images.dropped[0]}")
+            dropped = self.dropped_prompts[split] = len(rows) - kept
+            rank_zero_info(f"{split}: {kept} prompts, {dropped - len(bad_images)} dropped as too long")
+            if bad_images:
+                rank_zero_info(f"{split}: {len(bad_images)} dropped for bad images, such as {bad_images[0]}")
 
     def build_prompts(self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase) -> TokenizedPrompts:
         """Tokenise the prompts and apply `max_prompt_tokens`.

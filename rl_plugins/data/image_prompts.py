@@ -139,7 +139,6 @@ class ImagePrompts:
         Raises:
             RowError: see `accepted_rows` and `encode_row`.
         """
-        self.dropped.clear()
         return MappedLists(self.encode_row(row, template_options) for row in self.accepted_rows(rows, template_options))
 
     def accepted_rows(self, rows: PromptRows, template_options: Mapping[str, Any]) -> Iterator[LocatedRow]:

@@ -333,8 +333,8 @@ def sample_rows(
         )
     ]
     if PROMPT_IMAGES in prompts.columns:
-        group = len(rows) // len(prompts)
         for place, row in enumerate(rows):
-            found = prompts.columns[PROMPT_IMAGES][place // group] if place < with_images else None
+            of_prompt = place * len(prompts) // len(rows)
+            found = prompts.columns[PROMPT_IMAGES][of_prompt] if place < with_images else None
             row["images"] = [] if found is None else list(map(thumbnail, found.images))
     return rows

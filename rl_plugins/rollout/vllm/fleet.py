@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.config.rollout import check_adapter, check_cpu_head_size
+from rl_plugins.config.rollout import check_cpu_head_size, check_engine_adapter
 from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost, user_errors_of_tasks
 from rl_plugins.model_json import read_model_config
 from rl_plugins.ranks import Ranks, barrier, broadcast, gather
@@ -107,7 +107,7 @@ class Fleet:
             file = Path(self.config.model) / "config.json"
             if file.is_file():
                 model = read_model_config(file)
-                check_adapter(self.config.model, model, self.config.lora_rank)
+                check_engine_adapter(self.config.model, model, self.config.lora_rank)
                 if self.config.device == "cpu":
                     check_cpu_head_size(self.config.model, model)
             anywhere = {"num_cpus": 0, "num_gpus": self._num_gpus}

@@ -114,12 +114,14 @@ def test_images_that_the_processor_refuses_name_the_row() -> None:
 
 def test_bad_images_filter_counts_the_rows_that_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     rows = [row("<image>a", picture()), row("<image>b", b"text"), row("<image>c"), row("<image>", picture(), picture())]
-    data = PromptDataModule(rows, tokenizer=processor("llava"), prompts_per_step=1, bad_images="filter")
+    data = PromptDataModule(rows, rows[:1], tokenizer=processor("llava"), prompts_per_step=1, bad_images="filter")
     with caplog.at_level("INFO"):
         data.setup("fit")
     # Without an image, `<image>` is text.
     assert data.sources["train"].kept.tolist() == [0, 2] and data.dropped_prompts["train"] == 2
-    assert "rows with bad images are among them, such as list, row 1, column 'images': image 0 is no" in caplog.text
+    assert "train: 2 prompts, 0 dropped as too long" in caplog.text
+    assert "train: 2 dropped for bad images, such as list, row 1, column 'images': image 0 is no" in caplog.text
+    assert "validation: 1 prompts, 0 dropped" in caplog.text and caplog.text.count("dropped for bad images") == 1
     responses = SFTDataModule(rows, tokenizer=processor("llava"), prompts_per_step=1, bad_images="filter")
     responses.setup("fit")
     assert responses.sources["train"].kept.tolist() == [0, 2]

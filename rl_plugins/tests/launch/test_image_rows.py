@@ -15,6 +15,7 @@ from rl_plugins.launch.dry_run import check_data
 from rl_plugins.launch.preflight import check_models
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.tests.launch.configurations import configured, message_of
+from rl_plugins.tests.patience import patient
 from rl_plugins.tests.pictures import encoded, picture, row
 
 Check = Callable[..., str]
@@ -31,7 +32,7 @@ def check(tmp_path: Path) -> Check:
         config = configured(
             "grpo", f"model.path={tmp_path / model}", f"data.train_files=[{tmp_path / 'rows.parquet'}]",
             "launcher=local", "rollout.engine=transformers", "batch.prompts_per_step=4", "data.max_prompt_tokens=32",
-            "sampling.max_tokens=8", *overrides,
+            "sampling.max_tokens=8", f"reward.load_timeout_s={patient(30)}", *overrides,
         )  # fmt: skip
         return message_of(lambda: check_data(config, check_models(config)))
 
