@@ -7,6 +7,7 @@ first, and Ray ends after the last of them: recipes then have the whole machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,20 @@ def _release(rollout: VLLMRollout) -> None:
     # The public end of a hold names the version of the weights, here the present version.
     version = inside(rollout, lambda actor: int(actor._llm.get_weight_version()))
     ray.get(rollout._fleet.actors[0].set_policy_version.remote(version), timeout=patient(60))
+
+
+@contextmanager
+def running_engine(config: VLLMConfig) -> Iterator[VLLMRollout]:
+    """Run an engine for tests that end the engine's process, or need another model or option than resident engines.
+
+    Ray must run. The engine starts meanwhile; `rollout.connect(0, 1)` waits for the start.
+    """
+    rollout = VLLMRollout(config)
+    rollout.start()
+    try:
+        yield rollout
+    finally:
+        rollout.stop()
 
 
 # Policies ---------------------------------------------------------------------------------------------------------

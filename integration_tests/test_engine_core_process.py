@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from integration_tests.resident import (
     inside,
     load_policy,
     log_probs_of,
+    running_engine,
     steps_taken,
 )
 from rl_plugins.config.sampling import SamplingConfig
@@ -36,15 +37,12 @@ BATCHED_TOKENS = 1536
 def engine_with_a_core(workplace: Path) -> Iterator[VLLMRollout]:
     """Run an engine with an engine core in a process of its own."""
     config = VLLMConfig(str(workplace / "tiny"), max_model_len=256, vllm={"max_num_batched_tokens": BATCHED_TOKENS})
-    rollout = VLLMRollout(config)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-        rollout.start()
-    try:
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setitem(CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+            rollout = stack.enter_context(running_engine(config))
         rollout.connect(0, 1)
         yield rollout
-    finally:
-        rollout.stop()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.tiny_vision import save_tiny_vision
-from integration_tests.resident import change, hold_after, inside, steps_taken
+from integration_tests.resident import change, hold_after, inside, running_engine, steps_taken
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.image_prompts import ImagePrompts, load_processor
 from rl_plugins.errors import ConfigError
@@ -38,13 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(running_ray: Any, model: Path) -> Iterator[VLLMRollout]:
-    rollout = VLLMRollout(VLLMConfig(str(model), max_model_len=128))
-    rollout.start()
-    try:
+    with running_engine(VLLMConfig(str(model), max_model_len=128)) as rollout:
         rollout.connect(0, 1)
         yield rollout
-    finally:
-        rollout.stop()
 
 
 @pytest.fixture(scope="module")
@@ -129,13 +125,10 @@ def test_update_weights_changes_the_vision_tower_for_groups_in_flight(
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="vLLM runs LLaVA with torchvision")
 def test_connect_names_the_package_that_the_model_needs(tmp_path: Path) -> None:
     save_tiny_vision("llava", tmp_path)
-    rollout = VLLMRollout(VLLMConfig(str(tmp_path), max_model_len=128))
-    rollout.start()
-    try:
-        with pytest.raises(ConfigError, match=r"LlavaForConditionalGeneration needs a package .*'torchvision'"):
-            rollout.connect(0, 1)
-    finally:
-        rollout.stop()
+    needed = r"LlavaForConditionalGeneration needs a package .*'torchvision'"
+    config = VLLMConfig(str(tmp_path), max_model_len=128)
+    with running_engine(config) as rollout, pytest.raises(ConfigError, match=needed):
+        rollout.connect(0, 1)
 
 
 def test_submit_refuses_a_prompt_with_other_tokens_than_the_engine_makes(

@@ -6,9 +6,10 @@ Everything after the files reads texts with `<image>` and the column `images`. A
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
+from rl_plugins.data.slices import SequenceWithSlices
 from rl_plugins.errors import RowError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def with_texts(row: Row) -> Row:
     return {**changed, IMAGES: [*images, *(row.get(IMAGES) or ())]} if images else changed
 
 
-class RowsWithTexts(Sequence["Row"]):
+class RowsWithTexts(SequenceWithSlices["Row"]):
     """Rows of a data set after `with_texts`.
 
     Args:
@@ -85,15 +86,9 @@ class RowsWithTexts(Sequence["Row"]):
         """Return the number of rows."""
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        """Return a row, or a list of rows."""
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        return with_texts(self._rows[index])
+    def item(self, number: int) -> Row:
+        """Return a row."""
+        return with_texts(self._rows[number])
 
     def __iter__(self) -> Iterator[Row]:
         """Yield all rows, a few in memory at a time."""

@@ -20,7 +20,6 @@ from rl_plugins.config.data import CurriculumConfig
 from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE, check_ranges
 from rl_plugins.data.curriculum import Curriculum
 from rl_plugins.data.image_prompts import (
-    BadImages,
     ImagePrompts,
     Processor,
     has_image_processor,
@@ -33,7 +32,7 @@ from rl_plugins.data.orders import Mixture, Order, Source, build_mixture, load_p
 from rl_plugins.data.parquet import COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import PromptBatch, TokenizedPrompts, build_prompts
 from rl_plugins.data.tokenization import (
-    Overlong,
+    FilterOrError,
     check_chat_template,
     check_round_trip,
     check_template_options,
@@ -56,8 +55,8 @@ class StepOptions(TypedDict, total=False):
     prompts_per_step: Required[int]
     max_prompt_tokens: int
     eval_batch_size: int
-    overlong_prompts: Overlong
-    bad_images: BadImages
+    overlong_prompts: FilterOrError
+    bad_images: FilterOrError
     seed: int
     chat_template_kwargs: Mapping[str, Any] | None
 
@@ -96,8 +95,8 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         prompts_per_step: int,
         max_prompt_tokens: int = 1024,
         eval_batch_size: int = 64,
-        overlong_prompts: Overlong = "filter",
-        bad_images: BadImages = "error",
+        overlong_prompts: FilterOrError = "filter",
+        bad_images: FilterOrError = "error",
         seed: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -119,8 +118,8 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         self.prompts_per_step = prompts_per_step
         self.max_prompt_tokens = max_prompt_tokens
         self.eval_batch_size = eval_batch_size
-        self.overlong_prompts: Overlong = overlong_prompts
-        self.bad_images: BadImages = bad_images
+        self.overlong_prompts: FilterOrError = overlong_prompts
+        self.bad_images: FilterOrError = bad_images
         self.seed = seed
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.dropped_prompts: dict[str, int] = {}

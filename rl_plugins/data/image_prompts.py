@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from rl_plugins.data.images import (
     IMAGES,
@@ -22,7 +22,8 @@ from rl_plugins.data.images import (
 )
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import LocatedRow, PromptRows
-from rl_plugins.data.tokenization import PlainTexts, TemplateCheck, completed, load_tokenizer
+from rl_plugins.data.slices import SequenceWithSlices
+from rl_plugins.data.tokenization import FilterOrError, PlainTexts, TemplateCheck, completed, load_tokenizer
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.model_json import read_model_config, reads_images
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 Processor: TypeAlias = "PreTrainedTokenizerBase | ProcessorMixin"
 """Tokenizer of a language model, or processor of a vision-language model."""
-BadImages: TypeAlias = Literal["filter", "error"]
-"""Rows with an image that cannot be read are left out, or refused."""
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 """Results of a processor for the text."""
 _BLANK = 32
@@ -116,7 +115,7 @@ class ImagePrompts:
         ConfigError: the processor has no placeholder for an image.
     """
 
-    def __init__(self, processor: ProcessorMixin, bad_images: BadImages = "error") -> None:
+    def __init__(self, processor: ProcessorMixin, bad_images: FilterOrError = "error") -> None:
         self._processor: Any = processor
         self._bad_images, self.dropped = bad_images, list[str]()
         self.tokenizer: PreTrainedTokenizerBase = self._processor.tokenizer
@@ -261,28 +260,25 @@ class ImagePrompts:
         return self._texts.encode("".join([*parts, text[end:]])), inputs
 
 
-class ImagesOfRows(Sequence[PromptImages | None]):
+class ImagesOfRows(SequenceWithSlices[PromptImages | None]):
     """Images of each row, read at each access; None for a row without images.
 
     Args:
         rows: the rows.
         prompts: maker of the inputs.
         template_options: further variables of the chat template.
+
+    Attributes:
+        prompts: maker of the inputs.
     """
 
     def __init__(self, rows: PromptRows, prompts: ImagePrompts, template_options: Mapping[str, Any]) -> None:
-        self._rows, self._prompts, self._template_options = rows, prompts, template_options
+        self._rows, self.prompts, self._template_options = rows, prompts, template_options
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> PromptImages | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[PromptImages | None]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        """Return the images of one row, or of several."""
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        return self._prompts.images_of_row(self._rows.located(index), self._template_options)
+    def item(self, number: int) -> PromptImages | None:
+        """Return the images of a row."""
+        return self.prompts.images_of_row(self._rows.located(number), self._template_options)

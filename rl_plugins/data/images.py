@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl_plugins.data.content_parts import IMAGES, PLACEHOLDER
-from rl_plugins.data.parquet import LocatedRow, Row
+from rl_plugins.data.parquet import LocatedRow, PromptRows, Row
 from rl_plugins.errors import RowError
 
 if TYPE_CHECKING:
@@ -99,6 +99,11 @@ def has_images(row: Row) -> bool:
     """Return True if a row has an image."""
     images = row.get(IMAGES)
     return images is not None and (not isinstance(images, Sequence) or len(images) > 0)
+
+
+def any_has_images(rows: PromptRows) -> bool:
+    """Return True if one of the rows has an image. Rows without the column `images` are not read."""
+    return IMAGES in rows.columns and any(map(has_images, rows))
 
 
 def check_places(row: LocatedRow) -> None:

@@ -12,15 +12,16 @@ import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from rl_plugins.data.slices import SequenceWithSlices
 from rl_plugins.errors import ConfigError
 
 
-class MappedRows(Sequence[Mapping[str, Any]]):
+class MappedRows(SequenceWithSlices[Mapping[str, Any]]):
     """Rows in memory-mapped files of Arrow's format; a row becomes a Python object on access."""
 
     def __init__(self) -> None:
@@ -56,19 +57,14 @@ class MappedRows(Sequence[Mapping[str, Any]]):
         """Return the number of rows."""
         return self._rows
 
-    @overload
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Mapping[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        """Return a row, or a list of rows."""
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        if not 0 <= index < self._rows:
-            raise IndexError(f"row {index} of {self._rows}")
-        place = bisect_right(self._starts, index) - 1
-        reader, number = self._batches[place]
-        return reader.get_batch(number).slice(index - self._starts[place], 1).to_pylist()[0]
+    def item(self, number: int) -> Mapping[str, Any]:
+        """Return a row."""
+        if not 0 <= number < self._rows:
+            raise IndexError(f"row {number} of {self._rows}")
+        place = bisect_right(self._starts, number) - 1
+        reader, batch = self._batches[place]
+        row: Mapping[str, Any] = reader.get_batch(batch).slice(number - self._starts[place], 1).to_pylist()[0]
+        return row
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         """Yield all rows, one batch in memory at a time."""
@@ -76,7 +72,7 @@ class MappedRows(Sequence[Mapping[str, Any]]):
             yield from reader.get_batch(number).to_pylist()
 
 
-class MappedLists(Sequence[list[Any]]):
+class MappedLists(SequenceWithSlices[list[Any]]):
     """Lists of numbers, such as token ids, in one memory-mapped file.
 
     Args:
@@ -106,18 +102,13 @@ class MappedLists(Sequence[list[Any]]):
         """Return the number of lists."""
         return len(self.lengths)
 
-    @overload
-    def __getitem__(self, index: int) -> list[Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[list[Any]]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        """Return one list, or a list of lists."""
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(f"list {index} of {len(self)}")
-        end = self._ends[index]
-        return self._numbers[end - self.lengths[index] : end].tolist()
+    def item(self, number: int) -> list[Any]:
+        """Return one list."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"list {number} of {len(self)}")
+        end = self._ends[number]
+        numbers: list[Any] = self._numbers[end - self.lengths[number] : end].tolist()
+        return numbers
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from rl_plugins.data.image_prompts import ImagePrompts, ImagesOfRows
-from rl_plugins.data.images import IMAGE_INPUTS, IMAGES, PROMPT_IMAGES, PromptImages, has_images, inputs_of
+from rl_plugins.data.images import IMAGE_INPUTS, IMAGES, PROMPT_IMAGES, PromptImages, any_has_images, inputs_of
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import PromptRows
-from rl_plugins.data.tokenization import Overlong, accepted_messages, digest, tokenize_prompts, within_limit
+from rl_plugins.data.tokenization import FilterOrError, accepted_messages, digest, tokenize_prompts, within_limit
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def build_prompts(
     *,
     template_options: Mapping[str, Any],
     max_prompt_tokens: int,
-    overlong: Overlong,
+    overlong: FilterOrError,
     images: ImagePrompts | None = None,
 ) -> TokenizedPrompts:
     """Tokenise the prompts and apply the limit.
@@ -223,10 +223,10 @@ def build_prompts(
     kept = within_limit(
         rows, prompt_ids.lengths, option="max_prompt_tokens", limit=max_prompt_tokens, overlong=overlong
     )
-    if images is not None:
+    if of_rows is not None:
         kept = kept[prompt_ids.lengths[kept] > 0]
         if not len(kept):
-            raise ConfigError(f"every row has a bad image, such as {images.dropped[0]}")
+            raise ConfigError(f"every row has a bad image, such as {of_rows.prompts.dropped[0]}")
     return TokenizedPrompts(rows, prompt_ids, kept, of_rows)
 
 
@@ -247,7 +247,7 @@ def tokenize_rows(
     Raises:
         RowError: the chat template refuses a prompt; or a row has images, and the policy reads text alone.
     """
-    if images is not None and IMAGES in rows.columns and any(map(has_images, rows)):
+    if images is not None and any_has_images(rows):
         return images.prompt_ids(rows, template_options), ImagesOfRows(rows, images, template_options)
     messages = accepted_messages(rows, tokenizer, template_options)
     return tokenize_prompts(messages, tokenizer, template_options), None

@@ -26,7 +26,8 @@ from rl_plugins.hub.files import model_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Overlong = Literal["filter", "error"]
+FilterOrError = Literal["filter", "error"]
+"""Rows that cannot be used are left out, or refused."""
 Messages = Sequence[Mapping[str, Any]]
 _CHUNK = 1024
 # Messages of the round trip, and characters of a message in an error.
@@ -299,7 +300,9 @@ def _tokenize_in_chunks(items: Iterable[_Item], tokenize: Callable[[list[_Item]]
     return MappedLists(ids for chunk in chunks for ids in tokenize(chunk))
 
 
-def within_limit(rows: PromptRows, lengths: np.ndarray, *, option: str, limit: int, overlong: Overlong) -> np.ndarray:
+def within_limit(
+    rows: PromptRows, lengths: np.ndarray, *, option: str, limit: int, overlong: FilterOrError
+) -> np.ndarray:
     """Return the numbers of the rows of at most `limit` tokens.
 
     Args:

@@ -67,7 +67,7 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
 
     from rl_plugins.data.curriculum import Curriculum
     from rl_plugins.data.formats import FORMATS
-    from rl_plugins.data.images import has_images
+    from rl_plugins.data.images import any_has_images
     from rl_plugins.data.orders import build_mixture, load_parts
     from rl_plugins.data.parquet import load_rows
     from rl_plugins.model_json import reads_images
@@ -111,7 +111,7 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     check_agent(config, first_of_source, tokenizer)
     template_options = check_tools(config, tokenizer)
     for rows in filter(None, (training, validation)):
-        with_images = reads_images(models.get(config.model.path, {})) and any(map(has_images, rows.rows))
+        with_images = reads_images(models.get(config.model.path, {})) and any_has_images(rows.rows)
         rows.check_lengths(tokenizer, template_options, _image_prompts(config) if with_images else None)
 
 

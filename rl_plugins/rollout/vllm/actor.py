@@ -317,7 +317,7 @@ class VLLMActor:
     def _drop_caches(self) -> None:
         """Drop the caches of prompts and of images, also those of running requests."""
         self._llm.reset_prefix_cache(reset_running_requests=True)
-        if self._image_token_id is not None:
+        if self._llm.model_config.is_multimodal_model:
             self._llm.llm_engine.reset_encoder_cache()
 
     async def load_weights(self, version: int) -> None:

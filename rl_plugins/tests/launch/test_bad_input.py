@@ -23,10 +23,12 @@ from rl_plugins.tests.launch.bad_options import CHECKS, COMPOSING
 from rl_plugins.tests.launch.bad_options_of_environments import ENVIRONMENT_CHECKS
 from rl_plugins.tests.launch.bad_options_of_recipes import OTHER_RECIPES, PAIRS, STEPS
 from rl_plugins.tests.launch.configurations import configured, message_of
+from rl_plugins.tests.patience import patient
 
 GOOD = [
     "model.path=model", "data.train_files=[train.parquet]", "data.val_files=[test.parquet]",
     "placement.num_workers=1", "placement.device=cpu", "sampling.max_tokens=6", "data.max_prompt_tokens=26",
+    f"reward.load_timeout_s={patient(12)}",
 ]  # fmt: skip
 MIXTURE = "data.mixture={a: {files: [train.parquet]}, b: {files: [train.parquet]}}"
 IN_ONE_PROCESS = ["launcher=local", "rollout.engine=transformers"]
