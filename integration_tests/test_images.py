@@ -15,18 +15,23 @@ from rl_plugins.tests.pictures import encoded, picture, row
 pytestmark = pytest.mark.extended
 
 
-def test_grpo_trains_resumes_and_exports_a_vision_language_model(workplace: Path, tmp_path: Path) -> None:
-    for family in ("llava", "idefics3"):
-        save_tiny_vision(family, tmp_path / family)
+def options_of(folder: Path) -> list[str]:
+    """Write rows to a folder; return the options of a run on these rows."""
     rows = [row("<image>color?", encoded(picture(n))) if n % 3 else row("no picture") for n in range(16)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    options = [
-        f"data.train_files=[{tmp_path / 'rows.parquet'}]", "data.val_files=[]",
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    return [
+        f"data.train_files=[{folder / 'rows.parquet'}]", "data.val_files=[]",
         "run.eval_every=0", "run.eval_before=false", "tracking.enabled=false",
         "batch.prompts_per_step=4", "batch.samples_per_prompt=2", "batch.updates_per_step=2", "placement.device=cpu",
         "placement.cpus_per_worker=0.5", "data.max_prompt_tokens=32", "sampling.max_tokens=8",
         "reward.functions.default={_target_: integration_tests.rewards.shortness}", "debug.dump_rollouts=1",
     ]  # fmt: skip
+
+
+def test_grpo_trains_resumes_and_exports_a_vision_language_model(workplace: Path, tmp_path: Path) -> None:
+    options = options_of(tmp_path)
+    for family in ("llava", "idefics3"):
+        save_tiny_vision(family, tmp_path / family)
     llava = [f"model.path={tmp_path / 'llava'}", "rollout.engine=transformers"]
     # vLLM has LLaVA with torchvision only.
     on_vllm = [
@@ -43,3 +48,19 @@ def test_grpo_trains_resumes_and_exports_a_vision_language_model(workplace: Path
         run = start("grpo", "zero", *options, *llava, "strategy.name=zero", "run.steps=3", "run.resume=true")
         assert run.wait() == 0, run.tail()
     assert [step["step"] for step in run.trained()] == [1, 2, 3]
+
+
+def test_ppo_trains_critics_of_a_vision_language_model_in_workers_and_in_a_pool(
+    workplace: Path, tmp_path: Path
+) -> None:
+    options = options_of(tmp_path)
+    save_tiny_vision("llava", tmp_path / "llava")
+    llava = [f"{group}.path={tmp_path / 'llava'}" for group in ("model", "critic")]
+    with recipes_in(tmp_path, workplace) as start:
+        for actors in (0, 1):
+            run = start(
+                "ppo", f"pool-{actors}", *options, *llava, "rollout.engine=transformers", "run.steps=2",
+                f"placement.critic.actors={actors}", "strategy.name=zero",
+            )  # fmt: skip
+            assert run.wait() == 0, run.tail()
+            assert all(step["train/critic/gradient_norm"] > 0 for step in run.trained())

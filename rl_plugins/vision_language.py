@@ -97,10 +97,18 @@ class SampleImages:
             model: Model, or a model engine around the model.
             image_inputs_B: Inputs of the images of each sample; None if no sample has images.
             device: Device of the model.
+
+        Raises:
+            ConfigError: a sample has an image, and the model reads text alone.
         """
         present = [inputs for inputs in image_inputs_B or () if inputs is not None]
         if not present:
             return None
+        if not is_vision_language(model):
+            raise ConfigError(
+                f"the samples have images, and {type(_inner(model)).__name__} reads text alone: start all models from "
+                "vision-language models with the same tokens"
+            )
         # Idefics has an axis of samples before the axis of images.
         axis = 1 if "pixel_attention_mask" in present[0] else 0
         joined = {name: torch.cat([inputs[name] for inputs in present], axis).to(device) for name in present[0]}
@@ -132,7 +140,7 @@ class SampleImages:
         Args:
             input_ids: Argument `input_ids` of the forward pass, [B, S] or [1, M].
         """
-        names = inspect.signature(self.model.forward).parameters
+        names = inspect.signature(self.model.base_model.forward).parameters
         types = {name: self._is_image(input_ids) for name in _TOKEN_TYPES if name in names}
         return {**self.inputs, **types}
 

@@ -280,10 +280,13 @@ class Experience(TensorClass, shadow=True):
             columns=None if image_inputs is None else {IMAGE_INPUTS: image_inputs},
         )
 
-    @classmethod
-    def placeholder(cls, pad_token_id: int) -> Self:
-        """Return one sample of two tokens, for the forward pass of a rank without samples."""
-        return cls.from_responses([[pad_token_id]], [[pad_token_id]], pad_token_id)
+    def placeholder(self, pad_token_id: int) -> Self:
+        """Return one sample of two tokens, for the forward pass of a rank that has no samples left.
+
+        If these samples may have images, the one sample has a column for images, without an image.
+        """
+        images = [None] if IMAGE_INPUTS in self.columns else None
+        return self.from_responses([[pad_token_id]], [[pad_token_id]], pad_token_id, image_inputs=images)
 
     @property
     def columns(self) -> SampleColumns:

@@ -15,6 +15,7 @@ import numpy as np
 from rl_plugins.config.settings import AT_LEAST_1, check_ranges
 from rl_plugins.data.datamodule import StepDataModule, StepOptions
 from rl_plugins.data.formats import STEP_SEPARATOR, read_steps, separated_steps
+from rl_plugins.data.images import ImageInputs
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import UNSCORED_COLUMNS, Paths, PromptRows, RowSource
@@ -35,18 +36,25 @@ class ProcessRewardBatch(RowBatch):
         response_ids: token ids of each response.
         labels: one number per response token: 0 (wrong) to 1 (right) on the last token of a step, NaN elsewhere.
         rows: number of each row in the concatenated data set.
+        image_inputs: inputs of the images of each prompt; None if no row has images.
     """
 
-    __slots__ = ("labels", "prompt_ids", "response_ids", "rows")
+    __slots__ = ("image_inputs", "labels", "prompt_ids", "response_ids", "rows")
 
     def __init__(
-        self, prompt_ids: list[list[int]], response_ids: list[list[int]], labels: list[list[float]], rows: list[int]
+        self,
+        prompt_ids: list[list[int]],
+        response_ids: list[list[int]],
+        labels: list[list[float]],
+        rows: list[int],
+        image_inputs: list[ImageInputs | None] | None = None,
     ) -> None:
         """Set the fields."""
         self.prompt_ids = prompt_ids
         self.response_ids = response_ids
         self.labels = labels
         self.rows = rows
+        self.image_inputs = image_inputs
 
 
 class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
@@ -104,6 +112,7 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
             kept,
             ProcessRewardBatch,
             as_integers={"labels": _thousandths},
+            images=prompts.images,
         )
 
     def _responses(

@@ -112,7 +112,26 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     template_options = check_tools(config, tokenizer)
     for rows in filter(None, (training, validation)):
         with_images = reads_images(models.get(config.model.path, {})) and any_has_images(rows.rows)
+        if with_images:
+            _check_images_are_read(config, models)
         rows.check_lengths(tokenizer, template_options, _image_prompts(config) if with_images else None)
+
+
+def _check_images_are_read(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that all models of the training workers read images.
+
+    Raises:
+        ConfigError: a model reads text alone.
+    """
+    from rl_plugins.model_json import reads_images
+
+    for option, path in config.model_paths.items():
+        # The judge's engine gets texts from a reward.
+        if option != "reward.judge.model" and path in models and not reads_images(models[path]):
+            raise ConfigError(
+                f"{option}={path}: the rows have images, and this model reads text alone: name a vision-language model "
+                "with the tokens of the policy"
+            )
 
 
 def _image_prompts(config: RecipeConfig) -> ImagePrompts:

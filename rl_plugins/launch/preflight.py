@@ -244,13 +244,9 @@ def check_models(
         model = models[path] = check_model_folder(
             option, path, weights=model_name(path) is None, trust_remote_code=config.model.trust_remote_code
         )
+        _check_vision_lr(config, path, model)
         if option == "model.path":
             _check_heads(config, model)
-            if config.optimizer.vision_lr is not None and not reads_images(model):
-                raise ConfigError(
-                    f"optimizer.vision_lr={config.optimizer.vision_lr:g}: {option}={path} has no vision tower: leave "
-                    "the option out"
-                )
             if config.rollout.engine == "vllm" and config.needs_engine and config.rollout.lora == "adapter":
                 check_engine_adapter(f"{option}={path}", model, config.model.lora.rank)
             if _engine_on_cpu(config):
@@ -275,6 +271,18 @@ def _engine_on_cpu(config: RecipeConfig) -> bool:
     """Return True if vLLM surely runs on CPU. With `RAY_ADDRESS`, the devices of `auto` are unknown here."""
     device_is_known = config.placement.device == "cpu" or not os.environ.get("RAY_ADDRESS")
     return config.rollout.engine == "vllm" and config.needs_engine and device_is_known and _on_cpu(config)
+
+
+def _check_vision_lr(config: RecipeConfig, path: str, model: dict[str, Any]) -> None:
+    """Check the optimizers of the models that start from a folder: only a vision-language model has a vision tower."""
+    optimizers = {"optimizer": (config.model.path, config.optimizer)}
+    for name, critic in {"critic": config.critic, "cost_critic": config.cost_critic}.items():
+        optimizers[f"{name}.optimizer"] = (critic.path or config.model.path, critic.optimizer)
+    for name, (start, optimizer) in optimizers.items():
+        if start == path and optimizer.vision_lr is not None and not reads_images(model):
+            raise ConfigError(
+                f"{name}.vision_lr={optimizer.vision_lr:g}: {path} has no vision tower: leave the option out"
+            )
 
 
 def _check_heads(config: RecipeConfig, model: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Models with a scalar head: critics and reward models. The body of a causal model has a linear head with one output.
+"""Models with a scalar head: critics and reward models. The body of a causal or vision-language model has a linear head
+with one output.
 
 The number at a position depends on the tokens up to the position. For a critic, the number is the value of this state.
 For a reward model, the number is the score of these tokens. On disk, both are token classification models of
@@ -11,7 +12,7 @@ Axes: `B` samples, `S` prompt and response (prompts padded on the left, response
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -26,6 +27,7 @@ from rl_plugins.models.loading import LoadingOptions, device_map, prepared
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.token_distributions import accumulation_dtype
+from rl_plugins.vision_language import SampleImages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -37,7 +39,7 @@ def load_scalar_head(
     """Load a model with a scalar head, in train mode and without dropout before the head.
 
     The head is loaded from a reward model (token or sequence classification with one label). On the body of a causal
-    language model, the head is new: weight and bias are 0, so every score is 0.
+    or vision-language model, the head is new: weight and bias are 0, so every score is 0.
 
     Args:
         path: Hugging Face name or folder.
@@ -101,6 +103,7 @@ def scalar_head_config(path: str, *, trust_remote_code: bool = False) -> PreTrai
     folder = model_folder(path, weights=False, trust_remote_code=trust_remote_code)
     check_code_of_folder(folder, trust_remote_code=trust_remote_code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    _register_classifier(config)
     architecture = (config.architectures or ["a causal language model"])[0]
     if architecture.endswith("Classification") and config.num_labels != 1:
         raise ConfigError(
@@ -116,6 +119,40 @@ def scalar_head_config(path: str, *, trust_remote_code: bool = False) -> PreTrai
     # Two passes over the same tokens must give the same scores.
     config.classifier_dropout = 0.0
     return config
+
+
+def _register_classifier(config: PreTrainedConfig) -> None:
+    """Give transformers a token classification model for a vision-language family without such a model.
+
+    The model is the base model of the family with transformers' own head. Names of weights in files are changed as for
+    the family's language model.
+    """
+    from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+        MODEL_MAPPING,
+        AutoModelForTokenClassification,
+    )
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+    from transformers.modeling_layers import GenericForTokenClassification
+
+    family = type(config)
+    has_images = family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and family in MODEL_MAPPING
+    if family in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING or not has_images:
+        return
+    base: Any = MODEL_MAPPING[family]
+    generator: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[family]
+    name = f"{base.__name__.removesuffix('Model')}ForTokenClassification"
+    # The parent of a base model in transformers is the family's class without layers.
+    classifier = type(name, (GenericForTokenClassification, base.__base__), {"__module__": __name__})
+    conversions = get_checkpoint_conversion_mapping(generator.__name__)
+    conversions = conversions or get_checkpoint_conversion_mapping(config.model_type)
+    register_checkpoint_conversion_mapping(name, conversions or [])
+    # Without `exist_ok`, transformers keeps no class for a configuration of its own.
+    AutoModelForTokenClassification.register(family, classifier, exist_ok=True)
 
 
 @contextmanager
@@ -176,27 +213,30 @@ def position_scores(
         packed: Run the real tokens of all samples as one row without padding (see `packing`).
 
     Raises:
-        ConfigError: A sample has images. Models with a scalar head read text alone.
+        ConfigError: A sample has images, and the model reads text alone.
     """
-    if any(inputs is not None for inputs in image_inputs_B or ()):
-        raise ConfigError(
-            "the samples have images, and critics and reward models read text alone: use an algorithm without a "
-            "critic, such as GRPO, and reward functions"
-        )
     if isinstance(model, RemoteModel):
         return model.position_scores(
             input_ids_BS=input_ids_BS,
             attention_mask_BS=attention_mask_BS,
             position_ids_BS=position_ids_BS,
             response_width=response_width,
+            image_inputs_B=image_inputs_B,
             packed=packed,
         )
+    images = SampleImages.of(model, image_inputs_B, input_ids_BS.device)
+    if images is not None:
+        position_ids_BS = images.positions(input_ids_BS, attention_mask_BS, position_ids_BS)
+
+    def scores(inputs: Mapping[str, Any]) -> Tensor:
+        of_images = {} if images is None else images.arguments(inputs["input_ids"])
+        found: Tensor = model(**inputs, **of_images, use_cache=False).logits.squeeze(-1)
+        return found.to(accumulation_dtype(found.dtype))
+
     if not packed:
-        output = model(
-            input_ids=input_ids_BS, attention_mask=attention_mask_BS, position_ids=position_ids_BS, use_cache=False
-        )
-        padded_BS: Tensor = output.logits.squeeze(-1)
-        return padded_BS.to(accumulation_dtype(padded_BS.dtype))
+        return scores({
+            "input_ids": input_ids_BS, "attention_mask": attention_mask_BS, "position_ids": position_ids_BS,
+        })  # fmt: skip
     row = pack(
         model,
         input_ids_BS=input_ids_BS,
@@ -204,8 +244,7 @@ def position_scores(
         position_ids_BS=position_ids_BS,
         response_width=response_width,
     )
-    scores_M: Tensor = model(**row.inputs, use_cache=False).logits[0].squeeze(-1)
-    scores_M = scores_M.to(accumulation_dtype(scores_M.dtype))
+    (scores_M,) = scores(row.inputs)
     scores_BS = scores_M.new_zeros(attention_mask_BS.shape)
     is_token_BS = attention_mask_BS.bool()
     scores_BS[is_token_BS] = scores_M[row.places_BS[is_token_BS]]

@@ -12,6 +12,7 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import EXPERT_COUNT_KEYS
+from rl_plugins.planning.tower import Tower, tower_of
 
 _BIASED = {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_moe"}
 """Families with biases of query, key and value that the configuration does not mention."""
@@ -87,6 +88,7 @@ class ModelShape:
         norms: Parameters of the norms of one block.
         normed_heads: Queries and keys are normalised.
         experts: Experts of the blocks; None for a dense model.
+        tower: Vision tower and projector; None for a model of text. Time and activations of images are not planned.
     """
 
     layers: int
@@ -102,6 +104,7 @@ class ModelShape:
     norms: int = 0
     normed_heads: bool = False
     experts: Experts | None = None
+    tower: Tower | None = None
 
     @property
     def q_width(self) -> int:
@@ -156,7 +159,11 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Parameters of the model."""
-        return self._all_blocks + self.hidden + self.embedding * (1 if self.tied else 2)
+        return self._all_blocks + self.hidden + self.embedding * (1 if self.tied else 2) + sum(self._tower_matrices)
+
+    @property
+    def _tower_matrices(self) -> list[int]:
+        return [] if self.tower is None else self.tower.matrices
 
     @property
     def multiplied(self) -> int:
@@ -167,16 +174,18 @@ class ModelShape:
     def tensors(self) -> int:
         """Approximate number of parameter tensors."""
         matrices = sum(number * len(matrices) for number, matrices, _ in self._blocks)
-        return matrices + self.layers * (2 + (3 if self.attention_bias else 0)) + 2
+        return matrices + self.layers * (2 + (3 if self.attention_bias else 0)) + 2 + len(self._tower_matrices)
 
     @property
     def largest(self) -> int:
         """Parameters of the largest tensor."""
-        return max(self.embedding, *(size for _, matrices, _ in self._blocks for size in matrices))
+        in_blocks = (size for _, matrices, _ in self._blocks for size in matrices)
+        return max(self.embedding, *in_blocks, *self._tower_matrices)
 
     def large(self, threshold: int) -> int:
         """Return the parameters in tensors of more than `threshold` numbers."""
         blocks = sum(size * number for number, matrices, _ in self._blocks for size in matrices if size > threshold)
+        blocks += sum(size for size in self._tower_matrices if size > threshold)
         return blocks + (self.embedding * (1 if self.tied else 2) if self.embedding > threshold else 0)
 
     def multiplied_by(self, tokens: float) -> float:
@@ -193,7 +202,8 @@ class ModelShape:
             widths += [(self.hidden, self.intermediate)] * 3
         elif self.experts.is_gated:
             widths.append((self.hidden, 1))
-        return self.layers * rank * sum(a + b for a, b in widths)
+        of_tower = 0 if self.tower is None else self.tower.adapter(rank)
+        return self.layers * rank * sum(a + b for a, b in widths) + of_tower
 
     def activation_bytes(self, width: int, copies: float = 1.0) -> float:
         """Return the bytes that a block keeps for one token of a row between forward and backward.
@@ -267,12 +277,14 @@ def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
         norms += q_width + kv_width
     return ModelShape(
         layers, hidden, intermediate, heads, kv_heads, head_dim, vocab,
-        tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", family in _TIED))),
+        # The configuration of a vision-language model decides, not the configuration of its decoder.
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", family in _TIED))),
         attention_bias=attention_bias,
         mlp_bias=2 * intermediate + hidden if text.get("mlp_bias") else 0,
         norms=norms,
         normed_heads=has_normed_heads,
         experts=experts,
+        tower=tower_of(config, hidden, where),
     )  # fmt: skip
 
 

@@ -55,6 +55,7 @@ class ModelReward:
         from rl_plugins.data.tokenization import check_chat_template, load_tokenizer
         from rl_plugins.models.folder import check_model_folder
         from rl_plugins.models.scalar_head import load_scalar_head
+        from rl_plugins.vision_language import is_vision_language
 
         check_ranges(int, AT_LEAST_1, batch_size=batch_size)
         parameter_type = getattr(torch, dtype, None)
@@ -74,7 +75,12 @@ class ModelReward:
             model: Any = load_scalar_head(
                 path, dtype=parameter_type, new_head=False, trust_remote_code=trust_remote_code
             )
-            self.model = model.to(device).eval()
+        if is_vision_language(model):
+            raise ConfigError(
+                f"ModelReward: path={path} is a vision-language model, and a reward function gets no images: name the "
+                "model in reward_model.path, which scores in the training workers"
+            )
+        self.model = model.to(device).eval()
 
     def __call__(self, solution_strs: Sequence[str], prompts: Sequence[Messages | None]) -> list[float]:
         """Score a batch.

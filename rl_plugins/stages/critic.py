@@ -34,6 +34,7 @@ from rl_plugins.stages.micro_batches import Cutter, Lengths
 from rl_plugins.stages.optimizer import MicroBatchLoss, build_optimizer
 from rl_plugins.stages.sequence_rows import SequenceRows
 from rl_plugins.strategies.contract import COST_CRITIC, CRITIC
+from rl_plugins.vision_language import with_frozen_tower
 
 _FILE = "critic.pt"
 FIELDS = {CRITIC: ("values", "returns"), COST_CRITIC: ("cost_values", "cost_returns")}
@@ -182,7 +183,8 @@ class CriticLearner:
             dtype=torch.float32 if self._is_low else training.computes_in,
             **training.loading,
         )
-        self._model: nn.Module = with_adapter(model, training.config.lora).to(device)
+        self._model = with_frozen_tower(with_adapter(model, training.config.lora), training.config.optimizer.vision_lr)
+        self._model.to(device)
         self._trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         # One tensor for all gradients, so an update needs one collective.
         self._gradients = torch.zeros(sum(p.numel() for p in self._trained.values()), dtype=model.dtype, device=device)

@@ -27,6 +27,7 @@ from rl_plugins.algorithms.aggregation import GlobalCounts
 from rl_plugins.algorithms.inputs import one_rank
 from rl_plugins.connections import ListeningStore, StoreAddress, join_store
 from rl_plugins.data.experience import Experience
+from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.errors import UserError
 from rl_plugins.models.pool import ModelPool, spread
 from rl_plugins.models.pool_actor import Arrays, PoolConfig, process_name
@@ -91,7 +92,8 @@ class CriticPool(ModelPool):
         self._connect()
         trimmed = mini_batch.trimmed()
         sent = (*_SENT, *FIELDS[self.config.role])
-        rows = Experience(**{name: getattr(trimmed, name) for name in sent}, batch_size=trimmed.batch_size)
+        images = {name: values for name, values in trimmed.columns.items() if name == IMAGE_INPUTS}
+        rows = Experience(**{name: getattr(trimmed, name) for name in sent}, rows=images, batch_size=trimmed.batch_size)
         actors = len(self._actors)
         parts = spread(rows.sequence_lengths.tolist(), actors)
         calls = []

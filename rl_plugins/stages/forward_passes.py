@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -98,7 +99,6 @@ class ForwardPasses:
         if self.router_replay is not None and IMAGE_INPUTS in samples.columns:
             raise ConfigError("router_replay: the tokens of images have no routes yet: leave router_replay out")
         rows = SequenceRows.of(samples)
-        inputs, blank = rows.samples.forward_inputs, self._blank_of(rows.samples)
         if self.router_replay is not None:
             # The reference may be the policy without its adapter, with routes of its own.
             experts = samples.columns.get(ROUTED_EXPERTS) if name == POLICY else None
@@ -106,7 +106,7 @@ class ForwardPasses:
         with self._running(name) as model:
             found = response_log_probs(
                 model,
-                **(inputs if blank is None else with_blank_image(blank, **inputs)),
+                **self.inputs(rows),
                 packed=self.packing,
                 temperature=self.temperature,
                 sum_pi_squared=sum_pi_squared,
@@ -119,14 +119,18 @@ class ForwardPasses:
             )
         if self.router_replay is not None and not torch.is_grad_enabled():
             self.router_replay.stop()
-        return found.mapped(lambda values_RW: rows.fold(values_RW if blank is None else values_RW[:-1]))
+        return found.mapped(lambda values_RW: rows.fold(values_RW[: len(rows.samples)]))
 
-    def _blank_of(self, samples: Experience) -> BlankImage | None:
-        """Return a blank image for samples without images, if other ranks may have samples with images."""
-        image_inputs = samples.columns.get(IMAGE_INPUTS)
-        if self.strategy.ranks.world_size == 1 or image_inputs is None or any(image_inputs):
-            return None
-        return self._blank_image
+    def inputs(self, rows: SequenceRows) -> dict[str, Any]:
+        """Return the arguments of a forward pass over the rows.
+
+        Rows without images get one more row with a blank image, if other ranks may have images.
+        """
+        inputs = rows.samples.forward_inputs
+        images_R = inputs["image_inputs_B"]
+        if self.strategy.ranks.world_size == 1 or images_R is None or any(images_R) or self._blank_image is None:
+            return {**inputs}
+        return with_blank_image(self._blank_image, **inputs)
 
     @cached_property
     def _blank_image(self) -> BlankImage | None:
@@ -140,14 +144,14 @@ class ForwardPasses:
     def scores(self, name: str, samples: Experience) -> Tensor:
         """Run a model with a scalar head over a micro-batch; return its scores, [B, T]."""
         rows = SequenceRows.of(samples)
-        model = self.strategy.model_engine(name)
-        return rows.fold(response_scores(model, **rows.samples.forward_inputs, packed=self.packing))
+        scores_RW = response_scores(self.strategy.model_engine(name), **self.inputs(rows), packed=self.packing)
+        return rows.fold(scores_RW[: len(rows.samples)])
 
     def values(self, name: str, samples: Experience) -> Tensor:
         """Run a critic over a micro-batch; return its values, [B, T]."""
         rows = SequenceRows.of(samples)
-        model = self.strategy.model_engine(name)
-        return rows.fold(response_values(model, **rows.samples.forward_inputs, packed=self.packing))
+        values_RW = response_values(self.strategy.model_engine(name), **self.inputs(rows), packed=self.packing)
+        return rows.fold(values_RW[: len(rows.samples)])
 
     @torch.no_grad()
     def per_token(

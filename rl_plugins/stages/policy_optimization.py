@@ -53,6 +53,7 @@ from rl_plugins.strategies.contract import (
     REWARD_MODEL,
     Strategy,
 )
+from rl_plugins.vision_language import with_frozen_tower
 
 _VALUES = {CRITIC: "values_BT", COST_CRITIC: "cost_values_BT"}
 """Input of the algorithm that each critic computes."""
@@ -314,7 +315,8 @@ class PolicyOptimization(Stage):
         for name, critic_config in self.critic_configs.items():
             if getattr(self, name) is None:
                 critic = self._load_scalar_head(str(critic_config.path), new_head=True)
-                setattr(self, name, with_adapter(critic, critic_config.lora))
+                critic = with_adapter(critic, critic_config.lora)
+                setattr(self, name, with_frozen_tower(critic, critic_config.optimizer.vision_lr))
         for name, config in self.scoring_configs.items():
             if getattr(self, name) is None:
                 path = str(config.path)

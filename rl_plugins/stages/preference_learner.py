@@ -175,7 +175,8 @@ class PreferenceLearner:
         for indices in self.passes.log_prob_batches(samples):
             # All ranks take part in every forward pass, also a rank without further samples.
             is_empty = len(indices) == 0
-            sums_R = self._log_probs(name, Experience.placeholder(self.pad_token_id) if is_empty else samples[indices])
+            run = samples.placeholder(self.pad_token_id) if is_empty else samples[indices]
+            sums_R = self._log_probs(name, run)
             if not is_empty:
                 log_probs_R[indices] = sums_R.to(log_probs_R)
         return log_probs_R

@@ -30,7 +30,6 @@ from rl_plugins.algorithms.implicit_process_reward import (
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.settings import ABOVE_0, FROM_0_TO_1, Settings, one_of
 from rl_plugins.data.experience import Experience, computed
-from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.stages.forward_passes import ForwardPasses
@@ -167,12 +166,10 @@ class ProcessRewards:
         return columns["log_probs"]
 
     def _log_probs(self, name: str, micro: Experience) -> Tensor:
-        if IMAGE_INPUTS in micro.columns:
-            raise ConfigError("the samples have images, and process reward models read text alone: leave PRIME out")
         engine, rows = self._strategy.model_engine(name), SequenceRows.of(micro)
-        inputs, packing = rows.samples.forward_inputs, self._passes.packing
+        inputs, packing = self._passes.inputs(rows), self._passes.packing
         found = response_log_probs(engine, **inputs, packed=packing, entropy=False)
-        return rows.fold(found.log_probs_BT)
+        return rows.fold(found.log_probs_BT[: len(rows.samples)])
 
     def _add_opponents(self, targets: TensorDict, log_probs_BT: Tensor, samples: Experience) -> None:
         """Add the opponents of each sample's preference, by the model before the update."""

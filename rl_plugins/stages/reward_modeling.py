@@ -118,7 +118,7 @@ class RewardModeling(Stage):
             for indices in self.passes.log_prob_cutter.indices(examples.lengths):
                 if not len(indices):
                     # All ranks take part in every forward pass, also a rank without rows.
-                    self._scores(Experience.placeholder(self.tokenizer.pad_token_id))
+                    self._scores(examples.experience.placeholder(self.tokenizer.pad_token_id))
                     continue
                 losses, metrics, mask = self._evaluate(examples, indices)
                 for name, values in {"loss": losses, **metrics}.items():
@@ -139,7 +139,11 @@ class RewardModeling(Stage):
 
 
 class Pairs:
-    """Pairs of responses to one prompt; both responses of a pair are always in the same micro-batch."""
+    """Pairs of responses to one prompt; both responses of a pair are always in the same micro-batch.
+
+    Attributes:
+        experience: all samples: the chosen responses, then the rejected responses.
+    """
 
     given = SCORED_PAIR_INPUTS
 
@@ -147,18 +151,21 @@ class Pairs:
         """Pad the pairs."""
         responses = [*batch.chosen_ids, *batch.rejected_ids]
         self._count = len(batch.chosen_ids)
-        self._samples = Experience.from_responses([*batch.prompt_ids, *batch.prompt_ids], responses, pad_token_id)
+        images = None if batch.image_inputs is None else [*batch.image_inputs, *batch.image_inputs]
+        self.experience = Experience.from_responses(
+            [*batch.prompt_ids, *batch.prompt_ids], responses, pad_token_id, image_inputs=images
+        )
         self._margins_B = torch.tensor(batch.margins, dtype=torch.float32)
 
     @property
     def lengths(self) -> Lengths:
         """Lengths of the pairs."""
-        return Lengths.of_examples(self._samples, self._both(torch.arange(self._count)).view(2, -1).T)
+        return Lengths.of_examples(self.experience, self._both(torch.arange(self._count)).view(2, -1).T)
 
     @property
     def tokens(self) -> Tensor:
         """Number of tokens of all samples together."""
-        return self._samples.sequence_lengths.sum()
+        return self.experience.sequence_lengths.sum()
 
     def __len__(self) -> int:
         """Return the number of pairs."""
@@ -166,7 +173,7 @@ class Pairs:
 
     def samples(self, indices_B: Tensor) -> Experience:
         """Return the samples of some pairs: the chosen responses, then the rejected responses."""
-        return self._samples[self._both(indices_B)].trimmed()
+        return self.experience[self._both(indices_B)].trimmed()
 
     def _both(self, indices_B: Tensor) -> Tensor:
         return torch.cat([indices_B, indices_B + self._count])
@@ -177,39 +184,45 @@ class Pairs:
 
     def loss_inputs(self, scores_RT: Tensor, indices_B: Tensor) -> dict[str, Tensor]:
         """Return the loss inputs: scores of whole responses [B] and margins [B]."""
-        lengths_R = self._samples.response_lengths[self._both(indices_B)].to(scores_RT.device)
+        lengths_R = self.experience.response_lengths[self._both(indices_B)].to(scores_RT.device)
         chosen_B, rejected_B = last_token_scores(scores_RT, lengths_R).chunk(2)
         margins_B = self._margins_B[indices_B].to(scores_RT)
         return {"chosen_scores_B": chosen_B, "rejected_scores_B": rejected_B, "margins_B": margins_B}
 
 
 class Steps:
-    """Responses with a label at the end of each step."""
+    """Responses with a label at the end of each step.
+
+    Attributes:
+        experience: all samples.
+    """
 
     given = SCORED_STEP_INPUTS
 
     def __init__(self, batch: ProcessRewardBatch, pad_token_id: int) -> None:
         """Pad the responses and the labels."""
-        self._samples = Experience.from_responses(batch.prompt_ids, batch.response_ids, pad_token_id)
+        self.experience = Experience.from_responses(
+            batch.prompt_ids, batch.response_ids, pad_token_id, image_inputs=batch.image_inputs
+        )
         self._labels_BT, _ = pad_ragged(batch.labels, value=float("nan"), dtype=torch.float32, side="right")
 
     @property
     def lengths(self) -> Lengths:
         """Lengths of the responses."""
-        return Lengths.of(self._samples)
+        return Lengths.of(self.experience)
 
     @property
     def tokens(self) -> Tensor:
         """Number of tokens of all samples together."""
-        return self._samples.sequence_lengths.sum()
+        return self.experience.sequence_lengths.sum()
 
     def __len__(self) -> int:
         """Return the number of responses."""
-        return len(self._samples)
+        return len(self.experience)
 
     def samples(self, indices_B: Tensor) -> Experience:
         """Return the samples of some examples."""
-        return self._samples[indices_B].trimmed()
+        return self.experience[indices_B].trimmed()
 
     def label_mask(self, indices_B: Tensor) -> Tensor:
         """Return the mask of counted tokens [B, T]: labelled tokens count."""
@@ -224,7 +237,7 @@ class Steps:
         }
 
     def _labels(self, indices_B: Tensor) -> Tensor:
-        return self._labels_BT[indices_B, : int(self._samples.response_lengths[indices_B].max())]
+        return self._labels_BT[indices_B, : int(self.experience.response_lengths[indices_B].max())]
 
 
 def labelled_examples(batch: object, pad_token_id: int) -> Pairs | Steps:

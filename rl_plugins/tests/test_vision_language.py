@@ -1,4 +1,4 @@
-"""Log-probs of vision-language models over padded and packed samples, against single samples of transformers."""
+"""Log-probs and scores of vision-language models, padded and packed, against single samples of transformers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks.tiny_vision import processor, save_tiny_vision
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.image_prompts import ImagePrompts
 from rl_plugins.data.images import inputs_of
+from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.log_probs import response_log_probs
+from rl_plugins.models.scalar_head import load_scalar_head, response_scores
+from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.tests.pictures import picture
 
 FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
@@ -33,9 +35,14 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder: Path = tmp_path_factory.mktemp(family)
-    save_tiny_vision(family, folder)
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp(family)
+    save_tiny_vision(family, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
     return load_causal_lm(str(folder), dtype=torch.float32).eval()
 
 
@@ -53,8 +60,8 @@ def samples(family: str) -> Experience:
 
 
 @pytest.fixture(scope="module")
-def expected(family: str, model: Any, samples: Experience) -> list[Tensor]:
-    """Log-probs of each response, by a forward pass of transformers over the sample alone."""
+def alone(family: str) -> list[dict[str, Any]]:
+    """Inputs of transformers for each sample alone."""
     found = []
     for index, (question, images) in enumerate(QUESTIONS.items()):
         response = torch.tensor([RESPONSES[index]])
@@ -64,16 +71,12 @@ def expected(family: str, model: Any, samples: Experience) -> list[Tensor]:
             text = made.apply_chat_template(
                 [{"role": "user", "content": parts(question)}], tokenize=False, add_generation_prompt=True
             )
-            inputs = made(images=images, text=[text], return_tensors="pt", add_special_tokens=False)
+            inputs = dict(made(images=images, text=[text], return_tensors="pt", add_special_tokens=False))
             inputs.pop("attention_mask")
-        length = inputs["input_ids"].shape[1]
         for name, value in inputs.items():
             if name in ("token_type_ids", "mm_token_type_ids"):
                 inputs[name] = torch.cat([value, torch.zeros_like(response)], dim=1)
-        inputs["input_ids"] = torch.cat([inputs["input_ids"], response], dim=1)
-        with torch.no_grad():
-            logits = model(**inputs).logits[0, length - 1 : -1]
-        found.append(logits.log_softmax(-1).gather(-1, response[0][:, None])[:, 0])
+        found.append({**inputs, "input_ids": torch.cat([inputs["input_ids"], response], dim=1)})
     return found
 
 
@@ -88,9 +91,32 @@ def parts(question: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_response_log_probs_with_images_equal_single_samples(
-    model: Any, samples: Experience, expected: list[Tensor], packed: bool
+    model: Any, samples: Experience, alone: list[dict[str, Any]], packed: bool
 ) -> None:
     with torch.no_grad():
         found = response_log_probs(model, **samples.forward_inputs, packed=packed).log_probs_BT
-    for own, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(own[: len(wanted)], wanted, rtol=0, atol=2e-5)
+        for own, inputs, tokens in zip(found, alone, RESPONSES, strict=True):
+            response = torch.tensor(tokens)[:, None]
+            log_probs = model(**inputs).logits[0, -len(tokens) - 1 : -1].log_softmax(-1)
+            torch.testing.assert_close(own[: len(tokens)], log_probs.gather(-1, response)[:, 0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_response_scores_with_images_equal_single_samples(
+    family: str, folder: Path, samples: Experience, alone: list[dict[str, Any]], packed: bool
+) -> None:
+    model: Any = load_scalar_head(str(folder), dtype=torch.float32).eval()
+    body = load_causal_lm(str(folder), dtype=torch.float32).base_model.state_dict()
+    assert all(torch.equal(weight, body[name]) for name, weight in model.base_model.state_dict().items())
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        found = response_scores(model, **samples.forward_inputs, packed=packed)
+        for own, inputs, tokens in zip(found, alone, RESPONSES, strict=True):
+            scores = model(**inputs).logits[0, -len(tokens) :, 0]
+            torch.testing.assert_close(own[: len(tokens)], scores, rtol=0, atol=5e-5)
+
+
+def test_response_scores_of_a_model_of_text_refuse_images(samples: Experience, tmp_path: Path) -> None:
+    model = load_scalar_head(str(save_tiny_policy(tmp_path)), dtype=torch.float32)
+    with pytest.raises(ConfigError, match="the samples have images, and Qwen2ForTokenClassification reads text alone"):
+        response_scores(model, **samples.forward_inputs)

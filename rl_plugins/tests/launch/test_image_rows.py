@@ -53,6 +53,21 @@ def test_check_data_refuses_images_for_a_model_of_text(check: Check) -> None:
     )
 
 
+@pytest.mark.parametrize("option", ["critic.path", "reward_model.path", "teacher.path"])
+def test_check_data_refuses_another_model_of_text_for_rows_with_images(
+    check: Check, option: str, tmp_path: Path
+) -> None:
+    found = check(rows_of(encoded(picture())), f"{option}={tmp_path / 'text'}")
+    assert f"{option}={tmp_path / 'text'}: the rows have images, and this model reads text alone" in found
+    assert check([row("no picture")] * 4, f"{option}={tmp_path / 'text'}") == "nothing is refused"
+
+
+def test_check_models_refuses_vision_lr_for_a_critic_of_text(check: Check, tmp_path: Path) -> None:
+    for path in (tmp_path / "text", "null"):
+        found = check([row("no picture")] * 4, f"critic.path={path}", "critic.optimizer.vision_lr=0", model="text")
+        assert f"critic.optimizer.vision_lr=0: {tmp_path / 'text'} has no vision tower: leave the option out" in found
+
+
 def test_check_data_refuses_a_row_with_a_bad_image(check: Check) -> None:
     assert "rows.parquet, row 3, column 'images': image 0 is no image that PIL knows" in check(rows_of(b"text"))
     two = check(rows_of(encoded(picture()), encoded(picture())))

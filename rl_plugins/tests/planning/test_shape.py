@@ -9,23 +9,31 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
+    Idefics3Config,
     LlamaConfig,
+    LlavaConfig,
     MistralConfig,
     MixtralConfig,
     OlmoeConfig,
     Phi3Config,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen2VLConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
+from benchmarks.tiny_vision import save_tiny_vision
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.model_json import read_model_config
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.models.lora import add_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
@@ -91,6 +99,37 @@ def test_shape_of_counts_the_parameters_of_a_mixture_and_of_the_experts_of_a_tok
         large = sum(p.numel() for p in model.parameters() if p.ndim > 1 and p.numel() > threshold)
         # A bias of all experts is a matrix, too, and small beside the experts.
         assert shape.large(threshold) == pytest.approx(large, rel=0.01)
+
+
+VISION_LANGUAGE = [LlavaConfig(), Gemma3Config(), Qwen2VLConfig(), Qwen2_5_VLConfig(), Idefics3Config()]
+
+
+@for_each("config", VISION_LANGUAGE)
+def test_shape_of_counts_the_parameters_of_a_vision_tower(config):
+    text = config.get_text_config()
+    # The vocabulary must have all special tokens of the configuration.
+    text.num_hidden_layers, text.vocab_size = 1, 130_000
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    tower = shape_of(config.to_dict(), "it").tower
+    weights = {name: p for name, p in model.named_parameters() if "language_model" not in name}
+    weights = {name: p for name, p in weights.items() if "text_model" not in name and "lm_head" not in name}
+    assert sum(tower.matrices) == pytest.approx(sum(p.numel() for p in weights.values()), rel=2e-3)
+
+
+@for_each("family", ["llava", "gemma3", "qwen2_5_vl", "idefics3"])
+def test_shape_of_counts_adapter_and_tied_embedding_of_a_vision_language_model(family, tmp_path):
+    model = save_tiny_vision(family, tmp_path / family)
+    shape = shape_of(read_model_config(tmp_path / family / "config.json"), "it")
+    assert shape.parameters == pytest.approx(model.num_parameters(), rel=1e-2)
+    adapted = add_adapter(model, LoraConfig(rank=4))
+    assert shape.adapter(4) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def test_shape_of_names_the_missing_size_of_a_vision_tower():
+    config = {**Qwen2Config(**SIZES, **HEADS).to_dict(), "vision_config": {"hidden_size": 64}}
+    with pytest.raises(ConfigError, match="it: vision_config has no whole number for num_hidden_layers or depth: a"):
+        shape_of(config, "it")
 
 
 @for_each("config", [Qwen2Config(**SIZES, **HEADS), MIXTURES[0], MIXTURES[1], MIXTURES[2]])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification
 
+from benchmarks.tiny_vision import processor, save_tiny_vision
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
@@ -43,6 +44,15 @@ def plain_score(path: str, text: str) -> float:
     model = AutoModelForTokenClassification.from_pretrained(path).eval()
     with torch.no_grad():
         return float(model(torch.tensor([build_tokenizer().encode(text)])).logits[0, -1, 0])
+
+
+def test_model_reward_refuses_a_vision_language_model(tmp_path: Path) -> None:
+    save_tiny_vision("llava", tmp_path / "policy")
+    model: Any = load_scalar_head(str(tmp_path / "policy"), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "reward_model")
+    processor("llava").tokenizer.save_pretrained(tmp_path / "reward_model")
+    with pytest.raises(ConfigError, match=r"is a vision-language model, and a reward function gets no images: name"):
+        ModelReward(str(tmp_path / "reward_model"))
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 32])

@@ -8,38 +8,39 @@ from typing import Any
 
 import pytest
 import torch
-from PIL.Image import Image
 from torch import Tensor
 from typing_extensions import override
 
-from benchmarks.tiny_vision import processor, save_tiny_vision
-from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig
+from benchmarks.tiny_vision import processor
+from rl_plugins.config.models import LoraConfig, OptimizerConfig
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
-from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.image_prompts import ImagePrompts, load_processor
 from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.data.preferences import PairBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
-from rl_plugins.models.scalar_head import position_scores
-from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.router_replay import RouterReplay
 from rl_plugins.stages.preference_optimization import PreferenceOptimization
 from rl_plugins.stages.sft import SFT
 from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.sequence_parallel import body_of
-from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.strategies.tensor_parallel import plan_of
 from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.patience import patient
-from rl_plugins.tests.pictures import picture, row
+from rl_plugins.tests.pictures import picture
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
-
-FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
-RESPONSES = [[80, 81, 82, 83, 257], [70, 257], [60, 61, 257], [75, 76, 77, 257]]
+from rl_plugins.tests.stages.with_images import (
+    FAMILIES,
+    RESPONSES,
+    assert_alike,
+    batch_of,
+    of_tower,
+    sampled,
+    saved_families,
+    single_device,
+)
 
 
 class OwnPolicy(canned.OwnPolicy):
@@ -52,30 +53,7 @@ class OwnPolicy(canned.OwnPolicy):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
-    for family, folder in found.items():
-        save_tiny_vision(family, folder)
-    return found
-
-
-def batch_of(family: str, places: list[int]) -> dict[str, Any]:
-    """Return a batch in which each second example has an image."""
-    prompts = ImagePrompts(processor(family))
-    encoded = [
-        encoded_with_image(prompts, picture(place))
-        if place % 2 == 0
-        else (prompts.tokenizer.encode("no picture"), None)
-        for place in places
-    ]
-    ids, inputs = zip(*encoded, strict=True)
-    responses = [RESPONSES[place] for place in places]
-    return {"prompt_ids": list(ids), "response_ids": responses, IMAGE_INPUTS: list(inputs)}
-
-
-def encoded_with_image(prompts: ImagePrompts, image: Image) -> tuple[list[int], Any]:
-    ids, images = prompts.encode([{"role": "user", "content": "<image>color?"}], [image], {})
-    assert images is not None
-    return ids, images.inputs
+    return saved_families(tmp_path_factory.mktemp("families"))
 
 
 def trained(
@@ -108,10 +86,6 @@ def trained(
     return weights
 
 
-def single_device() -> SingleDeviceRolloutStrategy:
-    return SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
-
-
 def trained_rank(rank: int, family: str, folder: Path, name: str, options: dict[str, Any]) -> dict[str, Tensor]:
     """Train on one of two ranks. The second rank has no image."""
     of_strategy: dict[str, Any] = {"rollout": canned.CannedRollout(), "timeout_s": patient(100)}
@@ -131,15 +105,6 @@ def test_sharded_models_with_images_on_one_rank_alone_equal_one_process(
         assert_alike(weights, expected)
 
 
-def of_tower(weights: dict[str, Tensor]) -> list[str]:
-    return [name for name in weights if any(part in name for part in ("vision_tower", "visual", "vision_model"))]
-
-
-def assert_alike(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for parameter, tensor in expected.items():
-        torch.testing.assert_close(weights[parameter], tensor, rtol=0, atol=2e-5, msg=parameter)
-
-
 @pytest.mark.parametrize("name", ["zero", "fsdp"])
 def test_vision_lr_freezes_or_slows_the_vision_tower(name: str, folders: dict[str, Path]) -> None:
     folder, start = folders["llava"], load_causal_lm(str(folders["llava"]), dtype=torch.float32).state_dict()
@@ -156,30 +121,6 @@ def test_vision_lr_freezes_or_slows_the_vision_tower(name: str, folders: dict[st
     for rate in (0.0, 0.002):
         for weights, _ in run_ranks(trained_rank, "llava", folder, name, options(rate), world_size=2):
             assert_alike(weights, expected[rate])
-
-
-def rows_of(count: int) -> list[dict[str, Any]]:
-    return [row("<image>color?", picture(number)) if number % 2 else row("no picture") for number in range(count)]
-
-
-def sampled(family: str, folder: Path, *, max_tokens: int = 8, **options: Any) -> Any:
-    """Train one step of GRPO on samples of the transformers engine; return the stage."""
-    stage = canned.Keeping(
-        load_causal_lm(str(folder), dtype=torch.float32),
-        tokenizer=processor(family),
-        # Half of the vocabulary ends a turn.
-        sampling=SamplingConfig(max_tokens=max_tokens, num_samples=3, stop_token_ids=tuple(range(128))),
-        optimizer=OptimizerConfig(lr=0.01),
-        updates_per_step=2,
-        max_steps=1,
-        **{"algorithm": Algorithm(), "scorer": lambda solution_str: float(len(solution_str)), **options},
-    )
-    stage.shown_samples.limit = 5
-    data = PromptDataModule(rows_of(4), tokenizer=processor(family), prompts_per_step=4)
-    strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(folder)))
-    canned.quiet_trainer(strategy).fit(stage, datamodule=data)
-    assert stage.step == 1
-    return stage
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -251,17 +192,9 @@ def test_parallel_blocks_of_a_vision_language_model_are_refused(family: str, fol
         body_of(model, "policy", 2)
 
 
-def test_replay_of_routes_and_scalar_heads_refuse_images(folders: dict[str, Path]) -> None:
+def test_replay_of_routes_refuses_images(folders: dict[str, Path]) -> None:
     stage = sampled("llava", folders["llava"])
     (samples,) = stage.trained_on
     passes = replace(stage.passes, router_replay=RouterReplay())
     with pytest.raises(ConfigError, match="router_replay: the tokens of images have no routes yet"):
         passes.log_probs("policy", samples)
-    with pytest.raises(ConfigError, match="critics and reward models read text alone"):
-        position_scores(stage.policy, **samples.forward_inputs)
-
-
-def test_critic_of_a_vision_language_model_is_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="no token classification model for llava"):
-        critic = CriticConfig(path=str(folders["llava"]))
-        sampled("llava", folders["llava"], algorithm=Algorithm(advantage="gae"), critic=critic)
