@@ -78,41 +78,33 @@ class SampleImages:
 
     Attributes:
         model: vision-language model, without model engine and adapter.
-        inputs: inputs of all images, sample after sample, on the model's device.
+        inputs_B: inputs of the images of each sample; None for a sample without images.
     """
 
     model: Any
-    inputs: dict[str, Tensor]
+    inputs_B: Sequence[Mapping[str, Tensor] | None]
 
     @classmethod
     def of(
-        cls,
-        model: Callable[..., Any],
-        image_inputs_B: Sequence[Mapping[str, Tensor] | None] | None,
-        device: torch.device,
+        cls, model: Callable[..., Any], image_inputs_B: Sequence[Mapping[str, Tensor] | None] | None
     ) -> SampleImages | None:
         """Return the images of samples; None if no sample has an image.
 
         Args:
             model: Model, or a model engine around the model.
             image_inputs_B: Inputs of the images of each sample; None if no sample has images.
-            device: Device of the model.
 
         Raises:
             ConfigError: a sample has an image, and the model reads text alone.
         """
-        present = [inputs for inputs in image_inputs_B or () if inputs is not None]
-        if not present:
+        if image_inputs_B is None or not any(image_inputs_B):
             return None
         if not is_vision_language(model):
             raise ConfigError(
                 f"the samples have images, and {type(_inner(model)).__name__} reads text alone: start all models from "
                 "vision-language models with the same tokens"
             )
-        # Idefics has an axis of samples before the axis of images.
-        axis = 1 if "pixel_attention_mask" in present[0] else 0
-        joined = {name: torch.cat([inputs[name] for inputs in present], axis).to(device) for name in present[0]}
-        return cls(_inner(model), joined)
+        return cls(_inner(model), image_inputs_B)
 
     def positions(self, input_ids_BS: Tensor, attention_mask_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
         """Return the positions of tokens: [B, S], or [4, B, S] for a model with positions in time, height and width.
@@ -129,20 +121,28 @@ class SampleImages:
         places_3BS, _ = self.model.model.get_rope_index(
             input_ids_BS,
             self._is_image(input_ids_BS),
-            image_grid_thw=self.inputs.get("image_grid_thw"),
+            image_grid_thw=torch.cat([inputs["image_grid_thw"] for inputs in self.inputs_B if inputs]).to(
+                input_ids_BS.device
+            ),
             attention_mask=attention_mask_BS,
         )
         return torch.cat([position_ids_BS[None], places_3BS])
 
-    def arguments(self, input_ids: Tensor) -> dict[str, Tensor]:
+    def arguments(self, input_ids: Tensor, samples: Sequence[int] | None = None) -> dict[str, Tensor]:
         """Return further arguments of a forward pass.
 
         Args:
             input_ids: Argument `input_ids` of the forward pass, [B, S] or [1, M].
+            samples: Indices of the samples whose prompts are in a row, in their order; None for all samples.
         """
+        chosen = self.inputs_B if samples is None else [self.inputs_B[index] for index in samples]
+        present = [inputs for inputs in chosen if inputs]
+        # Idefics has an axis of samples before the axis of images.
+        axis = 1 if "pixel_attention_mask" in present[0] else 0
+        joined = {name: torch.cat([inputs[name] for inputs in present], axis) for name in present[0]}
         names = inspect.signature(self.model.base_model.forward).parameters
         types = {name: self._is_image(input_ids) for name in _TOKEN_TYPES if name in names}
-        return {**self.inputs, **types}
+        return {**{name: values.to(input_ids.device) for name, values in joined.items()}, **types}
 
     def _is_image(self, input_ids: Tensor) -> Tensor:
         return (input_ids == self.model.config.image_token_id).int()

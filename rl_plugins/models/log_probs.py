@@ -166,7 +166,7 @@ def response_log_probs(
         "position_ids": position_ids_BS,
     }
     head = last_linear_head(model, inputs)
-    images = SampleImages.of(model, image_inputs_B, input_ids_BS.device)
+    images, prompts = SampleImages.of(model, image_inputs_B), None
     if images is not None:
         position_ids_BS = inputs["position_ids"] = images.positions(input_ids_BS, attention_mask_BS, position_ids_BS)
     if packed:
@@ -176,7 +176,9 @@ def response_log_probs(
             attention_mask_BS=attention_mask_BS,
             position_ids_BS=position_ids_BS,
             response_width=response_width,
+            image_inputs_B=image_inputs_B,
         )
+        prompts = row.prompts
         inputs = {**row.inputs, "logits_to_keep": row.predicting(attention_mask_BS, response_width)}
         places_N = row.places_BS[attention_mask_BS.bool()]
     else:
@@ -184,7 +186,7 @@ def response_log_probs(
         inputs["logits_to_keep"] = response_width + 1
         places_N = attention_mask_BS.flatten().nonzero().squeeze(-1)
     if images is not None:
-        inputs |= images.arguments(inputs["input_ids"])
+        inputs |= images.arguments(inputs["input_ids"], prompts)
     if router_replay is not None:
         router_replay.start(places_N, inputs["input_ids"].numel())
     run = partial(model, **inputs, use_cache=False)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.packed_attention import boundaries, has_packed_attention
-from rl_plugins.vision_language import has_grid_positions, is_vision_language
+from rl_plugins.vision_language import has_grid_positions
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +58,12 @@ class PackedRow:
     Attributes:
         inputs: Arguments of a forward pass of the model, with `input_ids` and `position_ids` [1, M].
         places_BS: Index in the row of each real token, int64.
+        prompts: Index of a sample for each prompt in the row, in the order of the row.
     """
 
     inputs: dict[str, Any]
     places_BS: Tensor
+    prompts: list[int]
 
     def predicting(self, attention_mask_BS: Tensor, response_width: int) -> Tensor:
         """Return the index in the row of each token that predicts a response token, sample after sample [N]."""
@@ -76,6 +78,7 @@ def pack(
     attention_mask_BS: Tensor,
     position_ids_BS: Tensor,
     response_width: int | None = None,
+    image_inputs_B: Sequence[Mapping[str, Tensor] | None] | None = None,
 ) -> PackedRow:
     """Make one row of the real tokens of a micro-batch. Collective.
 
@@ -86,6 +89,7 @@ def pack(
         position_ids_BS: Positions, counted from 0 at the first real token of a sample; or several kinds of positions
             [4, B, S] (see `SampleImages`).
         response_width: Number of response columns, T. If None, the prompts are unknown and cannot be shared.
+        image_inputs_B: Inputs of the images of each sample; None if no sample has images.
 
     Raises:
         ConfigError: The model does not separate the samples of a row.
@@ -93,9 +97,10 @@ def pack(
     support, is_token_BS = _row_support(model, input_ids_BS.device), attention_mask_BS.bool()
     if response_width is None or not support.shares_prompts:
         places_BS = is_token_BS.flatten().cumsum(dim=0).view_as(is_token_BS) - 1
-        return PackedRow(_inputs(model, input_ids_BS[is_token_BS], position_ids_BS[..., is_token_BS]), places_BS)
+        inputs = _inputs(model, input_ids_BS[is_token_BS], position_ids_BS[..., is_token_BS])
+        return PackedRow(inputs, places_BS, list(range(len(places_BS))))
     width = input_ids_BS.shape[1] - response_width
-    first_B = first_of_prompt(input_ids_BS[:, :width], is_token_BS[:, :width])
+    first_B = first_of_prompt(input_ids_BS[:, :width], is_token_BS[:, :width], image_inputs_B)
     # All samples of a prompt move to the place of the first sample of the prompt.
     first_B, order_B = first_B.sort(stable=True)
     is_in_row_BS = is_token_BS[order_B]
@@ -103,23 +108,40 @@ def pack(
     places_BS = torch.empty_like(input_ids_BS)
     places_BS[order_B] = is_in_row_BS.flatten().cumsum(dim=0).view_as(is_in_row_BS) - 1
     places_BS[order_B, :width] = places_BS[first_B, :width]
-    row = (values_BS[order_B][is_in_row_BS] for values_BS in (input_ids_BS, position_ids_BS))
-    return PackedRow(_inputs(model, *row), places_BS)
+    row = (values_BS[..., order_B, :][..., is_in_row_BS] for values_BS in (input_ids_BS, position_ids_BS))
+    return PackedRow(_inputs(model, *row), places_BS, order_B[first_B == order_B].tolist())
 
 
-def first_of_prompt(prompts_BP: Tensor, is_token_BP: Tensor) -> Tensor:
-    """Return for each sample the index of the first sample with the same prompt, compared column by column [B]."""
+def first_of_prompt(
+    prompts_BP: Tensor,
+    is_token_BP: Tensor,
+    image_inputs_B: Sequence[Mapping[str, Tensor] | None] | None = None,
+) -> Tensor:
+    """Return for each sample the index of the first sample with the same prompt [B].
+
+    Tokens are compared column by column. The images of two prompts are the same if their inputs are one object.
+
+    Args:
+        prompts_BP: Ids of prompts.
+        is_token_BP: True at real tokens.
+        image_inputs_B: Inputs of the images of each sample; None if no sample has images.
+    """
     nth_B = torch.arange(len(prompts_BP), device=prompts_BP.device)
     if not prompts_BP.numel():
         return nth_B
-    numbers_B = torch.where(is_token_BP, prompts_BP, -1).unique(dim=0, return_inverse=True)[1]
+    prompts_BP = torch.where(is_token_BP, prompts_BP, -1)
+    if image_inputs_B is not None:
+        numbers: dict[int, int] = {}
+        images_B = [numbers.setdefault(id(inputs), len(numbers)) for inputs in image_inputs_B]
+        prompts_BP = torch.cat([prompts_BP, prompts_BP.new_tensor(images_B)[:, None]], dim=1)
+    numbers_B = prompts_BP.unique(dim=0, return_inverse=True)[1]
     first_B = nth_B.scatter_reduce(0, numbers_B, nth_B, "amin", include_self=False)[numbers_B]
     return first_B
 
 
 def shares_prompts(model: Callable[..., Any]) -> bool:
     """Return True if a model computes a shared prompt only once. For an untested model, `packed_sdpa` decides."""
-    if not has_packed_attention(model) or is_vision_language(model):
+    if not has_packed_attention(model):
         return False
     support = _ROW_SUPPORT.get(_without_engine(model))
     return support is None or support.shares_prompts
@@ -152,7 +174,7 @@ def _row_support(model: Callable[..., Any], device: torch.device) -> _RowSupport
             f"{name} with its attention implementation lets packed samples see each other: set packing=False in the "
             "stage (batch.packing=false in a recipe)"
         )
-    if has_packed_attention(model) and not support.shares_prompts and not is_vision_language(model):
+    if has_packed_attention(model) and not support.shares_prompts:
         logger.warning(
             "%s cannot share a prompt among the samples of a row, so the prompt is computed for each sample. The first "
             "micro-batches have more tokens than tokens_per_micro_batch",
@@ -175,9 +197,7 @@ def _test_rows(model: nn.Module, device: torch.device) -> _RowSupport:
     with torch.no_grad(), _without_dropout(model):
         whole = outputs([reversed_ids, ids], [ids, ids], _TEST_TOKENS)
         after_zeros = outputs([torch.zeros_like(ids), ids], [ids, ids], _TEST_TOKENS)
-        # Prompts with the same tokens may have other images.
-        may_share = has_packed_attention(model) and not is_vision_language(model)
-        if not (separates_samples := _are_close(whole, after_zeros)) or not may_share:
+        if not (separates_samples := _are_close(whole, after_zeros)) or not has_packed_attention(model):
             return _RowSupport(separates_samples, shares_prompts=False)
         shared = outputs([ids[:half], reversed_ids[half:], ids[half:]], [ids, ids[half:]], half)
         # The kernels for rows of another length round differently in every layer.

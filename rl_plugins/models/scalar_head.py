@@ -224,12 +224,12 @@ def position_scores(
             image_inputs_B=image_inputs_B,
             packed=packed,
         )
-    images = SampleImages.of(model, image_inputs_B, input_ids_BS.device)
+    images = SampleImages.of(model, image_inputs_B)
     if images is not None:
         position_ids_BS = images.positions(input_ids_BS, attention_mask_BS, position_ids_BS)
 
-    def scores(inputs: Mapping[str, Any]) -> Tensor:
-        of_images = {} if images is None else images.arguments(inputs["input_ids"])
+    def scores(inputs: Mapping[str, Any], prompts: Sequence[int] | None = None) -> Tensor:
+        of_images = {} if images is None else images.arguments(inputs["input_ids"], prompts)
         found: Tensor = model(**inputs, **of_images, use_cache=False).logits.squeeze(-1)
         return found.to(accumulation_dtype(found.dtype))
 
@@ -243,8 +243,9 @@ def position_scores(
         attention_mask_BS=attention_mask_BS,
         position_ids_BS=position_ids_BS,
         response_width=response_width,
+        image_inputs_B=image_inputs_B,
     )
-    (scores_M,) = scores(row.inputs)
+    (scores_M,) = scores(row.inputs, row.prompts)
     scores_BS = scores_M.new_zeros(attention_mask_BS.shape)
     is_token_BS = attention_mask_BS.bool()
     scores_BS[is_token_BS] = scores_M[row.places_BS[is_token_BS]]

@@ -1,7 +1,7 @@
 """Sizes of a model from its config.json, as far as memory and time depend on them.
 
 The model is a decoder as transformers builds it: blocks of attention and a gated MLP or experts, rotary positions, RMS
-norms.
+norms. A vision-language model has a vision tower and a projector before the decoder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import EXPERT_COUNT_KEYS
-from rl_plugins.planning.tower import Tower, tower_of
 
 _BIASED = {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_moe"}
 """Families with biases of query, key and value that the configuration does not mention."""
@@ -31,6 +30,10 @@ _SPARSE = {
 """Families with experts: the key of the width of an expert."""
 _TIED = {"gemma", "gemma2", "gemma3", "gemma3_text"}
 """Families with tied embeddings, unless the configuration has `tie_word_embeddings`."""
+_GATED_TOWERS = {"qwen2_5_vl", "qwen2_5_vl_vision"}
+"""Vision towers with a gated MLP."""
+_FUSED_TOWERS = {*_GATED_TOWERS, "qwen2_vl", "qwen2_vl_vision"}
+"""Vision towers with one matrix for queries, keys and values."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,36 @@ class Experts:
     def unused(self, hidden: int, tokens: float) -> float:
         """Return the parameters of the experts that are expected not to be chosen by any of `tokens` tokens."""
         return self.number * (1 - self.chosen / self.number) ** tokens * 3 * hidden * self.intermediate
+
+
+@dataclass(frozen=True)
+class Tower:
+    """Sizes of a vision tower and its projector. Biases and norms are left out: less than 1 % of the parameters.
+
+    Attributes:
+        layers: Number of blocks.
+        block: Input and output width of each linear layer of a block.
+        linear: Input and output width of each linear layer outside of blocks.
+        others: Parameters of each matrix that is no linear layer, such as the embedding of patches.
+    """
+
+    layers: int
+    block: tuple[tuple[int, int], ...]
+    linear: tuple[tuple[int, int], ...]
+    others: tuple[int, ...]
+
+    @property
+    def _all_linear(self) -> list[tuple[int, int]]:
+        return [*self.block * self.layers, *self.linear]
+
+    @property
+    def matrices(self) -> list[int]:
+        """Parameters of each matrix."""
+        return [*(before * after for before, after in self._all_linear), *self.others]
+
+    def adapter(self, rank: int) -> int:
+        """Return the parameters of a LoRA adapter of all linear layers."""
+        return rank * sum(before + after for before, after in self._all_linear)
 
 
 @dataclass(frozen=True)
@@ -284,7 +317,7 @@ def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
         norms=norms,
         normed_heads=has_normed_heads,
         experts=experts,
-        tower=tower_of(config, hidden, where),
+        tower=_tower_of(config, hidden, where),
     )  # fmt: skip
 
 
@@ -318,3 +351,56 @@ def _experts(text: Mapping[str, Any], family: str, where: str) -> Experts | None
         biased=family == "gpt_oss",
         dense_blocks=layers - len(sparse),
     )
+
+
+def _tower_of(config: Mapping[str, Any], text_hidden: int, where: str) -> Tower | None:
+    """Return the vision tower of the model of a config.json; None for a model of text.
+
+    Args:
+        config: Content of the file.
+        text_hidden: Width of the decoder.
+        where: Name of the file for messages.
+
+    Raises:
+        ConfigError: A size is missing.
+    """
+    vision: Mapping[str, Any] | None = config.get("vision_config")
+    if vision is None:
+        return None
+    family, kind = config.get("model_type"), vision.get("model_type")
+    # In Qwen2-VL `hidden_size` is the width of the decoder.
+    width = _tower_size(vision, where, "embed_dim", "hidden_size")
+    layers = _tower_size(vision, where, "num_hidden_layers", "depth")
+    output = vision.get("out_hidden_size") or (vision["hidden_size"] if "embed_dim" in vision else text_hidden)
+    ratio = vision.get("mlp_ratio")
+    inner = int(width * ratio) if ratio else _tower_size(vision, where, "intermediate_size")
+    patch = _tower_size(vision, where, "patch_size")
+    channels = int(vision.get("num_channels") or vision.get("in_channels") or vision.get("in_chans") or 3)
+    pixels = channels * patch**2 * int(vision.get("temporal_patch_size") or 1)
+    positions = (int(vision.get("image_size") or 0) // patch) ** 2
+    merged = width * int(vision.get("spatial_merge_size") or config.get("scale_factor") or 1) ** 2
+
+    attention = [(width, 3 * width), (width, width)] if kind in _FUSED_TOWERS else [(width, width)] * 4
+    mlp = [(width, inner)] * (2 if kind in _GATED_TOWERS else 1) + [(inner, width)]
+    projector, others = [(merged, output)], [pixels * width, positions * width]
+    if family == "llava":
+        projector.append((output, output))
+    elif kind in _FUSED_TOWERS:
+        projector.append((merged, merged))
+    elif family == "gemma3":
+        projector, others = [], [*others, merged * output]
+    if kind == "siglip_vision_model" and vision.get("vision_use_head", True):
+        # An attention pools the patches.
+        projector += [(width, width), *mlp]
+        others.append(3 * width**2)
+    return Tower(layers, (*attention, *mlp), tuple(projector), tuple(others))
+
+
+def _tower_size(vision: Mapping[str, Any], where: str, *keys: str) -> int:
+    found = next((vision[key] for key in keys if isinstance(vision.get(key), int)), None)
+    if found is None:
+        raise ConfigError(
+            f"{where}: vision_config has no whole number for {' or '.join(keys)}: a plan needs this size of the vision "
+            "tower"
+        )
+    return int(found)

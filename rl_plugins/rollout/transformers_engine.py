@@ -185,7 +185,7 @@ class TransformersRollout(SynchronousGroups):
         log_probs_by_step: list[Tensor] = []
         running_by_step: list[Tensor] = []
         experts_by_step: list[Tensor] = []
-        images = SampleImages.of(self._model, [inputs for _, inputs in prompts], self._device)
+        images = SampleImages.of(self._model, [inputs for _, inputs in prompts])
         image_arguments: dict[str, Tensor] = {}
         if images is not None:
             position_ids = images.positions(input_ids, attention_mask, position_ids)

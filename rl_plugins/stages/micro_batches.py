@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.data.experience import Experience
+from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.models.packing import even_parts, first_of_prompt
 from rl_plugins.stages.sequence_rows import most_sequences
 
@@ -59,12 +60,14 @@ class Lengths:
     def of_examples(cls, samples: Experience, members_BK: Tensor) -> Lengths:
         """Return the lengths of examples of K samples with one prompt; `members_BK` has the indices of the samples."""
         prompt_mask_RP = samples.attention_mask[:, : samples.prompts.shape[1]]
-        own_B = members_BK[:, 0]
+        own_B, images = members_BK[:, 0], samples.columns.get(IMAGE_INPUTS)
         return cls(
             samples.prompt_lengths[own_B],
             samples.response_lengths[members_BK].amax(dim=1),
             samples.sequence_lengths[members_BK].sum(dim=1),
-            first_of_prompt(samples.prompts[own_B], prompt_mask_RP[own_B]),
+            first_of_prompt(
+                samples.prompts[own_B], prompt_mask_RP[own_B], images and [images[index] for index in own_B.tolist()]
+            ),
             samples_per_example=members_BK.shape[1],
             sequences_per_sample=most_sequences(samples),
         )

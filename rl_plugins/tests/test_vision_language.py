@@ -15,17 +15,23 @@ from rl_plugins.data.images import inputs_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.log_probs import response_log_probs
+from rl_plugins.models.packing import pack, shares_prompts
 from rl_plugins.models.scalar_head import load_scalar_head, response_scores
 from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.tests.pictures import picture
 
 FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
-QUESTIONS = {
-    "<image>which color?": [picture(1)],
-    "no picture at all": [],
-    "<image> or <image>?": [picture(2, (20, 40)), picture(3, (48, 24))],
-}
-RESPONSES = [[80, 81, 82, 83], [70, 71], [60, 61, 62]]
+PROMPTS = [
+    ("<image>which color?", [picture(1)]),
+    ("no picture at all", []),
+    ("<image> or <image>?", [picture(2, (20, 40)), picture(3, (48, 24))]),
+    # The same tokens as the first prompt, and another image.
+    ("<image>which color?", [picture(4)]),
+]
+OF_PROMPT = [2, 0, 1, 3, 0, 2, 1]
+"""Prompt of each sample."""
+RESPONSES = [[60, 61, 62], [80, 81, 82, 83], [70, 71], [75], [84, 85], [63], [72, 73, 74]]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -53,9 +59,9 @@ def samples(family: str) -> Experience:
         prompts.encode([{"role": "user", "content": question}], images, {})
         if images
         else (prompts.tokenizer.encode(question), None)
-        for question, images in QUESTIONS.items()
+        for question, images in PROMPTS
     ]
-    ids, images_of_prompts = zip(*encoded, strict=True)
+    ids, images_of_prompts = zip(*[encoded[number] for number in OF_PROMPT], strict=True)
     return Experience.from_responses(ids, RESPONSES, 0, image_inputs=inputs_of(images_of_prompts))
 
 
@@ -63,8 +69,8 @@ def samples(family: str) -> Experience:
 def alone(family: str) -> list[dict[str, Any]]:
     """Inputs of transformers for each sample alone."""
     found = []
-    for index, (question, images) in enumerate(QUESTIONS.items()):
-        response = torch.tensor([RESPONSES[index]])
+    for number, tokens in zip(OF_PROMPT, RESPONSES, strict=True):
+        (question, images), response = PROMPTS[number], torch.tensor([tokens])
         inputs: dict[str, Any] = {"input_ids": torch.tensor([processor(family).tokenizer.encode(question)])}
         if images:
             made = processor(family)
@@ -114,6 +120,17 @@ def test_response_scores_with_images_equal_single_samples(
         for own, inputs, tokens in zip(found, alone, RESPONSES, strict=True):
             scores = model(**inputs).logits[0, -len(tokens) :, 0]
             torch.testing.assert_close(own[: len(tokens)], scores, rtol=0, atol=5e-5)
+
+
+def test_packed_row_has_each_prompt_with_its_images_once(family: str, model: Any, samples: Experience) -> None:
+    row = pack(model, **samples.forward_inputs)
+    # Gemma 3 has a mask of its own.
+    shared = family != "gemma3"
+    assert shares_prompts(model) == shared
+    assert row.prompts == ([0, 1, 2, 3] if shared else list(range(len(OF_PROMPT))))
+    prompts = samples.prompt_lengths[row.prompts].sum()
+    assert row.inputs["input_ids"].shape[1] == prompts + samples.response_lengths.sum()
+    assert Lengths.of(samples).first_B.tolist() == [0, 1, 2, 3, 1, 0, 2]
 
 
 def test_response_scores_of_a_model_of_text_refuse_images(samples: Experience, tmp_path: Path) -> None:

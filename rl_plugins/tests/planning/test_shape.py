@@ -112,6 +112,7 @@ def test_shape_of_counts_the_parameters_of_a_vision_tower(config):
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
     tower = shape_of(config.to_dict(), "it").tower
+    assert tower is not None
     weights = {name: p for name, p in model.named_parameters() if "language_model" not in name}
     weights = {name: p for name, p in weights.items() if "text_model" not in name and "lm_head" not in name}
     assert sum(tower.matrices) == pytest.approx(sum(p.numel() for p in weights.values()), rel=2e-3)

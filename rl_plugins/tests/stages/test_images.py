@@ -21,6 +21,7 @@ from rl_plugins.data.preferences import PairBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.router_replay import RouterReplay
+from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.stages.preference_optimization import PreferenceOptimization
 from rl_plugins.stages.sft import SFT
 from rl_plugins.strategies.fsdp import FSDPStrategy
@@ -134,6 +135,8 @@ def test_policy_optimization_samples_with_images_and_has_the_log_probs_of_the_en
         assert sorted(shown) == [0, 0, 0, 1, 1] or sorted(shown) == [0, 0, 1, 1, 1]
         mask = samples.response_mask.bool()
         assert len(samples) == 12 and sum(images is not None for images in samples.columns[IMAGE_INPUTS]) == 6
+        # Two prompts with an image, and the prompt without.
+        assert len(Lengths.of(samples).first_B.unique()) == 3
         torch.testing.assert_close(samples.old_log_probs[mask], samples.rollout_log_probs[mask], rtol=0, atol=2e-5)
 
 
