@@ -122,7 +122,7 @@ def test_response_scores_with_images_equal_single_samples(
             torch.testing.assert_close(own[: len(tokens)], scores, rtol=0, atol=5e-5)
 
 
-def test_packed_row_has_each_prompt_with_its_images_once(family: str, model: Any, samples: Experience) -> None:
+def test_packed_row_has_each_prompt_and_each_image_once(family: str, model: Any, samples: Experience) -> None:
     row = pack(model, **samples.forward_inputs)
     # Gemma 3 has a mask of its own.
     shared = family != "gemma3"

@@ -88,7 +88,8 @@ def test_check_data_counts_the_tokens_of_images(check: Check) -> None:
 
 
 def test_check_models_refuses_a_rate_for_a_tower_that_the_model_does_not_have(check: Check) -> None:
-    assert "optimizer.vision_lr=0: model.path=" in check([row("a")] * 4, "optimizer.vision_lr=0", model="text")
+    found = check([row("a")] * 4, "optimizer.vision_lr=0", model="text")
+    assert found.startswith("optimizer.vision_lr=0: ") and "text has no vision tower: leave the option out" in found
     assert check(rows_of(encoded(picture())), "optimizer.vision_lr=1e-6") == "nothing is refused"
 
 

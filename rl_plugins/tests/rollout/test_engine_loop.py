@@ -26,6 +26,7 @@ class LLM:
         self.requests: list[str] = []
         self.calls: list[str] = []
         self.is_awake = True
+        self.model_config = SimpleNamespace(is_multimodal_model=False)
 
     def add_request(self, name: str, *_: Any, **__: Any) -> None:
         self.requests.append(name)

@@ -31,7 +31,7 @@ class LLM:
         self.llm_engine, self.calls = self, ["start"]
         self.asleep: set[str] = set()
         self.to_wake = (4, 10)
-        self.model_config = SimpleNamespace(hf_config=SimpleNamespace())
+        self.model_config = SimpleNamespace(hf_config=SimpleNamespace(), is_multimodal_model=False)
 
     def update_weight_version(self, version: str) -> None:
         self.calls.append(f"version {version}")
