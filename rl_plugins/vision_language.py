@@ -128,15 +128,13 @@ class SampleImages:
         )
         return torch.cat([position_ids_BS[None], places_3BS])
 
-    def arguments(self, input_ids: Tensor, samples: Sequence[int] | None = None) -> dict[str, Tensor]:
-        """Return further arguments of a forward pass.
+    def of_samples(self, indices: Tensor) -> SampleImages:
+        """Return the images of some samples, in the order of the indices."""
+        return SampleImages(self.model, [self.inputs_B[index] for index in indices.tolist()])
 
-        Args:
-            input_ids: Argument `input_ids` of the forward pass, [B, S] or [1, M].
-            samples: Indices of the samples whose prompts are in a row, in their order; None for all samples.
-        """
-        chosen = self.inputs_B if samples is None else [self.inputs_B[index] for index in samples]
-        present = [inputs for inputs in chosen if inputs]
+    def arguments(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """Return further arguments of a forward pass over the samples with `input_ids`, [B, S] or [1, M]."""
+        present = [inputs for inputs in self.inputs_B if inputs]
         # Idefics has an axis of samples before the axis of images.
         axis = 1 if "pixel_attention_mask" in present[0] else 0
         joined = {name: torch.cat([inputs[name] for inputs in present], axis) for name in present[0]}
@@ -146,6 +144,38 @@ class SampleImages:
 
     def _is_image(self, input_ids: Tensor) -> Tensor:
         return (input_ids == self.model.config.image_token_id).int()
+
+
+def padded_inputs(
+    model: Callable[..., Any],
+    *,
+    input_ids_BS: Tensor,
+    attention_mask_BS: Tensor,
+    position_ids_BS: Tensor,
+    image_inputs_B: Sequence[Mapping[str, Tensor] | None] | None = None,
+) -> dict[str, Tensor]:
+    """Return the arguments of a forward pass over padded samples.
+
+    Args:
+        model: Model, or a model engine around the model.
+        input_ids_BS: Ids of prompts and responses.
+        attention_mask_BS: 1 at real tokens, 0 at padding.
+        position_ids_BS: Positions in the text.
+        image_inputs_B: Inputs of the images of each sample; None if no sample has images.
+
+    Raises:
+        ConfigError: A sample has an image, and the model reads text alone.
+    """
+    images = SampleImages.of(model, image_inputs_B)
+    if images is not None:
+        position_ids_BS = images.positions(input_ids_BS, attention_mask_BS, position_ids_BS)
+    inputs = {"input_ids": input_ids_BS, "attention_mask": attention_mask_BS, "position_ids": position_ids_BS}
+    return with_images(inputs, images)
+
+
+def with_images(inputs: dict[str, Tensor], images: SampleImages | None) -> dict[str, Tensor]:
+    """Return the arguments of a forward pass together with the arguments for images; None if no sample has images."""
+    return inputs if images is None else {**inputs, **images.arguments(inputs["input_ids"])}
 
 
 def with_blank_image(

@@ -13,6 +13,7 @@ import numpy as np
 
 from rl_plugins.config.settings import AT_LEAST_1, check_ranges
 from rl_plugins.data.datamodule import StepDataModule, StepOptions
+from rl_plugins.data.experience import Experience
 from rl_plugins.data.formats import Pair, read_judged, read_pair
 from rl_plugins.data.images import ImageInputs
 from rl_plugins.data.orders import Source
@@ -58,6 +59,17 @@ class PairBatch(RowBatch):
         self.margins = margins
         self.rows = rows
 
+    def samples(self, pad_token_id: int) -> Experience:
+        """Return all chosen responses, then all rejected responses, as samples."""
+        images = self.image_inputs
+        return Experience.from_responses(
+            [*self.prompt_ids, *self.prompt_ids],
+            [*self.chosen_ids, *self.rejected_ids],
+            pad_token_id,
+            groups=[*self.rows, *self.rows],
+            image_inputs=images and [*images, *images],
+        )
+
 
 class UnpairedBatch(RowBatch):
     """The judged responses of one step on one rank; read only.
@@ -86,6 +98,12 @@ class UnpairedBatch(RowBatch):
         self.response_ids = response_ids
         self.labels = labels
         self.rows = rows
+
+    def samples(self, pad_token_id: int) -> Experience:
+        """Return the responses as samples."""
+        return Experience.from_responses(
+            self.prompt_ids, self.response_ids, pad_token_id, groups=self.rows, image_inputs=self.image_inputs
+        )
 
 
 class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):

@@ -38,7 +38,7 @@ from rl_plugins.models.token_distributions import (
     logits_at_once,
 )
 from rl_plugins.router_replay import RouterReplay
-from rl_plugins.vision_language import SampleImages
+from rl_plugins.vision_language import padded_inputs
 
 # Cache: for each output head, whether the model returns the head's output unchanged as logits (no soft-cap, scaling or
 # truncation).
@@ -160,36 +160,22 @@ def response_log_probs(
     extra_NJ = None if tokens_BTK is None else tokens_BTK[real_tokens]
     # Liger's kernel has no temperature.
     is_fused = not entropy and columns == ColumnSpec() and extra_NJ is None and has_liger(model)
-    inputs: dict[str, Any] = {
-        "input_ids": input_ids_BS,
-        "attention_mask": attention_mask_BS,
-        "position_ids": position_ids_BS,
-    }
-    head = last_linear_head(model, inputs)
-    images, prompts = SampleImages.of(model, image_inputs_B), None
-    if images is not None:
-        position_ids_BS = inputs["position_ids"] = images.positions(input_ids_BS, attention_mask_BS, position_ids_BS)
+    tokens: dict[str, Any] = {
+        "input_ids_BS": input_ids_BS, "attention_mask_BS": attention_mask_BS, "position_ids_BS": position_ids_BS,
+    }  # fmt: skip
+    head = last_linear_head(model, padded_inputs(model, **tokens))
     if packed:
-        row = pack(
-            model,
-            input_ids_BS=input_ids_BS,
-            attention_mask_BS=attention_mask_BS,
-            position_ids_BS=position_ids_BS,
-            response_width=response_width,
-            image_inputs_B=image_inputs_B,
-        )
-        prompts = row.prompts
-        inputs = {**row.inputs, "logits_to_keep": row.predicting(attention_mask_BS, response_width)}
-        places_N = row.places_BS[attention_mask_BS.bool()]
+        row = pack(model, **tokens, image_inputs_B=image_inputs_B, response_width=response_width)
+        inputs, places_N = row.inputs, row.places_BS[attention_mask_BS.bool()]
+        kept: Tensor | int = row.predicting(attention_mask_BS, response_width)
     else:
-        # The last position predicts no token, but `logits_to_keep` cannot exclude the last position.
-        inputs["logits_to_keep"] = response_width + 1
+        inputs = padded_inputs(model, **tokens, image_inputs_B=image_inputs_B)
         places_N = attention_mask_BS.flatten().nonzero().squeeze(-1)
-    if images is not None:
-        inputs |= images.arguments(inputs["input_ids"], prompts)
+        # The last position predicts no token, but `logits_to_keep` cannot exclude the last position.
+        kept = response_width + 1
     if router_replay is not None:
         router_replay.start(places_N, inputs["input_ids"].numel())
-    run = partial(model, **inputs, use_cache=False)
+    run = partial(model, **inputs, logits_to_keep=kept, use_cache=False)
 
     if head is not None:
         forward = head.forward

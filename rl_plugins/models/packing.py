@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.packed_attention import boundaries, has_packed_attention
-from rl_plugins.vision_language import has_grid_positions
+from rl_plugins.vision_language import SampleImages, has_grid_positions, with_images
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +58,10 @@ class PackedRow:
     Attributes:
         inputs: Arguments of a forward pass of the model, with `input_ids` and `position_ids` [1, M].
         places_BS: Index in the row of each real token, int64.
-        prompts: Index of a sample for each prompt in the row, in the order of the row.
     """
 
     inputs: dict[str, Any]
     places_BS: Tensor
-    prompts: list[int]
 
     def predicting(self, attention_mask_BS: Tensor, response_width: int) -> Tensor:
         """Return the index in the row of each token that predicts a response token, sample after sample [N]."""
@@ -86,19 +84,22 @@ def pack(
         model: Model to run on the row.
         input_ids_BS: Ids of prompts, padded on the left, and responses.
         attention_mask_BS: 1 at real tokens, 0 at padding.
-        position_ids_BS: Positions, counted from 0 at the first real token of a sample; or several kinds of positions
-            [4, B, S] (see `SampleImages`).
+        position_ids_BS: Positions, counted from 0 at the first real token of a sample.
         response_width: Number of response columns, T. If None, the prompts are unknown and cannot be shared.
         image_inputs_B: Inputs of the images of each sample; None if no sample has images.
 
     Raises:
-        ConfigError: The model does not separate the samples of a row.
+        ConfigError: The model does not separate the samples of a row; or a sample has images, and the model reads text
+            alone.
     """
+    images = SampleImages.of(model, image_inputs_B)
+    if images is not None:
+        position_ids_BS = images.positions(input_ids_BS, attention_mask_BS, position_ids_BS)
     support, is_token_BS = _row_support(model, input_ids_BS.device), attention_mask_BS.bool()
     if response_width is None or not support.shares_prompts:
         places_BS = is_token_BS.flatten().cumsum(dim=0).view_as(is_token_BS) - 1
         inputs = _inputs(model, input_ids_BS[is_token_BS], position_ids_BS[..., is_token_BS])
-        return PackedRow(inputs, places_BS, list(range(len(places_BS))))
+        return PackedRow(with_images(inputs, images), places_BS)
     width = input_ids_BS.shape[1] - response_width
     first_B = first_of_prompt(input_ids_BS[:, :width], is_token_BS[:, :width], image_inputs_B)
     # All samples of a prompt move to the place of the first sample of the prompt.
@@ -109,7 +110,8 @@ def pack(
     places_BS[order_B] = is_in_row_BS.flatten().cumsum(dim=0).view_as(is_in_row_BS) - 1
     places_BS[order_B, :width] = places_BS[first_B, :width]
     row = (values_BS[..., order_B, :][..., is_in_row_BS] for values_BS in (input_ids_BS, position_ids_BS))
-    return PackedRow(_inputs(model, *row), places_BS, order_B[first_B == order_B].tolist())
+    shown = images and images.of_samples(order_B[first_B == order_B])
+    return PackedRow(with_images(_inputs(model, *row), shown), places_BS)
 
 
 def first_of_prompt(

@@ -27,7 +27,7 @@ from rl_plugins.models.loading import LoadingOptions, device_map, prepared
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.token_distributions import accumulation_dtype
-from rl_plugins.vision_language import SampleImages
+from rl_plugins.vision_language import padded_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -224,28 +224,21 @@ def position_scores(
             image_inputs_B=image_inputs_B,
             packed=packed,
         )
-    images = SampleImages.of(model, image_inputs_B)
-    if images is not None:
-        position_ids_BS = images.positions(input_ids_BS, attention_mask_BS, position_ids_BS)
 
-    def scores(inputs: Mapping[str, Any], prompts: Sequence[int] | None = None) -> Tensor:
-        of_images = {} if images is None else images.arguments(inputs["input_ids"], prompts)
-        found: Tensor = model(**inputs, **of_images, use_cache=False).logits.squeeze(-1)
+    def scores(inputs: Mapping[str, Any]) -> Tensor:
+        found: Tensor = model(**inputs, use_cache=False).logits.squeeze(-1)
         return found.to(accumulation_dtype(found.dtype))
 
+    samples: dict[str, Any] = {
+        "input_ids_BS": input_ids_BS,
+        "attention_mask_BS": attention_mask_BS,
+        "position_ids_BS": position_ids_BS,
+        "image_inputs_B": image_inputs_B,
+    }
     if not packed:
-        return scores({
-            "input_ids": input_ids_BS, "attention_mask": attention_mask_BS, "position_ids": position_ids_BS,
-        })  # fmt: skip
-    row = pack(
-        model,
-        input_ids_BS=input_ids_BS,
-        attention_mask_BS=attention_mask_BS,
-        position_ids_BS=position_ids_BS,
-        response_width=response_width,
-        image_inputs_B=image_inputs_B,
-    )
-    (scores_M,) = scores(row.inputs, row.prompts)
+        return scores(padded_inputs(model, **samples))
+    row = pack(model, **samples, response_width=response_width)
+    (scores_M,) = scores(row.inputs)
     scores_BS = scores_M.new_zeros(attention_mask_BS.shape)
     is_token_BS = attention_mask_BS.bool()
     scores_BS[is_token_BS] = scores_M[row.places_BS[is_token_BS]]

@@ -23,7 +23,7 @@ from rl_plugins.memory import MemoryChange
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, padded_routes
 from rl_plugins.router_replay import RouterReplay
-from rl_plugins.vision_language import SampleImages, model_class
+from rl_plugins.vision_language import model_class, padded_inputs
 from rl_plugins.weights.check import WeightsDiffer, tolerance_of
 from rl_plugins.weights.source import WeightSource
 
@@ -185,26 +185,19 @@ class TransformersRollout(SynchronousGroups):
         log_probs_by_step: list[Tensor] = []
         running_by_step: list[Tensor] = []
         experts_by_step: list[Tensor] = []
-        images = SampleImages.of(self._model, [inputs for _, inputs in prompts])
-        image_arguments: dict[str, Tensor] = {}
-        if images is not None:
-            position_ids = images.positions(input_ids, attention_mask, position_ids)
-            image_arguments = images.arguments(input_ids)
+        model_inputs = padded_inputs(
+            self._model,
+            input_ids_BS=input_ids,
+            attention_mask_BS=attention_mask,
+            position_ids_BS=position_ids,
+            image_inputs_B=[inputs for _, inputs in prompts],
+        )
         cache = None
         for _ in range(sampling.max_tokens):
             if self._routes is not None:
                 self._routes.prepare(None)
                 self._routes.start(torch.arange(input_ids.numel(), device=self._device), input_ids.numel())
-            output = self._model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-                **image_arguments,
-            )
-            image_arguments = {}
+            output = self._model(**model_inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = output.past_key_values
             if self._routes is not None:
                 self._routes.stop()
@@ -219,7 +212,11 @@ class TransformersRollout(SynchronousGroups):
                 break
             input_ids = tokens_B[:, None]
             attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(rows), 1)], dim=-1)
-            position_ids = position_ids[..., -1:] + 1
+            model_inputs = {
+                "input_ids": input_ids,
+                "attention_mask": attention_mask,
+                "position_ids": model_inputs["position_ids"][..., -1:] + 1,
+            }
         lengths_B = torch.stack(running_by_step).sum(dim=0).tolist()
         tokens_BT = torch.stack(tokens_by_step, dim=1).tolist()
         chosen_BT = torch.stack(log_probs_by_step, dim=1).tolist()

@@ -106,7 +106,7 @@ class ForwardPasses:
         with self._running(name) as model:
             found = response_log_probs(
                 model,
-                **self.inputs(rows),
+                **self.inputs(model, rows),
                 packed=self.packing,
                 temperature=self.temperature,
                 sum_pi_squared=sum_pi_squared,
@@ -121,14 +121,15 @@ class ForwardPasses:
             self.router_replay.stop()
         return found.mapped(lambda values_RW: rows.fold(values_RW[: len(rows.samples)]))
 
-    def inputs(self, rows: SequenceRows) -> dict[str, Any]:
-        """Return the arguments of a forward pass over the rows.
+    def inputs(self, model: nn.Module, rows: SequenceRows) -> dict[str, Any]:
+        """Return the arguments of a forward pass of a model over the rows.
 
-        Rows without images get one more row with a blank image, if other ranks may have images.
+        Rows without images get one more row with a blank image, if other ranks may have images and share the model.
         """
         inputs = rows.samples.forward_inputs
         images_R = inputs["image_inputs_B"]
-        if self.strategy.ranks.world_size == 1 or images_R is None or any(images_R) or self._blank_image is None:
+        is_shared = self.strategy.ranks.world_size > 1 and not isinstance(model, RemoteModel)
+        if not is_shared or images_R is None or any(images_R) or self._blank_image is None:
             return {**inputs}
         return with_blank_image(self._blank_image, **inputs)
 
@@ -143,14 +144,14 @@ class ForwardPasses:
 
     def scores(self, name: str, samples: Experience) -> Tensor:
         """Run a model with a scalar head over a micro-batch; return its scores, [B, T]."""
-        rows = SequenceRows.of(samples)
-        scores_RW = response_scores(self.strategy.model_engine(name), **self.inputs(rows), packed=self.packing)
+        rows, model = SequenceRows.of(samples), self.strategy.model_engine(name)
+        scores_RW = response_scores(model, **self.inputs(model, rows), packed=self.packing)
         return rows.fold(scores_RW[: len(rows.samples)])
 
     def values(self, name: str, samples: Experience) -> Tensor:
         """Run a critic over a micro-batch; return its values, [B, T]."""
-        rows = SequenceRows.of(samples)
-        values_RW = response_values(self.strategy.model_engine(name), **self.inputs(rows), packed=self.packing)
+        rows, model = SequenceRows.of(samples), self.strategy.model_engine(name)
+        values_RW = response_values(model, **self.inputs(model, rows), packed=self.packing)
         return rows.fold(values_RW[: len(rows.samples)])
 
     @torch.no_grad()

@@ -129,18 +129,9 @@ class PreferenceExamples:
 
 def preference_examples(batch: PairBatch | UnpairedBatch, pad_token_id: int) -> PreferenceExamples:
     """Return the examples of a batch from the data module."""
+    samples = batch.samples(pad_token_id)
     if isinstance(batch, UnpairedBatch):
-        samples = Experience.from_responses(
-            batch.prompt_ids, batch.response_ids, pad_token_id, groups=batch.rows, image_inputs=batch.image_inputs
-        )
         return PreferenceExamples.judged(samples, batch.labels)
-    samples = Experience.from_responses(
-        [*batch.prompt_ids, *batch.prompt_ids],
-        [*batch.chosen_ids, *batch.rejected_ids],
-        pad_token_id,
-        groups=[*batch.rows, *batch.rows],
-        image_inputs=None if batch.image_inputs is None else [*batch.image_inputs, *batch.image_inputs],
-    )
     return PreferenceExamples.pairs(samples, torch.arange(len(samples)).view(2, -1).T, batch.margins)
 
 

@@ -167,7 +167,7 @@ class ProcessRewards:
 
     def _log_probs(self, name: str, micro: Experience) -> Tensor:
         engine, rows = self._strategy.model_engine(name), SequenceRows.of(micro)
-        inputs, packing = self._passes.inputs(rows), self._passes.packing
+        inputs, packing = self._passes.inputs(engine, rows), self._passes.packing
         found = response_log_probs(engine, **inputs, packed=packing, entropy=False)
         return rows.fold(found.log_probs_BT[: len(rows.samples)])
 

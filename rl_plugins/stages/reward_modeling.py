@@ -149,12 +149,8 @@ class Pairs:
 
     def __init__(self, batch: PairBatch, pad_token_id: int) -> None:
         """Pad the pairs."""
-        responses = [*batch.chosen_ids, *batch.rejected_ids]
         self._count = len(batch.chosen_ids)
-        images = None if batch.image_inputs is None else [*batch.image_inputs, *batch.image_inputs]
-        self.experience = Experience.from_responses(
-            [*batch.prompt_ids, *batch.prompt_ids], responses, pad_token_id, image_inputs=images
-        )
+        self.experience = batch.samples(pad_token_id)
         self._margins_B = torch.tensor(batch.margins, dtype=torch.float32)
 
     @property

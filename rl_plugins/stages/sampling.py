@@ -148,7 +148,9 @@ class PromptSampler:
             for place, ending in enumerate(generations.endings):
                 if ending.prompt is not None:
                     columns["prompt"][place], prompt_ids[place] = list(ending.prompt), list(ending.prompt_ids)
-                    columns.pop(IMAGE_INPUTS, None)
+                    # All ranks keep the column: ranks with images wait for each other in the vision tower.
+                    if IMAGE_INPUTS in columns:
+                        columns[IMAGE_INPUTS][place] = None
             columns["ending"] = generations.endings
             columns["response"] = [ending.transcript() for ending in generations.endings]
         else:

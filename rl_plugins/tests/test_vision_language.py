@@ -11,7 +11,7 @@ import torch
 from benchmarks.tiny_vision import processor, save_tiny_vision
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.image_prompts import ImagePrompts
-from rl_plugins.data.images import inputs_of
+from rl_plugins.data.images import IMAGE_INPUTS, inputs_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.log_probs import response_log_probs
@@ -20,6 +20,7 @@ from rl_plugins.models.scalar_head import load_scalar_head, response_scores
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.tests.pictures import picture
+from rl_plugins.vision_language import SampleImages
 
 FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
 PROMPTS = [
@@ -127,9 +128,12 @@ def test_packed_row_has_each_prompt_and_each_image_once(family: str, model: Any,
     # Gemma 3 has a mask of its own.
     shared = family != "gemma3"
     assert shares_prompts(model) == shared
-    assert row.prompts == ([0, 1, 2, 3] if shared else list(range(len(OF_PROMPT))))
-    prompts = samples.prompt_lengths[row.prompts].sum()
-    assert row.inputs["input_ids"].shape[1] == prompts + samples.response_lengths.sum()
+    chosen = torch.arange(4 if shared else len(OF_PROMPT))
+    tokens = samples.prompt_lengths[chosen].sum() + samples.response_lengths.sum()
+    assert row.inputs["input_ids"].shape == (1, tokens)
+    images = SampleImages(model, samples.columns[IMAGE_INPUTS]).of_samples(chosen)
+    for name, values in images.arguments(row.inputs["input_ids"]).items():
+        torch.testing.assert_close(row.inputs[name], values, rtol=0, atol=0)
     assert Lengths.of(samples).first_B.tolist() == [0, 1, 2, 3, 1, 0, 2]
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from benchmarks.tiny_vision import processor
@@ -16,13 +17,19 @@ from rl_plugins.config.models import LoraConfig, OptimizerConfig
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.image_prompts import ImagePrompts, load_processor
-from rl_plugins.data.images import IMAGE_INPUTS
+from rl_plugins.data.images import IMAGE_INPUTS, PROMPT_IMAGES, PromptImages
 from rl_plugins.data.preferences import PairBatch
+from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
+from rl_plugins.rewards.records import Score
+from rl_plugins.rewards.trajectory import Ending
+from rl_plugins.rollout.engine import Generations
 from rl_plugins.router_replay import RouterReplay
 from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.stages.preference_optimization import PreferenceOptimization
+from rl_plugins.stages.sampling import PromptSampler
+from rl_plugins.stages.sequence_rows import SequenceRows
 from rl_plugins.stages.sft import SFT
 from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.sequence_parallel import body_of
@@ -157,6 +164,41 @@ def test_images_stay_in_all_turns_of_a_conversation(folders: dict[str, Path]) ->
     mask = samples.response_mask.bool()
     assert any(ending.turns == 2 for ending in samples.columns["ending"])
     torch.testing.assert_close(samples.old_log_probs[mask], samples.rollout_log_probs[mask], rtol=0, atol=2e-5)
+
+
+def test_a_prompt_of_the_environment_has_no_images_beside_prompts_with_images() -> None:
+    image = PromptImages({"pixel_values": torch.ones(1)}, [picture()], [5], 1)
+    prompts = PromptBatch([[5], [5]], [0, 1], {"prompt": ["a", "b"], PROMPT_IMAGES: [image, image]}, epoch=0)
+    score = Score(1.0)
+    endings = [Ending(score, [], 0, 1), Ending(score, [], 0, 1, prompt=[{"role": "user"}], prompt_ids=[7, 8])]
+    generations = Generations.from_responses([[60], [61]], [[0.0], [0.0]], ["stop", "stop"], 0)
+    generations = replace(generations, endings=endings)
+    sampler = PromptSampler(single_device(), processor("llava").tokenizer, seed=0)
+    samples = sampler.experience(prompts, generations, 1, [0, 1])
+    assert samples.columns[IMAGE_INPUTS] == [image.inputs, None]
+    assert samples.prompts.tolist()[1] == [7, 8]
+
+
+class ModelInAPool(nn.Module):
+    """A model of another process."""
+
+    def position_scores(self, **arguments: Any) -> Tensor:
+        raise AssertionError("no pass runs")
+
+    def response_log_probs(self, **arguments: Any) -> Any:
+        raise AssertionError("no pass runs")
+
+
+@pytest.mark.parametrize(("model", "rows"), [(nn.Linear(1, 1), 3), (ModelInAPool(), 2)], ids=["shared", "pool"])
+def test_inputs_add_a_blank_image_for_models_that_the_ranks_share(
+    model: nn.Module, rows: int, folders: dict[str, Path]
+) -> None:
+    stage = sampled("llava", folders["llava"])
+    (samples,) = stage.trained_on
+    passes = replace(stage.passes, strategy=SimpleNamespace(ranks=SimpleNamespace(world_size=2)))
+    without = [index for index, images in enumerate(samples.columns[IMAGE_INPUTS]) if images is None][:2]
+    inputs = passes.inputs(model, SequenceRows.of(samples[torch.tensor(without)]))
+    assert len(inputs["input_ids_BS"]) == len(inputs["image_inputs_B"]) == rows
 
 
 def test_preference_optimization_and_an_adapter_train_with_images(folders: dict[str, Path]) -> None:
