@@ -3,24 +3,41 @@
 `python -m benchmarks.shared_prompts [--threads 1] [--repeats 5]` uses a policy of 5 M parameters, packed samples, and
 the forward and backward passes of one rank in a step. For each size, a group of samples has either one prompt, which is
 computed once, or as many prompts as samples. Both cases run in turn, so other work of the machine slows both equally.
+The last size has an image in each prompt, which a vision tower of 3 M parameters reads.
 """
 
 from __future__ import annotations
 
+import tempfile
 from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.packing import VOCABULARY, prepared, seconds
 from rl_plugins.data.experience import Experience
+from rl_plugins.models.loading import load_causal_lm
 
 BUDGET = 4096
 SIZES = [(64, 128, 4), (64, 128, 8), (256, 128, 8), (512, 64, 8), (16, 240, 8)]
 """Tokens of a prompt, of a response on average, samples of a prompt."""
+WITH_IMAGE = (64, 128, 8)
+"""The same for prompts with an image; `IMAGE_TOKENS` are added to each prompt."""
+IMAGE_SIZE, PATCH = 112, 8
+IMAGE_TOKENS = (IMAGE_SIZE // PATCH) ** 2
 
 
-def samples(prompt: int, response: int, group: int, *, shared: bool) -> Experience:
-    """Return random tokens of a group. Response lengths are between 0.5 and 1.5 times the mean."""
+def samples(prompt: int, response: int, group: int, *, shared: bool, image: Tensor | None = None) -> Experience:
+    """Return random tokens of a group. Response lengths are between 0.5 and 1.5 times the mean.
+
+    Args:
+        prompt: Tokens of a prompt.
+        response: Tokens of a response on average.
+        group: Number of samples.
+        shared: All samples have one prompt.
+        image: Pixels of an image before each prompt.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> list[int]:
@@ -28,16 +45,42 @@ def samples(prompt: int, response: int, group: int, *, shared: bool) -> Experien
 
     lengths = torch.linspace(0.5 * response, 1.5 * response, group).round().int().tolist()
     own = tokens(prompt)
+    before = [] if image is None else [VOCABULARY] * IMAGE_TOKENS
     return Experience.from_responses(
-        [own if shared else tokens(prompt) for _ in lengths], [tokens(length) for length in lengths], 0
+        [[*before, *(own if shared else tokens(prompt))] for _ in lengths],
+        [tokens(length) for length in lengths],
+        0,
+        image_inputs=None if image is None else [{"pixel_values": image}] * group,
     )
+
+
+def vision_language_model() -> Any:
+    """Return the policy of 5 M parameters with a vision tower."""
+    from transformers import AutoModelForImageTextToText, LlavaConfig
+
+    layers = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = LlavaConfig(
+        vision_config={"model_type": "siglip_vision_model", "image_size": IMAGE_SIZE, "patch_size": PATCH, **layers},
+        text_config={"model_type": "qwen2", "vocab_size": VOCABULARY + 1, "num_key_value_heads": 4, **layers},
+        image_token_index=VOCABULARY,
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+        tie_word_embeddings=True,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        return load_causal_lm(folder, dtype=torch.float32)
 
 
 def main() -> None:
     """Print the samples per second of both cases and their ratio for each size."""
-    model, repeats = prepared(__doc__)
-    for prompt, response, group in SIZES:
-        ways = {shared: samples(prompt, response, group, shared=shared) for shared in (True, False)}
+    policy, repeats = prepared(__doc__)
+    image = torch.rand(1, 3, IMAGE_SIZE, IMAGE_SIZE, generator=torch.Generator().manual_seed(0))
+    cases: list[tuple[Any, tuple[int, int, int], Tensor | None]] = [
+        *((policy, size, None) for size in SIZES), (vision_language_model(), WITH_IMAGE, image),
+    ]  # fmt: skip
+    for model, (prompt, response, group), pixels in cases:
+        ways = {shared: samples(prompt, response, group, shared=shared, image=pixels) for shared in (True, False)}
         taken: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(repeats + 1):
             for shared, experience in ways.items():
@@ -45,9 +88,10 @@ def main() -> None:
         # The first pass of each case is a warm-up.
         once, each = taken[True][1:], taken[False][1:]
         ratio = median(slow / fast for fast, slow in zip(once, each, strict=True))
+        size = f"{group} samples of {prompt} + {response} tokens" + (" and an image" if pixels is not None else "")
         print(
-            f"{group} samples of {prompt} + {response} tokens: the prompt once {group / median(once):.1f}, "
-            f"for each {group / median(each):.1f} samples/s; {ratio:.2f} times as fast"
+            f"{size}: the prompt once {group / median(once):.1f}, for each {group / median(each):.1f} samples/s; "
+            f"{ratio:.2f} times as fast"
         )
 
 

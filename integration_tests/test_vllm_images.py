@@ -14,10 +14,12 @@ import torch
 
 from benchmarks.tiny_vision import save_tiny_vision
 from integration_tests.resident import change, hold_after, inside, running_engine, steps_taken
+from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.image_prompts import ImagePrompts, load_processor
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
+from rl_plugins.models.lora import MergedWeightSource, adapter_off, add_adapter
 from rl_plugins.rollout.engine import GroupRequest
 from rl_plugins.rollout.vllm.client import VLLMRollout
 from rl_plugins.rollout.vllm.config import VLLMConfig
@@ -119,6 +121,26 @@ def test_update_weights_changes_the_vision_tower_for_groups_in_flight(
         assert np.allclose(log_probs[:old], with_old[:old], atol=1e-4)
         assert np.allclose(log_probs[old:], with_new[old:], atol=1e-4)
         assert not np.allclose(with_old, with_new, atol=1e-3)
+
+
+@pytest.mark.usefixtures("running_ray")
+def test_engine_applies_an_adapter_of_the_language_model(model: Path, requests: list[GroupRequest]) -> None:
+    policy = load_causal_lm(str(model), dtype=torch.float32).eval()
+    adapted = add_adapter(policy, LoraConfig(rank=2, alpha=20, target_modules="language-model"))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    with running_engine(VLLMConfig(str(model), max_model_len=128, lora_rank=2)) as rollout:
+        rollout.connect(0, 1)
+        rollout.update_weights(MergedWeightSource(ModuleWeightSource(adapted), adapted), 1)
+        groups = sampled(rollout, requests, SamplingConfig(num_samples=2, max_tokens=6))
+    for request, group in zip(requests, groups, strict=True):
+        for response, log_probs in zip(group.responses(), group.response_log_probs(), strict=True):
+            assert np.allclose(log_probs, log_probs_of(adapted, request, response), atol=1e-4)
+            with adapter_off(adapted):
+                assert not np.allclose(log_probs, log_probs_of(adapted, request, response), atol=0.1)
 
 
 @pytest.mark.usefixtures("running_ray")

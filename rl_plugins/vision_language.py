@@ -37,6 +37,13 @@ def is_vision_language(model: Callable[..., Any]) -> bool:
     return hasattr(getattr(_inner(model), "config", None), "vision_config")
 
 
+def language_model(model: Callable[..., Any]) -> str:
+    """Return the name of the part of a vision-language model that reads tokens, such as `model.language_model`."""
+    inner = _inner(model)
+    decoder = inner.get_decoder()
+    return next(name for name, module in inner.named_modules() if module is decoder)
+
+
 def vision_tower(model: Callable[..., Any]) -> nn.Module:
     """Return the part of a vision-language model that reads images.
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.commands.main import number
+from rl_plugins.config.models import LANGUAGE_MODEL
 from rl_plugins.config.settings import AT_LEAST_1
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import read_model_config
@@ -256,6 +257,7 @@ def workload_of(
         passes=config.batch.passes_per_step,
         gradient_checkpointing=config.model.gradient_checkpointing,
         lora_rank=config.model.lora.rank,
+        adapts_tower=config.model.lora.target_modules != LANGUAGE_MODEL,
         merged=config.rollout.lora == "merged",
         critics=critics,
         frozen=frozen,

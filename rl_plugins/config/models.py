@@ -28,8 +28,10 @@ from rl_plugins.config.settings import (
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.names import model_name
 
+LANGUAGE_MODEL = "language-model"
+"""Setting of `LoraConfig.target_modules` for a vision-language model whose vision tower stays as it is."""
 _LAYERS = Range(
-    "must be all-linear, a list of layers' names, or a regular expression",
+    "must be all-linear, language-model, a list of layers' names, or a regular expression",
     lambda value: (
         bool(value) and isinstance(value, str | list | tuple) and all(isinstance(name, str) for name in value)
     ),
@@ -57,8 +59,9 @@ class LoraConfig(Settings):
         alpha: scale of the change, which is multiplied by `alpha / rank`.
         dropout: dropout of the adapter's inputs in training.
         target_modules: `all-linear` for all linear layers except the output head and, in a mixture of experts, layers
-            with the names of experts' layers; a list of layer names (`q_proj`), or a regular expression for full layer
-            names.
+            with the names of experts' layers; `language-model` for these layers without the vision tower and the
+            projector of a vision-language model; a list of layer names (`q_proj`), or a regular expression for full
+            layer names.
 
     Source: LoRA, https://arxiv.org/abs/2106.09685.
     """

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
+from rl_plugins.config.models import LANGUAGE_MODEL, LoraConfig
 from rl_plugins.config.settings import ABOVE_0, ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, Range, Settings, one_of, or_null
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import reads_images
@@ -95,7 +96,7 @@ class RolloutConfig(EngineOptions):
             all weights are sent, because `kv_cache` would copy the weights to the host and back; else `kv_cache`.
         lora: weights sent to vLLM for a policy with an adapter: `adapter`, which the engine adds to the weights of
             `model.path` at every token, or `merged`, all weights with the adapter merged into them. A vision-language
-            model needs `merged`.
+            model needs `merged`, or `model.lora.target_modules=language-model`.
         gpu_memory_utilization: share of a GPU's memory for weights and KV cache (CUDA); null is 0.4, or 0.9 with
             `placement.rollout=split`.
         bucket_mb: memory for weights in transit, in MiB (unused by `shared_memory`, which writes to the final place);
@@ -191,21 +192,22 @@ def check_cpu_head_size(path: str, model: Mapping[str, Any]) -> None:
         )
 
 
-def check_engine_adapter(path: str, model: Mapping[str, Any], lora_rank: int) -> None:
+def check_engine_adapter(path: str, model: Mapping[str, Any], lora: LoraConfig) -> None:
     """Check that an engine can apply the policy's adapter to the weights of a model.
 
     Args:
         path: name or folder of the model, for the message.
         model: content of the model's config.json.
-        lora_rank: rank of an adapter for the engine; 0 for weights with a merged adapter.
+        lora: settings of the adapter, which the engine applies.
 
     Raises:
-        ConfigError: the model is a vision-language model. vLLM leaves out the adapter of the vision tower.
+        ConfigError: the model is a vision-language model, and other layers than those of its language model may have an
+            adapter. vLLM leaves out the adapter of the vision tower.
     """
-    if lora_rank and reads_images(model):
+    if lora.rank and lora.target_modules != LANGUAGE_MODEL and reads_images(model):
         raise ConfigError(
-            f"{path}: vLLM applies adapters to the text part of a vision-language model alone: use rollout.lora=merged "
-            "(lora_rank=0)"
+            f"{path}: vLLM applies adapters to the language model of a vision-language model alone: use "
+            "model.lora.target_modules=language-model or rollout.lora=merged"
         )
 
 

@@ -94,8 +94,7 @@ class PromptRows:
 
     def location(self, number: int) -> str:
         """Return the file of a row and its place in the file, counted from 0, for an error message."""
-        name, first = self._origin(number)
-        return f"{name}, row {number - first}"
+        return self._place(number)[1]
 
     def located(self, number: int, row: Row | None = None) -> LocatedRow:
         """Return a row with its place.
@@ -104,11 +103,14 @@ class PromptRows:
             number: number of the row.
             row: the row, if the caller has the row already.
         """
-        folder = Path(self._origin(number)[0]).parent if self.of_files else None
-        return LocatedRow(self.rows[number] if row is None else row, self.location(number), folder)
+        name, location = self._place(number)
+        folder = Path(name).parent if self.of_files else None
+        return LocatedRow(self.rows[number] if row is None else row, location, folder)
 
-    def _origin(self, number: int) -> tuple[str, int]:
-        return max((origin for origin in self.origins if origin[1] <= number), key=lambda item: item[1])
+    def _place(self, number: int) -> tuple[str, str]:
+        """Return the file (or class) of a row, and its location for an error message."""
+        name, first = max((origin for origin in self.origins if origin[1] <= number), key=lambda item: item[1])
+        return name, f"{name}, row {number - first}"
 
 
 def load_rows(source: Paths | RowSource, columns: Sequence[str] = COLUMNS) -> PromptRows:

@@ -14,6 +14,7 @@ import numpy as np
 
 from rl_plugins.config.settings import AT_LEAST_1, check_ranges
 from rl_plugins.data.datamodule import StepDataModule, StepOptions
+from rl_plugins.data.experience import Experience
 from rl_plugins.data.formats import STEP_SEPARATOR, read_steps, separated_steps
 from rl_plugins.data.images import ImageInputs
 from rl_plugins.data.on_disk import MappedLists
@@ -55,6 +56,12 @@ class ProcessRewardBatch(RowBatch):
         self.labels = labels
         self.rows = rows
         self.image_inputs = image_inputs
+
+    def samples(self, pad_token_id: int) -> Experience:
+        """Return the responses as samples."""
+        return Experience.from_responses(
+            self.prompt_ids, self.response_ids, pad_token_id, groups=self.rows, image_inputs=self.image_inputs
+        )
 
 
 class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):

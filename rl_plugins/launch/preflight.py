@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.config.checks import check_batch, check_options
+from rl_plugins.config.models import LANGUAGE_MODEL
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.rollout import check_cpu_head_size, check_engine_adapter
 from rl_plugins.errors import ConfigError
@@ -248,7 +249,7 @@ def check_models(
         if option == "model.path":
             _check_heads(config, model)
             if config.rollout.engine == "vllm" and config.needs_engine and config.rollout.lora == "adapter":
-                check_engine_adapter(f"{option}={path}", model, config.model.lora.rank)
+                check_engine_adapter(f"{option}={path}", model, config.model.lora)
             if _engine_on_cpu(config):
                 check_cpu_head_size(f"{option}={path}", model)
             if config.launcher == "ray" and not _on_cpu(config) and not os.environ.get("RAY_ADDRESS"):
@@ -275,13 +276,20 @@ def _engine_on_cpu(config: RecipeConfig) -> bool:
 
 def _check_vision_lr(config: RecipeConfig, path: str, model: dict[str, Any]) -> None:
     """Check the optimizers of the models that start from a folder: only a vision-language model has a vision tower."""
-    optimizers = {"optimizer": (config.model.path, config.optimizer)}
+    trained = {"model.lora": (config.model.path, config.model.lora, "optimizer", config.optimizer)}
     for name, critic in {"critic": config.critic, "cost_critic": config.cost_critic}.items():
-        optimizers[f"{name}.optimizer"] = (critic.path or config.model.path, critic.optimizer)
-    for name, (start, optimizer) in optimizers.items():
-        if start == path and optimizer.vision_lr is not None and not reads_images(model):
+        start = critic.path or config.model.path
+        trained[f"{name}.lora"] = (start, critic.lora, f"{name}.optimizer", critic.optimizer)
+    for adapter, (start, lora, name, optimizer) in trained.items():
+        if start != path or optimizer.vision_lr is None:
+            continue
+        option = f"{name}.vision_lr={optimizer.vision_lr:g}"
+        if not reads_images(model):
+            raise ConfigError(f"{option}: {path} has no vision tower: leave the option out")
+        if optimizer.vision_lr and lora.rank and lora.target_modules == LANGUAGE_MODEL:
             raise ConfigError(
-                f"{name}.vision_lr={optimizer.vision_lr:g}: {path} has no vision tower: leave the option out"
+                f"{option}: the vision tower has no adapter ({adapter}.target_modules=language-model): leave the "
+                "option out"
             )
 
 

@@ -9,6 +9,7 @@ Axes: `O` output features, `I` input features, `R` rank, `N` elements of a flatt
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rl_plugins.config.models import LoraConfig
+from rl_plugins.config.models import LANGUAGE_MODEL, LoraConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.names import model_name
+from rl_plugins.vision_language import is_vision_language, language_model
 from rl_plugins.weights.source import WeightMeta, WeightSource, full_tensor
 
 if TYPE_CHECKING:
@@ -89,12 +91,17 @@ def _targets(model: nn.Module, target_modules: Any) -> str | list[str]:
     """Return the layers with an adapter, for peft."""
     if not isinstance(target_modules, str):
         return list(target_modules)
-    has_experts = any(name.endswith(".experts.down_proj") for name, _ in model.named_parameters())
-    if target_modules != _ALL_LINEAR or not has_experts:
+    if target_modules not in (_ALL_LINEAR, LANGUAGE_MODEL):
         return target_modules
+    part = language_model(model) if target_modules == LANGUAGE_MODEL and is_vision_language(model) else ""
+    has_experts = any(name.endswith(".experts.down_proj") for name, _ in model.named_parameters())
+    if not part and not has_experts:
+        return _ALL_LINEAR
+    modules = model.get_submodule(part).named_modules()
+    names = {name.rpartition(".")[2] for name, layer in modules if isinstance(layer, nn.Linear)}
     # peft adds the experts to all linear layers, and to each list with the name of a layer of experts.
-    names = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    return sorted(names - _EXPERT_LAYERS - {"lm_head"})
+    chosen = sorted(names - {"lm_head"} - (_EXPERT_LAYERS if has_experts else set()))
+    return rf"{re.escape(part)}\.(?:.*\.)?(?:{'|'.join(chosen)})" if part else chosen
 
 
 def has_adapter(model: nn.Module) -> TypeGuard[PeftModel]:
@@ -199,13 +206,31 @@ class MergedWeightSource:
         return dict(zip(self._trained, _full_tensors(list(self._trained.values())), strict=True))
 
     def adapter_files(self) -> dict[str, bytes]:
-        """Return the files that peft saves for the adapter, by file name. Empty on all ranks but rank 0. Collective."""
+        """Return the files that peft saves for the adapter, by file name. Empty on all ranks but rank 0. Collective.
+
+        Raises:
+            ConfigError: A layer outside of the language model of a vision-language model has an adapter.
+        """
+        self._check_layers()
         weights = self.adapter()
         if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
             return {}
         with tempfile.TemporaryDirectory() as folder:
             self._model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
             return {path.name: path.read_bytes() for path in Path(folder).glob("adapter_*")}
+
+    def _check_layers(self) -> None:
+        if not is_vision_language(self._model):
+            return
+        part = f"{_PREFIX}{language_model(self._model)}."
+        for name in self._layers:
+            if not name.startswith(part):
+                layer = name.removeprefix(_PREFIX).removesuffix(".base_layer.weight")
+                raise ConfigError(
+                    f"the adapter changes {layer}, and vLLM applies adapters to the language model of a "
+                    "vision-language model alone: use LoraConfig(target_modules='language-model'), or lora_rank=0 in "
+                    "VLLMConfig, which merges the adapter into the weights"
+                )
 
     def _changes(self) -> dict[str, _LowRankChange]:
         adapter = self._adapter

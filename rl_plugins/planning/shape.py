@@ -227,15 +227,20 @@ class ModelShape:
             return self.multiplied
         return self.multiplied - (self.layers - self._dense_blocks) * self.experts.unused(self.hidden, tokens)
 
-    def adapter(self, rank: int) -> int:
-        """Return the parameters of a LoRA adapter of all matrices of the blocks; experts have none."""
+    def adapter(self, rank: int, *, with_tower: bool = True) -> int:
+        """Return the parameters of a LoRA adapter of all matrices of the blocks; experts have none.
+
+        Args:
+            rank: Rank of the adapter.
+            with_tower: The matrices of the vision tower have an adapter, too.
+        """
         widths = [(self.hidden, self.q_width), (self.hidden, self.kv_width), (self.hidden, self.kv_width)]
         widths.append((self.q_width, self.hidden))
         if self.experts is None:
             widths += [(self.hidden, self.intermediate)] * 3
         elif self.experts.is_gated:
             widths.append((self.hidden, 1))
-        of_tower = 0 if self.tower is None else self.tower.adapter(rank)
+        of_tower = self.tower.adapter(rank) if self.tower is not None and with_tower else 0
         return self.layers * rank * sum(a + b for a, b in widths) + of_tower
 
     def activation_bytes(self, width: int, copies: float = 1.0) -> float:

@@ -35,6 +35,7 @@ class Workload:
         passes: Passes over the samples of a step.
         gradient_checkpointing: Activations are computed again in the backward pass.
         lora_rank: Rank of the adapter if only an adapter is trained; 0 without an adapter.
+        adapts_tower: The adapter changes the vision tower, too.
         merged: The engine receives whole weights of a policy with an adapter.
         critics: Shapes of the critics, and of a process reward model: further trained models.
         frozen: Shapes of the models without training, by the names of the models.
@@ -57,6 +58,7 @@ class Workload:
     passes: int = 1
     gradient_checkpointing: bool = False
     lora_rank: int = 0
+    adapts_tower: bool = True
     merged: bool = False
     critics: Sequence[ModelShape] = ()
     frozen: Mapping[str, ModelShape] = field(default_factory=dict)
@@ -93,7 +95,9 @@ class Workload:
     @property
     def trained_parameters(self) -> int:
         """Parameters of the policy with a gradient."""
-        return self.policy.adapter(self.lora_rank) if self.lora_rank else self.policy.parameters
+        if not self.lora_rank:
+            return self.policy.parameters
+        return self.policy.adapter(self.lora_rank, with_tower=self.adapts_tower)
 
     @property
     def sends_adapter(self) -> bool:

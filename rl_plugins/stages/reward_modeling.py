@@ -197,9 +197,7 @@ class Steps:
 
     def __init__(self, batch: ProcessRewardBatch, pad_token_id: int) -> None:
         """Pad the responses and the labels."""
-        self.experience = Experience.from_responses(
-            batch.prompt_ids, batch.response_ids, pad_token_id, image_inputs=batch.image_inputs
-        )
+        self.experience = batch.samples(pad_token_id)
         self._labels_BT, _ = pad_ragged(batch.labels, value=float("nan"), dtype=torch.float32, side="right")
 
     @property

@@ -9,18 +9,23 @@ import pytest
 import torch
 
 from benchmarks.tiny_vision import processor, save_tiny_vision
+from rl_plugins.config.models import LoraConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.image_prompts import ImagePrompts
 from rl_plugins.data.images import IMAGE_INPUTS, inputs_of
 from rl_plugins.errors import ConfigError
+from rl_plugins.model_json import read_model_config
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.log_probs import response_log_probs
+from rl_plugins.models.lora import MergedWeightSource, add_adapter
 from rl_plugins.models.packing import pack, shares_prompts
 from rl_plugins.models.scalar_head import load_scalar_head, response_scores
 from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.planning.shape import shape_of
 from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.tests.pictures import picture
-from rl_plugins.vision_language import SampleImages
+from rl_plugins.vision_language import SampleImages, language_model
+from rl_plugins.weights.source import ModuleWeightSource
 
 FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
 PROMPTS = [
@@ -135,6 +140,24 @@ def test_packed_row_has_each_prompt_and_each_image_once(family: str, model: Any,
     for name, values in images.arguments(row.inputs["input_ids"]).items():
         torch.testing.assert_close(row.inputs[name], values, rtol=0, atol=0)
     assert Lengths.of(samples).first_B.tolist() == [0, 1, 2, 3, 1, 0, 2]
+
+
+def test_adapter_of_the_language_model_leaves_tower_and_projector_as_before(folder: Path) -> None:
+    model = add_adapter(
+        load_causal_lm(str(folder), dtype=torch.float32), LoraConfig(rank=4, target_modules="language-model")
+    )
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all(name.startswith(f"base_model.model.{language_model(model)}.layers.") for name in trained)
+    shape = shape_of(read_model_config(folder / "config.json"), "model")
+    assert sum(parameter.numel() for parameter in trained.values()) == shape.adapter(4, with_tower=False)
+    assert "adapter_config.json" in MergedWeightSource(ModuleWeightSource(model), model).adapter_files()
+
+
+def test_adapter_files_refuse_an_adapter_of_the_vision_tower(folder: Path) -> None:
+    model = add_adapter(load_causal_lm(str(folder), dtype=torch.float32), LoraConfig(rank=4))
+    source = MergedWeightSource(ModuleWeightSource(model), model)
+    with pytest.raises(ConfigError, match=r"alone: use LoraConfig\(target_modules='language-model'\), or lora_rank=0"):
+        source.adapter_files()
 
 
 def test_response_scores_of_a_model_of_text_refuse_images(samples: Experience, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,5 +41,5 @@ def test_check_agent_lets_an_agent_make_one_call_for_a_row_of_each_source() -> N
             "data.train_files=[train.parquet]", *options,
         )  # fmt: skip
         rows = {str(number): row_of(act) for number, act in enumerate(acts)}
-        message = message_of(lambda config=config, rows=rows: check_agent(config, rows, tokenizer))  # type: ignore[misc]
+        message = message_of(partial(check_agent, config, rows, tokenizer))
         assert said in message and "\n" not in message, message

@@ -91,10 +91,15 @@ def test_check_models_refuses_a_rate_for_a_tower_that_the_model_does_not_have(ch
     found = check([row("a")] * 4, "optimizer.vision_lr=0", model="text")
     assert found.startswith("optimizer.vision_lr=0: ") and "text has no vision tower: leave the option out" in found
     assert check(rows_of(encoded(picture())), "optimizer.vision_lr=1e-6") == "nothing is refused"
+    adapter = ("model.lora.rank=2", "model.lora.target_modules=language-model")
+    found = check(rows_of(encoded(picture())), "optimizer.vision_lr=1e-6", *adapter)
+    assert "vision_lr=1e-06: the vision tower has no adapter (model.lora.target_modules=language-model)" in found
 
 
 def test_check_models_refuses_an_adapter_that_vllm_would_apply_in_part(check: Check) -> None:
     options = ("launcher=ray", "rollout.engine=vllm", "model.lora.rank=2")
     message = check(rows_of(encoded(picture())), *options)
-    assert "vLLM applies adapters to the text part of a vision-language model alone: use rollout.lora=merged" in message
-    assert check(rows_of(encoded(picture())), *options, "rollout.lora=merged") == "nothing is refused"
+    wanted = "alone: use model.lora.target_modules=language-model or rollout.lora=merged"
+    assert f"vLLM applies adapters to the language model of a vision-language model {wanted}" in message
+    for option in ("model.lora.target_modules=language-model", "rollout.lora=merged"):
+        assert check(rows_of(encoded(picture())), *options, option) == "nothing is refused"

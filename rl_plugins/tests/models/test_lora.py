@@ -188,6 +188,13 @@ def test_save_adapter_names_base_model_and_commit_of_the_hub(policy: str, tmp_pa
     assert (settings["base_model_name_or_path"], settings["revision"]) == ("own/tiny", commit)
 
 
+def test_adapter_of_the_language_model_is_that_of_all_linear_layers_of_a_model_of_text(policy: str) -> None:
+    base = load_causal_lm(policy, dtype=torch.float32)
+    model = add_adapter(base, LoraConfig(rank=2, target_modules="language-model"))
+    other = add_adapter(load_causal_lm(policy, dtype=torch.float32), LoraConfig(rank=2))
+    assert adapted_layers(model).keys() == adapted_layers(other).keys()
+
+
 def test_add_adapter_refuses_missing_and_nonlinear_layers(policy: str) -> None:
     for targets, message in (
         (["nowhere"], "Target modules"),

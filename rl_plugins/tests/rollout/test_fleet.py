@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tiny_vision import save_tiny_vision
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.rollout.vllm.client import VLLMRollout
@@ -46,12 +45,6 @@ def test_start_refuses_heads_without_a_kernel_on_cpu_before_an_actor_starts(tmp_
     model = str(save_tiny_policy(tmp_path, hidden_size=64, num_heads=4))
     with pytest.raises(ConfigError, match=r"a width of 16, and vLLM on CPU has kernels for 32, 64"):
         VLLMRollout(VLLMConfig(model)).start()
-
-
-def test_start_refuses_an_adapter_for_a_vision_language_model(tmp_path: Path) -> None:
-    save_tiny_vision("idefics3", tmp_path)
-    with pytest.raises(ConfigError, match=r"adapters to the text part of a vision-language .* rollout\.lora=merged"):
-        VLLMRollout(VLLMConfig(str(tmp_path), lora_rank=2)).start()
 
 
 def test_start_names_a_damaged_config_json_before_an_actor_starts(tmp_path: Path) -> None:
