@@ -23,9 +23,8 @@ BUDGET = 4096
 SIZES = [(64, 128, 4), (64, 128, 8), (256, 128, 8), (512, 64, 8), (16, 240, 8)]
 """Tokens of a prompt, of a response on average, samples of a prompt."""
 WITH_IMAGE = (64, 128, 8)
-"""The same for prompts with an image; `IMAGE_TOKENS` are added to each prompt."""
+"""The same for prompts with an image, whose tokens are added to each prompt."""
 IMAGE_SIZE, PATCH = 112, 8
-IMAGE_TOKENS = (IMAGE_SIZE // PATCH) ** 2
 
 
 def samples(prompt: int, response: int, group: int, *, shared: bool, image: Tensor | None = None) -> Experience:
@@ -45,7 +44,7 @@ def samples(prompt: int, response: int, group: int, *, shared: bool, image: Tens
 
     lengths = torch.linspace(0.5 * response, 1.5 * response, group).round().int().tolist()
     own = tokens(prompt)
-    before = [] if image is None else [VOCABULARY] * IMAGE_TOKENS
+    before = [] if image is None else image_tokens(IMAGE_SIZE, PATCH)
     return Experience.from_responses(
         [[*before, *(own if shared else tokens(prompt))] for _ in lengths],
         [tokens(length) for length in lengths],
@@ -54,13 +53,23 @@ def samples(prompt: int, response: int, group: int, *, shared: bool, image: Tens
     )
 
 
-def vision_language_model() -> Any:
-    """Return the policy of 5 M parameters with a vision tower."""
+def image_tokens(pixels: int, patch: int) -> list[int]:
+    """Return the tokens of a square image: one for each patch."""
+    return [VOCABULARY] * (pixels // patch) ** 2
+
+
+def vision_language_model(pixels: int, patch: int) -> Any:
+    """Return the policy of 5 M parameters with a vision tower for square images.
+
+    Args:
+        pixels: Width and height of an image.
+        patch: Width and height of a patch.
+    """
     from transformers import AutoModelForImageTextToText, LlavaConfig
 
     layers = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = LlavaConfig(
-        vision_config={"model_type": "siglip_vision_model", "image_size": IMAGE_SIZE, "patch_size": PATCH, **layers},
+        vision_config={"model_type": "siglip_vision_model", "image_size": pixels, "patch_size": patch, **layers},
         text_config={"model_type": "qwen2", "vocab_size": VOCABULARY + 1, "num_key_value_heads": 4, **layers},
         image_token_index=VOCABULARY,
         vision_feature_select_strategy="full",
@@ -77,7 +86,7 @@ def main() -> None:
     policy, repeats = prepared(__doc__)
     image = torch.rand(1, 3, IMAGE_SIZE, IMAGE_SIZE, generator=torch.Generator().manual_seed(0))
     cases: list[tuple[Any, tuple[int, int, int], Tensor | None]] = [
-        *((policy, size, None) for size in SIZES), (vision_language_model(), WITH_IMAGE, image),
+        *((policy, size, None) for size in SIZES), (vision_language_model(IMAGE_SIZE, PATCH), WITH_IMAGE, image),
     ]  # fmt: skip
     for model, (prompt, response, group), pixels in cases:
         ways = {shared: samples(prompt, response, group, shared=shared, image=pixels) for shared in (True, False)}

@@ -67,7 +67,7 @@ class FleetSampling:
         """Submit groups. Collective if `together`. The engines get images, and make the inputs of images."""
         for engine, share in self._fleet.shares(len(requests)).items():
             ranks = self._fleet.ranks_of_engine(engine) if together else []
-            selected = [_without_inputs(requests[place]) for place in share]
+            selected = [without_inputs(requests[place]) for place in share]
             self._engine_of |= {request.ticket: engine for request in selected}
             if ranks or selected:
                 reference = self._fleet.actors[engine].submit.remote(self._fleet.rank, ranks, selected, sampling)
@@ -183,5 +183,6 @@ class FleetSampling:
         self._busy_s.pop(engine, None)
 
 
-def _without_inputs(request: GroupRequest) -> GroupRequest:
+def without_inputs(request: GroupRequest) -> GroupRequest:
+    """Return the request without the policy's inputs of the images. vLLM makes inputs by itself."""
     return request if request.images is None else replace(request, images=request.images.without_inputs())
