@@ -28,39 +28,38 @@ def options_of(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_grpo_trains_resumes_and_exports_a_vision_language_model(workplace: Path, tmp_path: Path) -> None:
-    options = options_of(tmp_path)
-    for family in ("llava", "idefics3"):
-        save_tiny_vision(family, tmp_path / family)
-    llava = [f"model.path={tmp_path / 'llava'}", "rollout.engine=transformers"]
-    # vLLM has LLaVA with torchvision only.
-    on_vllm = [
-        f"model.path={tmp_path / 'idefics3'}", "model.lora.rank=2", "rollout.lora=merged",
-        f"data.val_files=[{tmp_path / 'rows.parquet'}]", "run.eval_every=2",
-    ]  # fmt: skip
-    with recipes_in(tmp_path, workplace) as start:
-        for strategy, own, largest_gap in (("zero", llava, 1e-3), ("fsdp", on_vllm, 0.05)):
-            run = start("grpo", strategy, *options, *own, f"strategy.name={strategy}", "run.steps=2")
-            assert run.wait() == 0, run.tail()
-            # An untrained policy gives the token of an image some probability, and vLLM never samples the token.
-            assert max(step["train/rollout_gap_max"] for step in run.trained()) < largest_gap
-            assert (run.run / "policy" / "processor_config.json").is_file()
-        run = start("grpo", "zero", *options, *llava, "strategy.name=zero", "run.steps=3", "run.resume=true")
-        assert run.wait() == 0, run.tail()
-    assert [step["step"] for step in run.trained()] == [1, 2, 3]
-
-
-def test_ppo_trains_critics_of_a_vision_language_model_in_workers_and_in_a_pool(
-    workplace: Path, tmp_path: Path
-) -> None:
-    options = options_of(tmp_path)
+def test_ppo_trains_resumes_and_exports_a_vision_language_model(workplace: Path, tmp_path: Path) -> None:
     save_tiny_vision("llava", tmp_path / "llava")
-    llava = [f"{group}.path={tmp_path / 'llava'}" for group in ("model", "critic")]
+    options = [
+        *options_of(tmp_path), "rollout.engine=transformers",
+        *(f"{group}.path={tmp_path / 'llava'}" for group in ("model", "critic")),
+    ]  # fmt: skip
+    pool = ("placement.critic.actors=1", "strategy.name=zero")
     with recipes_in(tmp_path, workplace) as start:
-        for actors in (0, 1):
-            run = start(
-                "ppo", f"pool-{actors}", *options, *llava, "rollout.engine=transformers", "run.steps=2",
-                f"placement.critic.actors={actors}", "strategy.name=zero",
-            )  # fmt: skip
+        for name, *own in (
+            ("pool", *pool, "run.steps=2"),
+            ("pool", *pool, "run.steps=3", "run.resume=true"),
+            ("beside", "launcher=local", "run.steps=3"),
+        ):
+            run = start("ppo", name, *options, *own)
             assert run.wait() == 0, run.tail()
             assert all(step["train/critic/gradient_norm"] > 0 for step in run.trained())
+            assert max(step["train/rollout_gap_max"] for step in run.trained()) < 1e-3
+            assert (run.run / "policy" / "processor_config.json").is_file()
+            if "run.steps=3" in own:
+                assert [step["step"] for step in run.trained()] == [1, 2, 3]
+
+
+def test_grpo_trains_an_adapter_of_a_vision_language_model_over_fsdp_and_vllm(workplace: Path, tmp_path: Path) -> None:
+    # vLLM has LLaVA with torchvision only.
+    save_tiny_vision("idefics3", tmp_path / "idefics3")
+    with recipes_in(tmp_path, workplace) as start:
+        run = start(
+            "grpo", "fsdp", *options_of(tmp_path), f"model.path={tmp_path / 'idefics3'}", "strategy.name=fsdp",
+            "model.lora.rank=2", "rollout.lora=merged", f"data.val_files=[{tmp_path / 'rows.parquet'}]",
+            "run.eval_every=2", "run.steps=2",
+        )  # fmt: skip
+        assert run.wait() == 0, run.tail()
+    # An untrained policy gives the token of an image some probability, and vLLM never samples the token.
+    assert max(step["train/rollout_gap_max"] for step in run.trained()) < 0.05
+    assert (run.run / "policy" / "processor_config.json").is_file()

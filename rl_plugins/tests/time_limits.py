@@ -41,9 +41,9 @@ ALLOWED: dict[str, tuple[float, str]] = {
         180.0,
         "two runs, and one of the two has ten processes that load libraries",
     ),
-    "integration_tests/test_images.py::test_grpo_trains_resumes_and_exports_a_vision_language_model": (
+    "integration_tests/test_images.py::test_ppo_trains_resumes_and_exports_a_vision_language_model": (
         120.0,
-        "three runs, each with a cluster of its own",
+        "three runs, two of which have a cluster",
     ),
     "integration_tests/test_judge_engine.py::test_run_starts_an_engine_for_the_judge_and_waits_for_a_killed_server": (
         120.0,
