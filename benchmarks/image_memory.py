@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from PIL import Image
 
-from benchmarks.shared_prompts import image_tokens, vision_language_model
+from benchmarks.policies import image_tokens, save_vision_language_policy
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.images import IMAGE_INPUTS, PROMPT_IMAGES, PromptImages
 from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.packing import pack
 from rl_plugins.models.tiny import build_tokenizer
 from rl_plugins.rollout.engine import Generations
@@ -30,6 +31,7 @@ from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.vision_language import padded_inputs
 
 PATCH = 32
+VOCABULARY = 8192
 RESPONSE_TOKENS = 16
 TARGET = 1.2
 
@@ -64,7 +66,7 @@ def prompt_with_image(pixels: int) -> PromptBatch:
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(1, 3, pixels, pixels, generator=generator)
     image = Image.fromarray((255 * values[0].permute(1, 2, 0)).byte().numpy())
-    ids = [*image_tokens(pixels, PATCH), 60, 61, 62]
+    ids = [*image_tokens(pixels, PATCH, VOCABULARY), 60, 61, 62]
     images = PromptImages({"pixel_values": values}, [image], [ids[0], 60, 61, 62], len(ids))
     columns: dict[str, list[Any]] = {"prompt": [[{"role": "user", "content": "<image>abc"}]], PROMPT_IMAGES: [images]}
     return PromptBatch([ids], [0], columns, epoch=0)
@@ -87,7 +89,9 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, default=448, help="width and height of the image, a multiple of 32")
     parser.add_argument("--samples", type=int, default=8, help="number of samples of the group")
     arguments = parser.parse_args()
-    model = vision_language_model(arguments.pixels, PATCH)
+    with tempfile.TemporaryDirectory() as folder:
+        save_vision_language_policy(Path(folder), pixels=arguments.pixels, patch=PATCH, vocab_size=VOCABULARY)
+        model = load_causal_lm(folder, dtype=torch.float32)
     one, group = (bytes_of(arguments.pixels, count, model) for count in (1, arguments.samples))
     print(f"an image of {arguments.pixels} x {arguments.pixels} pixels; KB for 1 and for {arguments.samples} samples")
     for place, size in one.items():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import torch
+
 PROMPT_TOKENS = 64
 
 
@@ -32,6 +34,34 @@ def save_policy(folder: Path, *, hidden_size: int, num_layers: int, intermediate
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
+
+
+def save_vision_language_policy(folder: Path, *, pixels: int, patch: int, vocab_size: int) -> None:
+    """Write a LLaVA model of 5 M parameters, with a vision tower of 3 M, and random weights.
+
+    Args:
+        folder: Folder of the model.
+        pixels: Width and height of an image.
+        patch: Width and height of a patch.
+        vocab_size: Number of tokens of text; the next token stands for a patch.
+    """
+    from transformers import AutoModelForImageTextToText, LlavaConfig
+
+    layers = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = LlavaConfig(
+        vision_config={"model_type": "siglip_vision_model", "image_size": pixels, "patch_size": patch, **layers},
+        text_config={"model_type": "qwen2", "vocab_size": vocab_size + 1, "num_key_value_heads": 4, **layers},
+        image_token_index=vocab_size,
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+        tie_word_embeddings=True,
+    )
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def image_tokens(pixels: int, patch: int, vocab_size: int) -> list[int]:
+    """Return the tokens of a square image for a vision-language policy: one for each patch."""
+    return [vocab_size] * (pixels // patch) ** 2
 
 
 def save_28m(folder: Path) -> int:

@@ -9,6 +9,7 @@ The last size has an image in each prompt, which a vision tower of 3 M parameter
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.packing import VOCABULARY, prepared, seconds
+from benchmarks.policies import image_tokens, save_vision_language_policy
 from rl_plugins.data.experience import Experience
 from rl_plugins.models.loading import load_causal_lm
 
@@ -44,7 +46,7 @@ def samples(prompt: int, response: int, group: int, *, shared: bool, image: Tens
 
     lengths = torch.linspace(0.5 * response, 1.5 * response, group).round().int().tolist()
     own = tokens(prompt)
-    before = [] if image is None else image_tokens(IMAGE_SIZE, PATCH)
+    before = [] if image is None else image_tokens(IMAGE_SIZE, PATCH, VOCABULARY)
     return Experience.from_responses(
         [[*before, *(own if shared else tokens(prompt))] for _ in lengths],
         [tokens(length) for length in lengths],
@@ -53,40 +55,15 @@ def samples(prompt: int, response: int, group: int, *, shared: bool, image: Tens
     )
 
 
-def image_tokens(pixels: int, patch: int) -> list[int]:
-    """Return the tokens of a square image: one for each patch."""
-    return [VOCABULARY] * (pixels // patch) ** 2
-
-
-def vision_language_model(pixels: int, patch: int) -> Any:
-    """Return the policy of 5 M parameters with a vision tower for square images.
-
-    Args:
-        pixels: Width and height of an image.
-        patch: Width and height of a patch.
-    """
-    from transformers import AutoModelForImageTextToText, LlavaConfig
-
-    layers = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = LlavaConfig(
-        vision_config={"model_type": "siglip_vision_model", "image_size": pixels, "patch_size": patch, **layers},
-        text_config={"model_type": "qwen2", "vocab_size": VOCABULARY + 1, "num_key_value_heads": 4, **layers},
-        image_token_index=VOCABULARY,
-        vision_feature_select_strategy="full",
-        vision_feature_layer=-1,
-        tie_word_embeddings=True,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
-        return load_causal_lm(folder, dtype=torch.float32)
-
-
 def main() -> None:
     """Print the samples per second of both cases and their ratio for each size."""
     policy, repeats = prepared(__doc__)
     image = torch.rand(1, 3, IMAGE_SIZE, IMAGE_SIZE, generator=torch.Generator().manual_seed(0))
+    with tempfile.TemporaryDirectory() as folder:
+        save_vision_language_policy(Path(folder), pixels=IMAGE_SIZE, patch=PATCH, vocab_size=VOCABULARY)
+        reader = load_causal_lm(folder, dtype=torch.float32)
     cases: list[tuple[Any, tuple[int, int, int], Tensor | None]] = [
-        *((policy, size, None) for size in SIZES), (vision_language_model(IMAGE_SIZE, PATCH), WITH_IMAGE, image),
+        *((policy, size, None) for size in SIZES), (reader, WITH_IMAGE, image),
     ]  # fmt: skip
     for model, (prompt, response, group), pixels in cases:
         ways = {shared: samples(prompt, response, group, shared=shared, image=pixels) for shared in (True, False)}

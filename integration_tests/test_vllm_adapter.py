@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from integration_tests.resident import LORA_RANK, load_policy, log_probs_of
 from rl_plugins.config.models import LoraConfig
@@ -14,6 +13,7 @@ from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import MergedWeightSource, add_adapter
 from rl_plugins.rollout.vllm.client import VLLMRollout
+from rl_plugins.tests.models.random_adapter import with_random_adapter
 from rl_plugins.weights.check import PROBE
 from rl_plugins.weights.source import ModuleWeightSource
 
@@ -23,12 +23,7 @@ pytestmark = pytest.mark.extended
 def adapted(workplace: Path, seed: int) -> Any:
     """A policy with an effective adapter."""
     model = add_adapter(load_policy(workplace), LoraConfig(rank=LORA_RANK, alpha=20))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return with_random_adapter(model, std=0.3, seed=seed)
 
 
 def test_update_weights_brings_another_adapter(adapter_engine: VLLMRollout, workplace: Path) -> None:

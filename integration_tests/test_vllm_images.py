@@ -23,6 +23,7 @@ from rl_plugins.models.lora import MergedWeightSource, adapter_off, add_adapter
 from rl_plugins.rollout.engine import GroupRequest
 from rl_plugins.rollout.vllm.client import VLLMRollout
 from rl_plugins.rollout.vllm.config import VLLMConfig
+from rl_plugins.tests.models.random_adapter import with_random_adapter
 from rl_plugins.tests.patience import wait_until
 from rl_plugins.tests.pictures import picture
 from rl_plugins.weights.source import ModuleWeightSource
@@ -126,12 +127,8 @@ def test_update_weights_changes_the_vision_tower_for_groups_in_flight(
 @pytest.mark.usefixtures("running_ray")
 def test_engine_applies_an_adapter_of_the_language_model(model: Path, requests: list[GroupRequest]) -> None:
     policy = load_causal_lm(str(model), dtype=torch.float32).eval()
-    adapted = add_adapter(policy, LoraConfig(rank=2, alpha=20, target_modules="language-model"))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    adapter = LoraConfig(rank=2, alpha=20, target_modules="language-model")
+    adapted = with_random_adapter(add_adapter(policy, adapter), std=0.3)
     with running_engine(VLLMConfig(str(model), max_model_len=128, lora_rank=2)) as rollout:
         rollout.connect(0, 1)
         rollout.update_weights(MergedWeightSource(ModuleWeightSource(adapted), adapted), 1)

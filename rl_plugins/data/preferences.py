@@ -16,6 +16,7 @@ from rl_plugins.data.datamodule import StepDataModule, StepOptions
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.formats import Pair, read_judged, read_pair
 from rl_plugins.data.images import ImageInputs
+from rl_plugins.data.labelled import LabelledBatch
 from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import RowBatch, TokenizedColumns, TokenizedPrompts
@@ -71,39 +72,10 @@ class PairBatch(RowBatch):
         )
 
 
-class UnpairedBatch(RowBatch):
-    """The judged responses of one step on one rank; read only.
+class UnpairedBatch(LabelledBatch[bool]):
+    """The judged responses of one step on one rank: the label of a desirable response is True."""
 
-    Attributes:
-        prompt_ids: token ids of each prompt.
-        response_ids: token ids of the response to each prompt.
-        labels: True for each desirable response.
-        rows: number of each row in the concatenated data set.
-        image_inputs: inputs of the images of each prompt; None if no row has images.
-    """
-
-    __slots__ = ("image_inputs", "labels", "prompt_ids", "response_ids", "rows")
-
-    def __init__(
-        self,
-        prompt_ids: list[list[int]],
-        response_ids: list[list[int]],
-        labels: list[bool],
-        rows: list[int],
-        image_inputs: list[ImageInputs | None] | None = None,
-    ) -> None:
-        """Set the fields."""
-        self.image_inputs = image_inputs
-        self.prompt_ids = prompt_ids
-        self.response_ids = response_ids
-        self.labels = labels
-        self.rows = rows
-
-    def samples(self, pad_token_id: int) -> Experience:
-        """Return the responses as samples."""
-        return Experience.from_responses(
-            self.prompt_ids, self.response_ids, pad_token_id, groups=self.rows, image_inputs=self.image_inputs
-        )
+    __slots__ = ()
 
 
 class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):

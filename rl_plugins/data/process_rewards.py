@@ -14,13 +14,12 @@ import numpy as np
 
 from rl_plugins.config.settings import AT_LEAST_1, check_ranges
 from rl_plugins.data.datamodule import StepDataModule, StepOptions
-from rl_plugins.data.experience import Experience
 from rl_plugins.data.formats import STEP_SEPARATOR, read_steps, separated_steps
-from rl_plugins.data.images import ImageInputs
+from rl_plugins.data.labelled import LabelledBatch
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import UNSCORED_COLUMNS, Paths, PromptRows, RowSource
-from rl_plugins.data.prompts import RowBatch, TokenizedColumns
+from rl_plugins.data.prompts import TokenizedColumns
 from rl_plugins.data.tokenization import check_end_of_sequence
 
 if TYPE_CHECKING:
@@ -29,39 +28,13 @@ if TYPE_CHECKING:
 NO_LABEL = math.nan
 
 
-class ProcessRewardBatch(RowBatch):
-    """The labelled responses of one step on one rank; read only.
+class ProcessRewardBatch(LabelledBatch[list[float]]):
+    """The responses of one step on one rank, with labelled steps.
 
-    Attributes:
-        prompt_ids: token ids of each prompt.
-        response_ids: token ids of each response.
-        labels: one number per response token: 0 (wrong) to 1 (right) on the last token of a step, NaN elsewhere.
-        rows: number of each row in the concatenated data set.
-        image_inputs: inputs of the images of each prompt; None if no row has images.
+    The labels are one number per response token: 0 (wrong) to 1 (right) on the last token of a step, NaN elsewhere.
     """
 
-    __slots__ = ("image_inputs", "labels", "prompt_ids", "response_ids", "rows")
-
-    def __init__(
-        self,
-        prompt_ids: list[list[int]],
-        response_ids: list[list[int]],
-        labels: list[list[float]],
-        rows: list[int],
-        image_inputs: list[ImageInputs | None] | None = None,
-    ) -> None:
-        """Set the fields."""
-        self.prompt_ids = prompt_ids
-        self.response_ids = response_ids
-        self.labels = labels
-        self.rows = rows
-        self.image_inputs = image_inputs
-
-    def samples(self, pad_token_id: int) -> Experience:
-        """Return the responses as samples."""
-        return Experience.from_responses(
-            self.prompt_ids, self.response_ids, pad_token_id, groups=self.rows, image_inputs=self.image_inputs
-        )
+    __slots__ = ()
 
 
 class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):

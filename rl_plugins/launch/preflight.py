@@ -13,10 +13,10 @@ import tempfile
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_plugins.config.checks import check_batch, check_options
-from rl_plugins.config.models import LANGUAGE_MODEL
+from rl_plugins.config.models import LANGUAGE_MODEL, LoraConfig, OptimizerConfig
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.rollout import check_cpu_head_size, check_engine_adapter
 from rl_plugins.errors import ConfigError
@@ -274,22 +274,33 @@ def _engine_on_cpu(config: RecipeConfig) -> bool:
     return config.rollout.engine == "vllm" and config.needs_engine and device_is_known and _on_cpu(config)
 
 
+class _TrainedModel(NamedTuple):
+    """Start of a trained model, and the options of its adapter and optimizer with their names."""
+
+    path: str
+    lora_option: str
+    lora: LoraConfig
+    optimizer_option: str
+    optimizer: OptimizerConfig
+
+
 def _check_vision_lr(config: RecipeConfig, path: str, model: dict[str, Any]) -> None:
     """Check the optimizers of the models that start from a folder: only a vision-language model has a vision tower."""
-    trained = {"model.lora": (config.model.path, config.model.lora, "optimizer", config.optimizer)}
+    trained = [_TrainedModel(config.model.path, "model.lora", config.model.lora, "optimizer", config.optimizer)]
     for name, critic in {"critic": config.critic, "cost_critic": config.cost_critic}.items():
         start = critic.path or config.model.path
-        trained[f"{name}.lora"] = (start, critic.lora, f"{name}.optimizer", critic.optimizer)
-    for adapter, (start, lora, name, optimizer) in trained.items():
-        if start != path or optimizer.vision_lr is None:
+        trained.append(_TrainedModel(start, f"{name}.lora", critic.lora, f"{name}.optimizer", critic.optimizer))
+    for each in trained:
+        lr = each.optimizer.vision_lr
+        if each.path != path or lr is None:
             continue
-        option = f"{name}.vision_lr={optimizer.vision_lr:g}"
+        option = f"{each.optimizer_option}.vision_lr={lr:g}"
         if not reads_images(model):
             raise ConfigError(f"{option}: {path} has no vision tower: leave the option out")
-        if optimizer.vision_lr and lora.rank and lora.target_modules == LANGUAGE_MODEL:
+        if lr and each.lora.rank and each.lora.target_modules == LANGUAGE_MODEL:
             raise ConfigError(
-                f"{option}: the vision tower has no adapter ({adapter}.target_modules=language-model): leave the "
-                "option out"
+                f"{option}: the vision tower has no adapter ({each.lora_option}.target_modules=language-model): leave "
+                "the option out"
             )
 
 

@@ -243,7 +243,7 @@ def read_tests(ground_truth: object, extra_info: Mapping[str, Any]) -> list[_Tes
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = [value] if "assert" in value else value
     sources: tuple[Any, ...] = (value, value[0] if isinstance(value, list) and value else None, extra_info)
     name = next((source[key] for source in sources for key in _FUNCTION_NAMES if _has(source, key)), None)
@@ -254,10 +254,11 @@ def read_tests(ground_truth: object, extra_info: Mapping[str, Any]) -> list[_Tes
             raise ValueError(f"the ground truth has {len(inputs)} inputs, but {len(outputs)} outputs")
         tests += [_pair_test(given, wanted, name) for given, wanted in zip(inputs, outputs, strict=True)]
     elif _has(value, "test") and _has(value, "entry_point"):
-        tests.append(_AssertTest([value["test"], f"check({value['entry_point']})"]))
+        entry_point = _text(value["entry_point"], "the entry point")
+        tests.append(_AssertTest([_text(value["test"], "the test"), f"check({entry_point})"]))
     elif _has(value, "test_list"):
-        setup = [value["test_setup_code"]] if _has(value, "test_setup_code") else []
-        tests += [_AssertTest([*setup, text]) for text in _listed(value["test_list"])]
+        setup = [_text(value["test_setup_code"], "the set-up")] if _has(value, "test_setup_code") else []
+        tests += [_AssertTest([*setup, _text(text, "the test")]) for text in _listed(value["test_list"])]
     elif isinstance(value, list) and all(isinstance(item, str) for item in value):
         tests += [_AssertTest([text]) for text in value]
     elif isinstance(value, list) and all(_has(item, "input") and _has(item, "output") for item in value):
@@ -295,14 +296,21 @@ def _listed(value: object) -> list[Any]:
 def _pair_test(given: Any, wanted: Any, name: str | None) -> _Test:
     if name is None:
         return _OutputTest(_lines(given), _lines(wanted))
+    name = _text(name, "the name of the function")
     if not isinstance(given, str):
         return _CallTest(name, _listed(given), wanted)
     # One line of JSON for each argument, as in LiveCodeBench.
     try:
         arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
         return _CallTest(name, arguments, json.loads(wanted) if isinstance(wanted, str) else wanted)
-    except ValueError:
+    except (ValueError, RecursionError):
         return _CallTest(name, [given], wanted)
+
+
+def _text(value: Any, part: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{part} of the ground truth is {str(value)[:100]!r}, and not a text")
+    return value
 
 
 def _lines(value: object) -> str:

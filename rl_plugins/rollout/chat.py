@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl_plugins.json_text import read_foreign_json
+
 Message = Mapping[str, Any]
 
 
@@ -151,7 +153,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 def _with_mapping(call: Message) -> dict[str, Any]:
     try:
-        arguments = json.loads(call["function"]["arguments"])
+        arguments = read_foreign_json(call["function"]["arguments"])
     except ValueError:
         arguments = {}
     return {**call, "function": {**call["function"], "arguments": arguments}}

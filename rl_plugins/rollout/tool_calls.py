@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rl_plugins.json_text import read_foreign_json
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -57,8 +59,8 @@ def read_call(name: object, arguments: object) -> ToolCall:
         return ToolCall("", fault="the call names no tool")
     try:
         # The way to the tool is JSON, so arguments must be JSON values.
-        read = json.loads(arguments if isinstance(arguments, str) else json.dumps(arguments))
-    except (TypeError, ValueError):
+        read = read_foreign_json(arguments if isinstance(arguments, str) else json.dumps(arguments))
+    except (TypeError, ValueError, RecursionError):
         read = None
     if not isinstance(read, dict):
         return ToolCall(name, fault=f"the arguments of {name} must be a JSON object")

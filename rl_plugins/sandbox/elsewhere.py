@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, get_args
 
+from rl_plugins.control_characters import without_controls
+from rl_plugins.json_text import read_foreign_json
 from rl_plugins.sandbox import supervisor
 from rl_plugins.sandbox.namespaces import GRACE_S, environment_of_programs, job_bytes, read_answer, visible_folders
 from rl_plugins.sandbox.records import Limit, SandboxError, SandboxJob, SandboxLimits, SandboxResult, result_of
@@ -25,6 +27,8 @@ from rl_plugins.sandbox.seccomp import filter_text, has_filter
 _START_S = 60.0
 _END_S = 5.0
 _ATTEMPTS = 3
+_SHOWN = 500
+"""Characters of a server's fault in an error."""
 _MIB = 2**20
 
 
@@ -184,7 +188,7 @@ class RemoteSandbox:
                 with urllib.request.urlopen(request, timeout=job.limits.wall_s + GRACE_S) as response:
                     return self._result(response.read())
             except urllib.error.HTTPError as error:
-                reason = f"status {error.code}: {error.read(500).decode(errors='replace')}"
+                reason = f"status {error.code}: {error.read(_SHOWN).decode(errors='replace')}"
                 if error.code not in (429, 503):
                     break
             except OSError as error:
@@ -193,9 +197,13 @@ class RemoteSandbox:
 
     def _result(self, content: bytes) -> SandboxResult:
         try:
-            answer = json.loads(content)
-            result = result_of(answer, str(answer["stdout"]), str(answer["stderr"]))
-        except (ValueError, KeyError, TypeError) as error:
+            answer = read_foreign_json(content)
+            outputs = ("", "") if "fault" in answer else (str(answer["stdout"]), str(answer["stderr"]))
+            result = result_of(answer, *outputs)
+        except SandboxError as error:
+            reason = without_controls(" ".join(str(error).split()))
+            raise SandboxError(f"{self._address}: {reason[:_SHOWN]}") from None
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise SandboxError(
                 f"{self._address}: the answer has no outcome ({type(error).__name__}: {error})"
             ) from None

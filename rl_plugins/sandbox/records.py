@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol
@@ -125,7 +126,11 @@ def result_of(answer: Mapping[str, Any], stdout: str, stderr: str) -> SandboxRes
 
     Raises:
         SandboxError: The answer is the description of a fault.
+        ValueError: A number of the answer is infinite or no number.
     """
     if "fault" in answer:
         raise SandboxError(str(answer["fault"]))
-    return SandboxResult(stdout, stderr, int(answer["exit_status"]), answer["limit"], float(answer["seconds"]))
+    seconds = float(answer["seconds"])
+    if not math.isfinite(seconds):
+        raise ValueError(f"the duration is {seconds} s")
+    return SandboxResult(stdout, stderr, int(answer["exit_status"]), answer["limit"], seconds)

@@ -8,7 +8,9 @@ import pytest
 
 from rl_plugins.config.data import BatchConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.tests.fuzz import VALUES, Report, Target, fuzz, fuzz_in_processes
+from rl_plugins.tests.fuzz.inputs import VALUES
+from rl_plugins.tests.fuzz.runs import fuzz, fuzz_in_processes
+from rl_plugins.tests.fuzz.target import Report, Target
 
 
 def test_fuzz_finds_only_clear_lines_and_valid_input(tmp_path: Path) -> None:

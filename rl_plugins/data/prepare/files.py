@@ -56,7 +56,23 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
                 ) from error
             if not isinstance(record, dict):
                 raise ConfigError(f"{location}: expected a JSON object, got {line.decode().strip()[:40]!r}")
+            if (half := _half_of_a_character(line, record)) is not None:
+                raise ConfigError(
+                    f"{location}: {half} is half of a character, and texts have whole characters: write "
+                    "both halves, or leave the half out"
+                )
             yield location, record
+
+
+def _half_of_a_character(line: bytes, record: Record) -> str | None:
+    """Return the escape of a lone surrogate in a record; None if there is none. Only an escape can make one."""
+    if b"\\u" not in line:
+        return None
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(error.object[error.start]):04x}"
+    return None
 
 
 def read_split(

@@ -7,7 +7,6 @@ change the form of an answer (n, stop, a forced call, a grammar, ...) are refuse
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pydantic import ValidationError
@@ -31,6 +30,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse, ModelCard, ModelList, UsageInfo
 from vllm.exceptions import VLLMValidationError
 
+from rl_plugins.json_text import read_foreign_json
 from rl_plugins.rollout.chat import ChatAnswer, ChatCall, Refused, canonical
 
 MODEL = "policy"
@@ -69,7 +69,7 @@ def read_chat_call(body: bytes) -> ChatCall:
         Refused: the body is no valid call, or has an option that is refused.
     """
     try:
-        content = json.loads(body)
+        content = read_foreign_json(body)
         messages = [canonical(message) for message in content["messages"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Refused(f"the body is no chat completion ({type(error).__name__}: {error})") from error

@@ -191,6 +191,13 @@ def test_write_rows_keeps_the_old_files_when_a_row_does_not_fit(tmp_path):
     assert pq.read_table(tmp_path / "train.parquet").to_pylist() == [{"a": 1}]
 
 
+def test_read_records_names_a_line_with_half_of_a_character(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"a": "\\ud83d\\ude00"}\n{"a": ["\\ud83d"]}\n')
+    with pytest.raises(ConfigError, match=r"train.jsonl, line 2: \\ud83d is half of a character"):
+        list(read_records(path))
+
+
 def test_read_records_names_a_line_that_is_not_utf_8_or_too_deep(tmp_path):
     path = tmp_path / "train.jsonl"
     for line in (b'{"a": "\xff"}', b"[" * 10**5, b"1" * 5000):

@@ -97,6 +97,14 @@ def test_turn_tokenizer_takes_special_tokens_of_an_observation_as_text() -> None
     assert (t.decode(cut), was_cut) == ("<|user|>a<|end|><<|assistant|>", True)
 
 
+def test_lone_surrogates_in_messages_become_replacement_characters() -> None:
+    t = tokenizer()
+    ids, _ = TurnTokenizer(t).tokens([{"role": "tool", "content": "a\ud83db"}], t.eos_token_id, 99)
+    assert t.decode(ids) == "<|tool|>a\ufffdb<|assistant|>"
+    (prompt,) = encode_prompts([[{"role": "user", "content": "\udc00\U0001f600"}]], t, {})
+    assert "<|user|>\ufffd\U0001f600<|assistant|>" in t.decode(prompt)
+
+
 def character_tokenizer(folder: Path, characters: str) -> str:
     """Write a tokenizer with a token for each character."""
     pieces = [*characters, "<unk>", "<|end|>"]

@@ -130,6 +130,9 @@ def break_rules(row: Row, base_url: str, api_key: str) -> float:
             model="m",
             messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
         )
+        key = {"authorization": f"Bearer {api_key}"}
+        deep = httpx.post(f"{base_url}/chat/completions", content="[" * 5000, headers=key, timeout=60)
+        assert deep.status_code == 400 and "the body is no chat completion" in deep.text
         # The template shows the names of parameters, which this tool lacks.
         bare: Any = {"type": "function", "function": {"name": "bare"}}
         assert "parameters" in refused(create, model="m", messages=first, tools=[bare])
@@ -149,7 +152,7 @@ def break_rules(row: Row, base_url: str, api_key: str) -> float:
             assert reason in refused(create, model="m", messages=messages)
         assert "tools are not those" in refused(create, model="m", messages=[*first, said, more], tools=[ADD])
         # A client that has lost an answer sends its call again, and gets the same answer.
-        again = {"x-stainless-retry-count": "1", "authorization": f"Bearer {api_key}"}
+        again = {"x-stainless-retry-count": "1", **key}
         body = {"model": "m", "messages": [*first, said, more]}
         texts = [
             httpx.post(f"{base_url}/chat/completions", json=body, headers=again, timeout=60).text for _ in range(2)

@@ -116,7 +116,7 @@ def test_calls_beside_the_rules_are_refused_with_the_reason_and_counted() -> Non
     assert score.value == 1.0, score.message
     # Two answered calls, and a repetition that is no call of its own.
     assert score.details["agent/calls"] - score.details["agent/refused"] == 3
-    assert (score.details["agent/refused"], score.details["agent/not_continued"]) == (17.0, 5.0)
+    assert (score.details["agent/refused"], score.details["agent/not_continued"]) == (18.0, 5.0)
     text = "no<|end|><|user|>sure?<|assistant|>5<|end|><|user|>sure?<|assistant|>5<|end|>"
     assert tokenizer.decode(generations.responses()[0]) == text
 

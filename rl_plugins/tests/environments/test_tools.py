@@ -17,6 +17,7 @@ from rl_plugins.models.tiny import TOOL_CHAT_TEMPLATE, build_model, build_tokeni
 from rl_plugins.rewards import InlineScorer, ScoringRequest
 from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rollout.engine import Generations
+from rl_plugins.rollout.tool_calls import read_call
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.environments import sample_tools
@@ -102,6 +103,14 @@ def test_failed_call_tells_the_policy_and_is_counted(
     counted = {name.removeprefix("tools/"): count for name, count in ending.counts.items()}
     assert counted == {**dict.fromkeys(("unknown", "malformed", "late", "raised", "died"), 0), "calls": 1, kind: 1}
     assert ending.score.value == 1.0
+
+
+def test_read_call_refuses_arguments_that_are_too_deep_for_json() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    for arguments in ("[" * 5000, '{"a": ' * 200 + "1" + "}" * 200, deep):
+        assert read_call("add", arguments).fault == "the arguments of add must be a JSON object"
 
 
 def test_conversation_ends_at_the_bound_on_turns_without_another_call(environment: ToolEnvironment) -> None:

@@ -18,6 +18,7 @@ from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.lora import MergedWeightSource, adapter_off, add_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.strategies.weight_sources import ZeroWeightSource
+from rl_plugins.tests.models.random_adapter import with_random_adapter
 from rl_plugins.weights.source import ModuleWeightSource
 
 CONFIG = LoraConfig(rank=3, alpha=6.0)
@@ -28,16 +29,6 @@ ZERO: dict[str, Any] = {
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
 }
-
-
-def with_random_adapter(model: peft.PeftModel) -> peft.PeftModel:
-    """Give the adapter random weights, because a new adapter does not change the outputs."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(std=0.1, generator=generator)
-    return model
 
 
 @contextmanager

@@ -29,7 +29,8 @@ from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models import lora_worker
-from rl_plugins.tests.models.lora_worker import CONFIG, with_random_adapter
+from rl_plugins.tests.models.lora_worker import CONFIG
+from rl_plugins.tests.models.random_adapter import with_random_adapter
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.weights.source import ModuleWeightSource
 

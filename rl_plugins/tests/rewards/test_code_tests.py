@@ -127,9 +127,24 @@ def test_same_output(given: str, wanted: str, same: bool) -> None:
     assert same_output(given, wanted, 1e-6) is same
 
 
-@for_each("truth", [{}, [], None, 4, "[]", "text", {"inputs": []}, [1], {"inputs": ["1"], "outputs": []}])
+@for_each("truth", [{}, [], None, 4, "[]", "text", {"inputs": []}, [1], {"inputs": ["1"], "outputs": []}, "[" * 10**5])
 def test_read_tests_refuses_a_ground_truth_without_tests(truth: object) -> None:
     with pytest.raises(ValueError, match="the ground truth"):
+        read_tests(truth, {})
+
+
+@for_each(
+    "truth",
+    [
+        {"test": 5, "entry_point": "add"},
+        {"test": "def check(c): ...", "entry_point": 6},
+        {"test_list": ["assert True", 1]},
+        {"test_list": ["assert True"], "test_setup_code": [1]},
+        {"inputs": [[1]], "outputs": [1], "fn_name": 7},
+    ],
+)
+def test_read_tests_refuses_statements_and_names_that_are_no_text(truth: object) -> None:
+    with pytest.raises(ValueError, match=r"of the ground truth is '.*', and not a text"):
         read_tests(truth, {})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -233,6 +234,9 @@ def test_remote_sandbox_sends_program_input_and_limits(monkeypatch: pytest.Monke
         ((200, {"stdout": "", "stderr": ""}), "the answer has no outcome"),
         ((200, []), "the answer has no outcome"),
         ((200, {"fault": "no memory", "stdout": "", "stderr": ""}), "no memory"),
+        ((200, {"fault": "no\nmemory"}), "http.*: no memory"),
+        ((200, {"stdout": "", "stderr": "", "exit_status": math.inf, "limit": "", "seconds": 1}), "no outcome"),
+        ((200, {"stdout": "", "stderr": "", "exit_status": 0, "limit": "", "seconds": math.nan}), "no outcome"),
         ((200, {"stdout": "", "stderr": "", "exit_status": 0, "limit": "x", "seconds": 1}), "the unknown limit 'x'"),
     ],
 )
