@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
+from rl_plugins.control_characters import whole_characters
 from rl_plugins.data.images import IMAGES, has_images
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import PromptRows
@@ -37,8 +38,6 @@ _RESPONSE = "whatever-was-said"
 # Characters that Unicode keeps out of texts, around the number of a special token.
 _MARK = "\ufdd0{}\ufdd1"
 _MARKS = re.compile("\ufdd0(\\d{1,9})\ufdd1", re.ASCII)
-# JSON and Python have halves of characters, and a tokenizer takes whole characters alone.
-_HALVES = re.compile("[\ud800-\udfff]")
 _NAMES = re.compile(r"[A-Za-z_]\w*")
 _TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "chat_template"})
 """Arguments of `apply_chat_template` for variables of the template, or for the template itself."""
@@ -241,11 +240,11 @@ class PlainTexts:
     def hide(self, value: Any) -> Any:
         """Replace special tokens in a text, or in all texts of messages, by marks without a meaning for a template.
 
-        A lone surrogate, which is no character, becomes U+FFFD.
+        Half of a character becomes U+FFFD.
         """
         if isinstance(value, str):
-            value = _HALVES.sub("\ufffd", value)
-            return self._pattern.sub(lambda found: _MARK.format(self._special.index(found.group())), value)
+            text = whole_characters(value)
+            return self._pattern.sub(lambda found: _MARK.format(self._special.index(found.group())), text)
         if isinstance(value, Mapping):
             return {key: self.hide(item) for key, item in value.items()}
         return [self.hide(item) for item in value] if isinstance(value, list | tuple) else value

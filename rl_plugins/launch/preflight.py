@@ -274,7 +274,7 @@ def _engine_on_cpu(config: RecipeConfig) -> bool:
     return config.rollout.engine == "vllm" and config.needs_engine and device_is_known and _on_cpu(config)
 
 
-class _TrainedModel(NamedTuple):
+class _Trained(NamedTuple):
     """Start of a trained model, and the options of its adapter and optimizer with their names."""
 
     path: str
@@ -286,10 +286,10 @@ class _TrainedModel(NamedTuple):
 
 def _check_vision_lr(config: RecipeConfig, path: str, model: dict[str, Any]) -> None:
     """Check the optimizers of the models that start from a folder: only a vision-language model has a vision tower."""
-    trained = [_TrainedModel(config.model.path, "model.lora", config.model.lora, "optimizer", config.optimizer)]
+    trained = [_Trained(config.model.path, "model.lora", config.model.lora, "optimizer", config.optimizer)]
     for name, critic in {"critic": config.critic, "cost_critic": config.cost_critic}.items():
         start = critic.path or config.model.path
-        trained.append(_TrainedModel(start, f"{name}.lora", critic.lora, f"{name}.optimizer", critic.optimizer))
+        trained.append(_Trained(start, f"{name}.lora", critic.lora, f"{name}.optimizer", critic.optimizer))
     for each in trained:
         lr = each.optimizer.vision_lr
         if each.path != path or lr is None:

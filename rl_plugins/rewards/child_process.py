@@ -41,7 +41,8 @@ class ChildProcess:
                 [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {_IMPORT}; {start}"],
                 env=environment,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                # Not a session, which Linux would schedule as a group of its own: the process could wait for long.
+                process_group=0,
             )
         self.pid = self._process.pid
         self.ended = os.pidfd_open(self.pid)

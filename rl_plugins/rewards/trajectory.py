@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.control_characters import whole_characters
 from rl_plugins.rewards.records import Message, Score, ScoringRequest
 from rl_plugins.rollout.engine import Generations, padded_routes
 
@@ -195,7 +196,7 @@ class Trajectory:
     def start(self, start: Start) -> None:
         """Replace the prompt of the row by messages of the environment."""
         self._start, self._prompt = start, list(start.tokens)
-        self._request = replace(self._request, prompt=list(start.messages))
+        self._request = replace(self._request, prompt=_whole(start.messages))
 
     def respond(self, response: Generations, text: str, max_turns: int) -> Turn:
         """Add a response of the policy, and return the response for the environment.
@@ -247,7 +248,7 @@ class Trajectory:
         self._sampled += [False] * len(reply.tokens)
         self._sequence = reply.sequence
         self._sequences += [self._sequence] * len(reply.tokens)
-        self._said += reply.messages
+        self._said += _whole(reply.messages)
         self._cut += reply.was_cut
         return True
 
@@ -260,11 +261,11 @@ class Trajectory:
             self._finish_reason = "abort"
         self.ending = Ending(
             score,
-            (*self._said, *messages),
+            (*self._said, *_whole(messages)),
             self._cut,
             self.turns,
             dict(self._counts),
-            prompt=None if self._start is None else list(self._start.messages),
+            prompt=None if self._start is None else _whole(self._start.messages),
             prompt_ids=() if self._start is None else tuple(self._start.tokens),
             turn_ends=tuple(self._turn_ends),
             turn_rewards=tuple(self._turn_rewards),
@@ -297,3 +298,8 @@ class Trajectory:
         nothing = next(iter(self._experts.values()))[:0]
         parts = [padded_routes(self._experts.get(number, nothing), lengths[number]) for number in sorted(lengths)]
         return [np.concatenate(parts)]
+
+
+def _whole(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with texts of whole characters: files and servers refuse others, and so does a tokenizer."""
+    return [{**message, "content": whole_characters(str(message["content"]))} for message in messages]

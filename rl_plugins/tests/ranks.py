@@ -4,6 +4,7 @@ The processes are forks of a server. The server has only imported the libraries 
 fork after a backward pass or an OpenMP loop. The forks stay until the end of the test run and get one function after
 the other: process groups and DeepSpeed's backend are made once. After each function the state of the process is
 restored, see `rank_state.py`. When a rank fails or hangs, all forks are killed, and the next function gets new forks.
+Between two functions the forks are stopped: each process group over gloo has a thread that wakes up 100 times a second.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -124,9 +126,17 @@ class _Ranks:
         for connection in self._connections[1:]:
             connection.send(port)
 
+    def _signal(self, number: signal.Signals) -> None:
+        """Send a signal to all ranks, but those that have ended."""
+        for process in self._processes:
+            assert process.pid is not None
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float) -> list[tuple[Any, str]]:
         """See `run_ranks`."""
         call = pickle.dumps((function, arguments))
+        self._signal(signal.SIGCONT)
         for connection in self._connections:
             connection.send_bytes(call)
         results, failed = self._results(timeout_s)
@@ -140,6 +150,7 @@ class _Ranks:
             others = [rank for rank in range(len(self._logs)) if rank != first]
             outputs = [f"--- rank {rank}\n{printed[rank]}" for rank in [first, *others]]
             raise AssertionError("\n".join([f"rank {first} {what} in {function.__qualname__}:", *outputs]))
+        self._signal(signal.SIGSTOP)
         return [(pickle.loads(results[rank]), text) for rank, text in enumerate(printed)]
 
     def _results(self, timeout_s: float) -> tuple[dict[int, bytes], list[int]]:
@@ -184,6 +195,7 @@ class _Ranks:
 
     def end(self) -> None:
         """End the ranks after their work, because a rank may still write a file, such as its coverage."""
+        self._signal(signal.SIGCONT)
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -203,10 +215,13 @@ def _serve(rank: int, world_size: int, connection: Connection, log: str) -> None
     import torch
     import transformers
 
+    from rl_plugins.rewards.child_process import end_with_parent
     from rl_plugins.tests.exact_norms import exact_norms
     from rl_plugins.tests.rank_state import RankState
     from rl_plugins.tests.stages import canned
 
+    # A stopped rank does not see the end of the test run.
+    end_with_parent(os.getppid())
     _print_to(log)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import torch
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.rewards.records import Score, ScoringRequest
-from rl_plugins.rewards.trajectory import Reply, Trajectory
+from rl_plugins.rewards.trajectory import LastWords, Reply, Start, Trajectory
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.stages.sequence_rows import SequenceRows
 
@@ -40,6 +40,21 @@ def test_routes_of_a_trajectory_follow_the_rows_of_the_sequences() -> None:
     ids_N = rows.samples.input_ids[rows.samples.attention_mask]
     # In every row, the experts of all tokens but the last are those of the token.
     assert torch.where(torch.from_numpy(experts)[:, 0, 0] < 0, ids_N, torch.from_numpy(experts)[:, 0, 0]).equal(ids_N)
+
+
+def test_messages_of_an_ending_have_whole_characters() -> None:
+    request = ScoringRequest(data_source="", solution_str="", ground_truth="", extra_info={}, prompt=[])
+    trajectory = Trajectory([1], request, SamplingConfig(max_tokens=40), (), 0)
+    half = {"role": "user", "content": "a\ud83d", "name": "b"}
+    trajectory.start(Start([half], [1]))
+    trajectory.respond(Generations.from_responses([[3]], [[0.0]], ["stop"], 0), "5", 9)
+    assert trajectory.observe(Reply([half], [4]))
+    turn = trajectory.respond(Generations.from_responses([[3]], [[0.0]], ["stop"], 0), "6", 9)
+    trajectory.end(LastWords(Score(1.0), [half]))
+    whole, ending = {**half, "content": "a\ufffd"}, trajectory.ending
+    assert ending is not None and ending.prompt == turn.request.prompt == [whole]
+    assert [ending.said[1], ending.said[-1], turn.request.turns[1]] == [whole] * 3
+    ending.transcript().encode()
 
 
 def test_trajectory_without_experts_returns_none() -> None:
