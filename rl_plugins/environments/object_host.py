@@ -21,8 +21,9 @@ from typing import Any
 from rl_plugins.environments.object_process import ObjectTask
 from rl_plugins.environments.outbox import Outbox
 from rl_plugins.environments.step_result import Answer, failure_of
-from rl_plugins.environments.task_process import GRACE_S, START_S, end_with_children, start_with_task
+from rl_plugins.environments.task_process import GRACE_S, end_with_children, start_with_task
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
+from rl_plugins.rewards.child_process import START_S
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,6 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.child_process import ChildProcess
 from rl_plugins.rewards.limits import WorkerLimits
 
-START_S = 60.0
-"""Seconds for the start of Python and of its imports, beside the time for the code of the user."""
 GRACE_S = 5.0
 """Seconds between the deadline of a call and the end of its process."""
 

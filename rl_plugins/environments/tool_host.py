@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
-from rl_plugins.environments.task_process import GRACE_S, START_S, end_with_children, start_with_task
+from rl_plugins.environments.task_process import GRACE_S, end_with_children, start_with_task
 from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
+from rl_plugins.rewards.child_process import START_S
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 
+START_S = 60.0
+"""Seconds for the start of Python and of its imports, beside the time for the code of the user."""
 _PR_SET_PDEATHSIG = 1
 _IMPORT = "from rl_plugins.rewards.child_process import enter"
 

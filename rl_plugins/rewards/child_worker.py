@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -20,12 +21,22 @@ from typing import Any
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.child_process import ChildProcess
 from rl_plugins.rewards.records import Score, ScoringRequest, failed
-from rl_plugins.rewards.worker import LoadedRewards, RewardWorker, WorkerLost
+from rl_plugins.rewards.worker import LoadedRewards, RewardWorker, WorkerLost, WorkerTask
 from rl_plugins.user_code import only_one_process
 
 
 class ChildWorker(RewardWorker):
-    """Child process of this process."""
+    """Child process of this process.
+
+    Args:
+        task: Rewards and limits.
+        start_timeout_s: Seconds for a process to start and load the rewards.
+        load_timeout_s: Seconds for the rewards to load, once the process has started.
+    """
+
+    def __init__(self, task: WorkerTask, start_timeout_s: float, load_timeout_s: float = math.inf) -> None:
+        self._load_timeout_s = load_timeout_s
+        super().__init__(task, start_timeout_s)
 
     def launch(self) -> None:
         """Start a child process, which then loads the rewards."""
@@ -70,6 +81,8 @@ class ChildWorker(RewardWorker):
             while self._answer is None and self._process.connection.poll():
                 message = json.loads(self._process.connection.recv_bytes())
                 if "loading" in message:
+                    if not self.loading:
+                        self.expires = min(self.expires, time.monotonic() + self._load_timeout_s)
                     self.loading = str(message["loading"])
                 elif "debugging" in message:
                     # Nobody knows how long a person looks at a breakpoint.

@@ -13,6 +13,7 @@ from typing import Any
 from rl_plugins.config.judge import key_variables, longest_timeout
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.calling import check_routes, route_of
+from rl_plugins.rewards.child_process import START_S
 from rl_plugins.rewards.child_worker import ChildWorker
 from rl_plugins.rewards.inline import InlineScorer
 from rl_plugins.rewards.limits import WorkerLimits, withheld_names
@@ -25,7 +26,7 @@ DEADLINE_S = 10.0
 """Longest soft deadline of one call of a function in a trial, in seconds."""
 
 LOAD_S = 12.0
-"""Default for the seconds in which a worker must start and load the rewards."""
+"""Default for the seconds in which the rewards must load."""
 
 _GRACE_S = 1.0
 
@@ -49,7 +50,7 @@ class RewardTrial:
         Args:
             reward_config: One reward, or a mapping from data source to reward (see `calling`).
             deadline_s: Seconds for one call of a reward.
-            load_timeout_s: Seconds for the process to start and load the rewards.
+            load_timeout_s: Seconds for the rewards to load, once the process has started.
             gpus: With 0, the process sees no GPU.
             memory_mb: Memory of the process beyond a process without rewards, in MiB (see `WorkerLimits`).
             pass_env: Names of environment variables with secrets for the rewards.
@@ -66,12 +67,20 @@ class RewardTrial:
         if in_process:
             self._scorer = InlineScorer(self.reward_config, deadline_s=deadline_s, max_failure_rate=1.0)
             return
-        self._worker = ChildWorker(WorkerTask(self.reward_config, self._limits, gpus), load_timeout_s)
+        self._worker = ChildWorker(
+            WorkerTask(self.reward_config, self._limits, gpus), START_S + load_timeout_s, load_timeout_s
+        )
         worker = self._worker
+
+        def late() -> str:
+            if not worker.loading:
+                return f"did not start within {START_S:g} s: try again when the machine has less work"
+            return f"was not loaded within {load_timeout_s:g} s: load less at the start, or raise reward.load_timeout_s"
+
         self._receive(
             worker,
-            lambda: f"reward {worker.loading!r}",
-            f"was not loaded within {load_timeout_s:g} s: load less at the start, or raise reward.load_timeout_s",
+            lambda: f"reward {worker.loading!r}" if worker.loading else "the process of the rewards",
+            late,
             "while the reward was loaded: a reward must not end its process",
         )
 
@@ -113,18 +122,22 @@ class RewardTrial:
         (score,) = self._receive(
             self._worker,
             lambda: f"the reward fails on a sample of data_source {request.data_source!r}: {name}",
-            f"did not return within {self.deadline_s:g} s and could not be interrupted: give its own waits a deadline, "
-            "and catch Exception, not BaseException",
+            lambda: (
+                f"did not return within {self.deadline_s:g} s and could not be interrupted: give its own waits a "
+                "deadline, and catch Exception, not BaseException"
+            ),
             "in place of a score: a reward must return",
         )
         assert score is not None, "a single request has a score"
         return score
 
-    def _receive(self, worker: ChildWorker, subject: Callable[[], str], late: str, lost: str) -> list[Score | None]:
+    def _receive(
+        self, worker: ChildWorker, subject: Callable[[], str], late: Callable[[], str], lost: str
+    ) -> list[Score | None]:
         try:
             while not worker.wait([worker], worker.remaining_s):
                 if not worker.remaining_s:
-                    raise ConfigError(f"{subject()} {late}")
+                    raise ConfigError(f"{subject()} {late()}")
             return worker.receive()
         except WorkerLost as error:
             self.close()

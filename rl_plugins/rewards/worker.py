@@ -79,11 +79,12 @@ class RewardWorker(ABC):
 
     def __init__(self, task: WorkerTask, start_timeout_s: float) -> None:
         self.task, self.start_timeout_s = task, start_timeout_s
-        self.starts, self.loading = 0, ""
+        self.starts = 0
         self.start()
 
     def start(self) -> None:
         """Start a process, which then loads the rewards."""
+        self.loading = ""
         self.launch()
         self.starts += 1
         self.busy, self.rows = True, range(0)
