@@ -1,4 +1,4 @@
-"""JSON that a policy, a program or a server wrote, and that may have any form."""
+"""JSON from outside: of a policy, a program, a server or a file of the user. Such JSON may have any form."""
 
 from __future__ import annotations
 

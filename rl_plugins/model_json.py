@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.json_text import read_foreign_json
 
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -49,8 +49,8 @@ def read_json(file: Path) -> dict[str, Any]:
         ConfigError: The file is damaged, or its content is no mapping.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_foreign_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: not valid JSON ({error}): {AGAIN}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: not a JSON object, but of type {type(content).__name__}: {AGAIN}")

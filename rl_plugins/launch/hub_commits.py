@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.names import HubName, model_name, pin
+from rl_plugins.json_text import read_foreign_json
 from rl_plugins.launch.stored_run import StoredRun
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.whole_file import write_whole_text
@@ -66,9 +67,8 @@ class HubCommits:
 
 def _read(content: bytes, file: str) -> dict[str, str]:
     try:
-        commits = json.loads(content)
-    # Very deep JSON is a RecursionError.
-    except (ValueError, RecursionError):
+        commits = read_foreign_json(content)
+    except ValueError:
         commits = None
     if not isinstance(commits, dict) or not all(
         isinstance(commit, str) and HubName("", commit).is_pinned for commit in commits.values()

@@ -27,6 +27,7 @@ from typing import Any
 
 from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, check_ranges
 from rl_plugins.errors import ConfigError
+from rl_plugins.json_text import read_foreign_json
 from rl_plugins.sandbox.records import SandboxResult
 from rl_plugins.sandbox.sandbox import CodeSandbox
 
@@ -114,7 +115,7 @@ class _CallTest(_Test):
     def passes(self, stdout: str, mark: str, tolerance: float) -> bool:
         _, found, text = stdout.rpartition(f"\n{mark}")
         try:
-            result = json.loads(text) if found else None
+            result = read_foreign_json(text) if found else None
         except ValueError:
             return False
         wrapped = isinstance(self.expected, list) and len(self.expected) == 1
@@ -242,8 +243,8 @@ def read_tests(ground_truth: object, extra_info: Mapping[str, Any]) -> list[_Tes
     value = _plain(ground_truth)
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
+            value = read_foreign_json(value)
+        except ValueError:
             value = [value] if "assert" in value else value
     sources: tuple[Any, ...] = (value, value[0] if isinstance(value, list) and value else None, extra_info)
     name = next((source[key] for source in sources for key in _FUNCTION_NAMES if _has(source, key)), None)
@@ -301,9 +302,9 @@ def _pair_test(given: Any, wanted: Any, name: str | None) -> _Test:
         return _CallTest(name, _listed(given), wanted)
     # One line of JSON for each argument, as in LiveCodeBench.
     try:
-        arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
-        return _CallTest(name, arguments, json.loads(wanted) if isinstance(wanted, str) else wanted)
-    except (ValueError, RecursionError):
+        arguments = [read_foreign_json(line) for line in given.splitlines() if line.strip()]
+        return _CallTest(name, arguments, read_foreign_json(wanted) if isinstance(wanted, str) else wanted)
+    except ValueError:
         return _CallTest(name, [given], wanted)
 
 

@@ -195,8 +195,8 @@ class Trajectory:
 
     def start(self, start: Start) -> None:
         """Replace the prompt of the row by messages of the environment."""
-        self._start, self._prompt = start, list(start.tokens)
-        self._request = replace(self._request, prompt=_whole(start.messages))
+        self._start, self._prompt = replace(start, messages=_whole(start.messages)), list(start.tokens)
+        self._request = replace(self._request, prompt=self._start.messages)
 
     def respond(self, response: Generations, text: str, max_turns: int) -> Turn:
         """Add a response of the policy, and return the response for the environment.
@@ -265,7 +265,7 @@ class Trajectory:
             self._cut,
             self.turns,
             dict(self._counts),
-            prompt=None if self._start is None else _whole(self._start.messages),
+            prompt=None if self._start is None else self._start.messages,
             prompt_ids=() if self._start is None else tuple(self._start.tokens),
             turn_ends=tuple(self._turn_ends),
             turn_rewards=tuple(self._turn_rewards),

@@ -74,7 +74,7 @@ class RewardTrial:
 
         def late() -> str:
             if not worker.loading:
-                return f"did not start within {START_S + load_timeout_s:g} s: try again when the machine has less work"
+                return f"did not start within {worker.start_timeout_s:g} s: try again when the machine has less work"
             return f"was not loaded within {load_timeout_s:g} s: load less at the start, or raise reward.load_timeout_s"
 
         self._receive(

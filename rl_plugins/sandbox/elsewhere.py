@@ -20,11 +20,17 @@ from typing import IO, get_args
 from rl_plugins.control_characters import without_controls
 from rl_plugins.json_text import read_foreign_json
 from rl_plugins.sandbox import supervisor
-from rl_plugins.sandbox.namespaces import GRACE_S, environment_of_programs, job_bytes, read_answer, visible_folders
+from rl_plugins.sandbox.namespaces import (
+    GRACE_S,
+    START_S,
+    environment_of_programs,
+    job_bytes,
+    read_answer,
+    visible_folders,
+)
 from rl_plugins.sandbox.records import Limit, SandboxError, SandboxJob, SandboxLimits, SandboxResult, result_of
 from rl_plugins.sandbox.seccomp import filter_text, has_filter
 
-_START_S = 60.0
 _END_S = 5.0
 _ATTEMPTS = 3
 _SHOWN = 500
@@ -91,7 +97,7 @@ class CommandSandbox:
 
 def _outcome(process: subprocess.Popen[bytes], job: SandboxJob, name: str, errors: IO[bytes]) -> SandboxResult:
     assert process.stdin is not None and process.stdout is not None
-    timer = threading.Timer(_START_S + job.limits.wall_s + GRACE_S, process.kill)
+    timer = threading.Timer(START_S + job.limits.wall_s + GRACE_S, process.kill)
     timer.daemon = True
     timer.start()
     try:
@@ -197,9 +203,7 @@ class RemoteSandbox:
 
     def _result(self, content: bytes) -> SandboxResult:
         try:
-            answer = read_foreign_json(content)
-            outputs = ("", "") if "fault" in answer else (str(answer["stdout"]), str(answer["stderr"]))
-            result = result_of(answer, *outputs)
+            result = result_of(read_foreign_json(content))
         except SandboxError as error:
             reason = without_controls(" ".join(str(error).split()))
             raise SandboxError(f"{self._address}: {reason[:_SHOWN]}") from None

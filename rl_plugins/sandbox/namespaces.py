@@ -15,7 +15,9 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.sandbox.records import SandboxError, SandboxJob, SandboxResult, result_of
 from rl_plugins.sandbox.seccomp import has_filter
 
-_START_S, _END_S = 60.0, 2.0
+START_S = 60.0
+"""Seconds for the start of a sandbox."""
+_END_S = 2.0
 GRACE_S = 10.0
 """Seconds beyond the wall time of a program until a silent sandbox counts as failed."""
 _OUTER_USER = 65534
@@ -111,13 +113,13 @@ class Namespaces:
         Raises:
             SandboxError: The server did not start.
         """
-        self._control.settimeout(_START_S)
+        self._control.settimeout(START_S)
         try:
             while (message := self._control.recv(4096)) == b"map":
                 self._map_users()
                 self._control.send(b"mapped")
         except TimeoutError:
-            raise SandboxError(f"the sandbox did not start within {_START_S:g} s") from None
+            raise SandboxError(f"the sandbox did not start within {START_S:g} s") from None
         except OSError as error:
             raise SandboxError(f"the kernel refused: {error.strerror}") from None
         self._control.settimeout(None)
@@ -238,4 +240,5 @@ def read_answer(read: Callable[[int], bytes]) -> SandboxResult:
         answer = json.loads(text)
     except ValueError:
         raise EOFError from None
-    return result_of(answer, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
+    outputs = {"stdout": stdout.decode(errors="replace"), "stderr": stderr.decode(errors="replace")}
+    return result_of({**answer, **outputs})

@@ -121,11 +121,13 @@ class Backend(Protocol):
         ...
 
 
-def result_of(answer: Mapping[str, Any], stdout: str, stderr: str) -> SandboxResult:
-    """Return the outcome in an answer of a supervisor.
+def result_of(answer: Mapping[str, Any]) -> SandboxResult:
+    """Return the outcome in an answer: `fault`, or the attributes of a `SandboxResult`.
 
     Raises:
         SandboxError: The answer is the description of a fault.
+        KeyError: The answer lacks an attribute.
+        TypeError: The answer is no mapping, or an attribute has another type.
         ValueError: A number of the answer is infinite or no number.
     """
     if "fault" in answer:
@@ -133,4 +135,5 @@ def result_of(answer: Mapping[str, Any], stdout: str, stderr: str) -> SandboxRes
     seconds = float(answer["seconds"])
     if not math.isfinite(seconds):
         raise ValueError(f"the duration is {seconds} s")
-    return SandboxResult(stdout, stderr, int(answer["exit_status"]), answer["limit"], seconds)
+    outputs = str(answer["stdout"]), str(answer["stderr"])
+    return SandboxResult(*outputs, int(answer["exit_status"]), answer["limit"], seconds)

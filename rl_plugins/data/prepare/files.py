@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,12 +15,14 @@ import pyarrow.parquet as pq
 
 from rl_plugins.data.parquet import ParquetRows, check_row
 from rl_plugins.errors import ConfigError
+from rl_plugins.json_text import read_foreign_json
 from rl_plugins.whole_file import storing
 
 Record = dict[str, Any]
 RowList = list[dict[str, Any]]
 
 _ROW_GROUP = 10_000
+_ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # Raw records ------------------------------------------------------------------------------------------------------
 
@@ -47,9 +50,9 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
                 continue
             location = f"{path}, line {number}"
             try:
-                record = json.loads(line)
+                record = read_foreign_json(line)
             # A line that is not UTF-8, or a number of thousands of digits, is a ValueError, too.
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 raise ConfigError(
                     f"{location}: not valid JSON ({error}): each line must be a JSON object, and the name of a parquet "
                     "file must end with .parquet"
@@ -66,7 +69,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
 
 def _half_of_a_character(line: bytes, record: Record) -> str | None:
     """Return the escape of a lone surrogate in a record; None if there is none. Only an escape can make one."""
-    if b"\\u" not in line:
+    if not _ESCAPED_HALF.search(line):
         return None
     try:
         json.dumps(record, ensure_ascii=False).encode()

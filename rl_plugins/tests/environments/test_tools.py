@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -52,10 +53,13 @@ class Speaker(Scripted):
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[ToolEnvironment]:
+    with closing(environment_of(deadline_s=patient(30))) as made:
+        yield made
+
+
+def environment_of(deadline_s: float) -> ToolEnvironment:
     tools = [f"{HERE}.{name}" for name in ("add", "wait_long", "refuse")]
-    made = ToolEnvironment(tools, parser=sample_tools.read_calls, max_turns=3, deadline_s=patient(0.3))
-    yield made
-    made.close()
+    return ToolEnvironment(tools, parser=sample_tools.read_calls, max_turns=3, deadline_s=deadline_s)
 
 
 def converse(environment: ToolEnvironment, said: dict[str, list[str]], max_tokens: int = 400) -> Generations:
@@ -91,13 +95,22 @@ def test_results_come_back_as_tokens_of_the_tool_role_under_mask_0(environment: 
         (call("add", "[1]"), "malformed", "error: the arguments of add must be a JSON object"),
         (call("add", '{"a": 1}'), "malformed", "error: add: 'b' is a required property"),
         (call("ad", "{}"), "unknown", "error: there is no tool 'ad', but add"),
-        (call("wait_long", '{"seconds": 1000000}'), "late", "error: wait_long: no result within"),
         (call("refuse", "{}"), "raised", "error: ValueError: no"),
     ],
 )
 def test_failed_call_tells_the_policy_and_is_counted(
     environment: ToolEnvironment, response: str, kind: str, said: str
 ) -> None:
+    check_failed_call(environment, response, kind, said)
+
+
+def test_late_call_tells_the_policy_and_is_counted() -> None:
+    response = call("wait_long", '{"seconds": 1000000}')
+    with closing(environment_of(deadline_s=0.1)) as environment:
+        check_failed_call(environment, response, "late", "error: wait_long: no result within")
+
+
+def check_failed_call(environment: ToolEnvironment, response: str, kind: str, said: str) -> None:
     (ending,) = converse(environment, {PROMPT: [f"{response}<|end|>"]}).endings
     assert ending.said[1]["content"].startswith(said)
     counted = {name.removeprefix("tools/"): count for name, count in ending.counts.items()}

@@ -102,6 +102,7 @@ def test_code_tests_gives_all_or_nothing(reward: CodeTests) -> None:
         "import json\njson.dumps = lambda *_, **__: '3'\nadd = None",
         "class Equal:\n    def __eq__(self, other): return True\ndef add(a, b): return Equal()",
         "import builtins\nbuiltins.AssertionError = SystemExit\ndef add(a, b): return 0",
+        "import __main__, os\nos.write(1, f'\\n{__main__.mark}{chr(91) * 10**5}'.encode())\nos._exit(0)",
     ],
 )
 def test_code_tests_gives_nothing_to_a_program_that_cheats(reward: CodeTests, program: str) -> None:
