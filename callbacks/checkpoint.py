@@ -2,6 +2,14 @@
 
 Restarted workers and resumed runs look for checkpoints in the run's folder only; under Ray Train a checkpoint is also
 reported. A resumed run writes one line about the restored states.
+
+One checkpoint, in the order of the calls:
+
+1. `PolicyCheckpoint` calls `CheckpointFiles.write`, which makes a `CheckpointWriter` for a temporary folder.
+2. `_save_states` calls Lightning's `Trainer.save_checkpoint`, which calls `save_checkpoint` of the strategy.
+3. The strategy gives the states of its model engines to the writer: shards, with ZeRO-3 through DeepSpeed.
+4. `_save_states` gives random states, callbacks and the groups of later steps to the writer.
+5. When all ranks have written, at once or in the background, the folder gets its final name.
 """
 
 from __future__ import annotations

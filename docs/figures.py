@@ -40,8 +40,10 @@ CALLS = {
     "TransformersRollout.wake_up": "",
     "TransformersRollout.update_weights": "weights of the policy -> rollout engine",
     "TrainingMemory.offload_parameters": "parameters -> host",
-    "TransformersRollout.generate": "token ids -> responses with log-probs",
+    "SynchronousGroups.submit": "token ids -> responses with log-probs",
     "TransformersRollout.sleep": "",
+    "TrainingMemory.reload_parameters": "parameters -> device",
+    "TrainingMemory.reload_optimizer": "optimizer states -> device",
     "SampleScorer.score": "responses -> scores",
     "ExperienceMaker.make": "scored samples -> experience",
     "ForwardPasses.per_token": "samples -> log-probs, values [B, T]",
@@ -52,6 +54,7 @@ CALLS = {
     "Algorithm.loss": "log-probs, advantages -> loss",
     "AutogradSteps.backward": "",
     "AutogradSteps.optimizer_step": "clipped gradients -> weights",
+    "RolloutPhases.weights_changed": "the next phase sends the weights",
     "Stage.end_step": "metrics -> loggers, callbacks; the clock moves on",
 }
 """The functions of the figure, and the data that moves in them."""

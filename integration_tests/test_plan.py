@@ -9,10 +9,10 @@ import pytest
 from benchmarks.plan_work import work_of
 from benchmarks.policies import save_policy, save_prompts
 from benchmarks.runs import run_grpo
+from rl_plugins.cpu import multiplies_bfloat16
 from rl_plugins.planning.devices import device_named
 from rl_plugins.planning.memory import engine_memory, total, trainer_memory
 from rl_plugins.planning.workload import Plan
-from rl_plugins.processor import multiplies_bfloat16
 
 pytestmark = pytest.mark.extended
 

@@ -16,7 +16,7 @@ from benchmarks.tiny_vision import save_tiny_vision
 from integration_tests.resident import change, hold_after, inside, running_engine, steps_taken
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.data.image_prompts import ImagePrompts, load_processor
+from rl_plugins.data.image_prompts import ImagePromptEncoder, load_processor
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.lora import MergedWeightSource, adapter_off, add_adapter
@@ -55,7 +55,7 @@ def policy(model: Path) -> Any:
 @pytest.fixture(scope="module")
 def requests(model: Path) -> list[GroupRequest]:
     """Prompts with two images, one and none, and a later turn of a conversation about an image."""
-    prompts, found = ImagePrompts(load_processor(str(model))), []
+    prompts, found = ImagePromptEncoder(load_processor(str(model))), []
     # As in validation, tickets may be negative.
     for ticket, (text, images) in enumerate({
         "<image>and <image>?": [picture(1), picture(2, (24, 48))], "<image>color?": [picture(3)], "no picture": [],

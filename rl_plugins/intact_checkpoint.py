@@ -39,14 +39,14 @@ def newest_intact(folder: RunFolder) -> Path | None:
     return None
 
 
-def check_state(state: Path, checked: Path | None = None) -> None:
+def check_state(state: Path, known_intact: Path | None = None) -> None:
     """Check the files of a checkpoint before its folder `state` is loaded. Collective.
 
     Lightning's `ModelCheckpoint` and `Trainer.save_checkpoint` write no manifest, so their files are not compared.
 
     Args:
-        state: folder to load.
-        checked: checkpoint of `newest_intact`, which is not read again.
+        state: file or folder to load.
+        known_intact: checkpoint of `newest_intact`, which is not read again.
 
     Raises:
         CheckpointError: a file is missing, damaged or of another checkpoint. The message names the file, and the newest
@@ -55,7 +55,7 @@ def check_state(state: Path, checked: Path | None = None) -> None:
     checkpoint = state.absolute().parent
     if state.name != "state" or not broadcast((checkpoint / MANIFEST).exists()):
         return
-    if checked is not None and checked.absolute() == checkpoint:
+    if known_intact is not None and known_intact.absolute() == checkpoint:
         return
     damage = damage_of(checkpoint)
     if damage is None:

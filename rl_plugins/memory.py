@@ -1,8 +1,8 @@
-"""Memory freed by a phase: measured by the kernel, and compared with the expected amount.
+"""Memory freed by a phase: measured, and compared with the expected amount.
 
 Without a check, a phase without effect goes unnoticed until a later phase runs out of memory. Therefore each phase
-declares how much memory must be freed (`expected`). The kernel's counters of the process measure the freed
-memory independently.
+declares how much memory must be freed (`expected`). The kernel's counters of the process measure the freed memory on a
+CPU, and PyTorch's allocator the freed memory of training on a GPU.
 """
 
 from __future__ import annotations

@@ -67,6 +67,22 @@ def with_frozen_tower(model: nn.Module, vision_lr: float | None) -> nn.Module:
     return model
 
 
+def patch_size(model: Callable[..., Any]) -> int:
+    """Return the width and height of a patch of an image in pixels.
+
+    Raises:
+        ConfigError: the model has no vision tower, or a vision tower without patches of a fixed size.
+    """
+    inner = _inner(model)
+    size = getattr(getattr(inner.config, "vision_config", None), "patch_size", None)
+    if size is None:
+        fault = (
+            "has a vision tower without patches of a fixed size" if is_vision_language(model) else "has no vision tower"
+        )
+        raise ConfigError(f"patches_per_micro_batch: {type(inner).__name__} {fault}: leave patches_per_micro_batch out")
+    return int(size) if isinstance(size, int) else int(size[0])
+
+
 def has_grid_positions(model: Callable[..., Any]) -> bool:
     """Return True if the tokens of images have positions in time, height and width, as in Qwen2.5-VL."""
     return hasattr(getattr(_inner(model), "model", None), "get_rope_index")
@@ -140,7 +156,10 @@ class SampleImages:
         return SampleImages(self.model, [self.inputs_B[index] for index in indices.tolist()])
 
     def arguments(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """Return further arguments of a forward pass over the samples with `input_ids`, [B, S] or [1, M]."""
+        """Return further arguments of a forward pass over the samples with `input_ids`, [B, S] or [1, M].
+
+        The forward of the model runs its vision tower on these arguments.
+        """
         present = [inputs for inputs in self.inputs_B if inputs]
         # Idefics has an axis of samples before the axis of images.
         axis = 1 if "pixel_attention_mask" in present[0] else 0
@@ -181,7 +200,10 @@ def padded_inputs(
 
 
 def with_images(inputs: dict[str, Tensor], images: SampleImages | None) -> dict[str, Tensor]:
-    """Return the arguments of a forward pass together with the arguments for images; None if no sample has images."""
+    """Return the arguments of a forward pass together with the arguments for images.
+
+    `images` is None if no sample has images.
+    """
     return inputs if images is None else {**inputs, **images.arguments(inputs["input_ids"])}
 
 

@@ -53,7 +53,8 @@ class Strategy(Protocol):
         phase_log: log of time and memory.
         rollout_phases: the rollout engine and its phases.
         restored: for each model, which states the last loaded checkpoint has restored, in words.
-        checked: checkpoint with intact files, which the next load does not read again; None to read every checkpoint.
+        known_intact: checkpoint with intact files, whose files the next load does not compare again; None to compare
+            every checkpoint.
         lightning_restore_optimizer: Lightning's flag: True if Lightning hands optimizer states to the strategy.
     """
 
@@ -61,7 +62,7 @@ class Strategy(Protocol):
     phase_log: PhaseLog
     rollout_phases: RolloutPhases
     restored: Mapping[str, str]
-    checked: Path | None
+    known_intact: Path | None
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -77,7 +78,7 @@ class Strategy(Protocol):
     def model_engine(self, name: str) -> nn.Module:
         """Return the model engine that runs model `name`."""
 
-    def accumulate_gradients(self, name: str, *, last: bool) -> None:
+    def announce_backward(self, name: str, *, last: bool) -> None:
         """Announce a backward pass of model `name`; `last` is True for the last pass before the optimizer step."""
 
     def optimizer_index(self, name: str) -> int:

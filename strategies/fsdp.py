@@ -100,7 +100,7 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
     """
 
     restored: Mapping[str, str] = MappingProxyType({})
-    checked: Path | None = None
+    known_intact: Path | None = None
     _one_rollout_engine = False
 
     def __init__(
@@ -235,7 +235,7 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
         """Return the model itself."""
         return self._models[name]
 
-    def accumulate_gradients(self, name: str, *, last: bool) -> None:
+    def announce_backward(self, name: str, *, last: bool) -> None:
         """Announce a backward pass. The last pass before the optimizer step averages the gradients."""
         model = self._models[name]
         assert isinstance(model, FSDPModule)
@@ -309,8 +309,8 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
         if not self._models:
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(self.broadcast(os.fspath(checkpoint_path)))
-        check_state(folder, self.checked)
-        self.checked = None
+        check_state(folder, self.known_intact)
+        self.known_intact = None
         check_folder(folder, self._blended)
         self.rollout_phases.memory.wait_for_optimizer()
         self._blended.reset_averages()

@@ -25,9 +25,11 @@ MAX_LOSSES = 5
 class RolloutPhases:
     """Rollout engine of a strategy, and the phases for sampling.
 
+    One rollout phase has several entries in the log of phases: offload, update_weights, rollout, reload.
+
     Args:
         engine: rollout engine; None for stages without sampling.
-        training: strategy.
+        strategy: owner of the model engines.
         memory: device memory to free while the rollout engine samples.
 
     Attributes:
@@ -39,8 +41,8 @@ class RolloutPhases:
         ... )
     """
 
-    def __init__(self, engine: RolloutEngine | None, training: Strategy, memory: TrainingMemory) -> None:
-        self._engine, self._training, self.memory = engine, training, memory
+    def __init__(self, engine: RolloutEngine | None, strategy: Strategy, memory: TrainingMemory) -> None:
+        self._engine, self._strategy, self.memory = engine, strategy, memory
         self._connected = False
         # Version of the rollout engine's weights; None if the policy has changed since the last update.
         self._version: int | None = None
@@ -58,7 +60,7 @@ class RolloutPhases:
         """
         if self._engine is None:
             raise ConfigError(
-                f"{type(self._training).__name__} has no rollout engine for sampling: "
+                f"{type(self._strategy).__name__} has no rollout engine for sampling: "
                 "pass rollout=VLLMRollout(...) or rollout=TransformersRollout(...)"
             )
         return self._engine
@@ -74,14 +76,14 @@ class RolloutPhases:
         if shared:
             self._engine = broadcast(self._engine)
         if self._engine is not None:
-            self._engine.prepare(self._training.ranks)
+            self._engine.prepare(self._strategy.ranks)
 
     def connect(self) -> None:
         """Connect this rank to the rollout engine, once. The next phase updates the weights: the model may be new."""
         self.weights_changed()
         if self._connected:
             return
-        ranks = self._training.ranks
+        ranks = self._strategy.ranks
         if self._engine is not None:
             self._engine.connect(ranks.rank, ranks.world_size)
             self._connected = True
@@ -111,14 +113,14 @@ class RolloutPhases:
             EngineLost: engines were lost `MAX_LOSSES` times.
         """
         for _ in range(MAX_LOSSES):
-            with self.phase(version) as engine, self._training.phase_log.measure("rollout"):
+            with self.phase(version) as engine, self._strategy.phase_log.measure("rollout"):
                 try:
                     result, lost = sample(engine), False
                 except EngineLost:
                     lost = True
                 # The ranks agree before the rollout engine sleeps, because the engine may still sample for another
                 # rank.
-                lost_on_any_rank = self._training.ranks.any(lost)
+                lost_on_any_rank = self._strategy.ranks.any(lost)
             if not lost_on_any_rank:
                 return result
             self._drop_lost_engines()
@@ -145,16 +147,16 @@ class RolloutPhases:
             MemoryNotFreed: a release freed less memory than expected.
             WeightsDiffer: a check of the update found other weights in the rollout engine than in the policy.
         """
-        engine, phases, memory = self.engine, self._training.phase_log, self.memory
+        engine, log, memory = self.engine, self._strategy.phase_log, self.memory
         slept: MemoryChange | None = None
         self._make_room_for_weights(engine)
         checked_log_probs = self._bring_up_to_date(engine, version)
-        with phases.measure("offload"):
+        with log.measure("offload"):
             if engine.sleeps:
                 self._free("offload parameters", memory.offload_parameters, memory.parameter_bytes())
             self._wake_up(engine, "kv_cache")
         if checked_log_probs is not None:
-            with phases.measure("check_weights"), suppress(EngineLost):
+            with log.measure("check_weights"), suppress(EngineLost):
                 log_probs, tolerance = checked_log_probs
                 check_log_probs(log_probs, engine.prompt_log_probs(PROBE), max(tolerance, engine.log_prob_tolerance))
         failed = True
@@ -162,18 +164,18 @@ class RolloutPhases:
             yield engine
             failed = False
         finally:
-            with phases.measure("reload"):
+            with log.measure("reload"):
                 slept = engine.sleep()
                 if engine.sleeps and not failed:
-                    self._training.ranks.wait()
+                    self._strategy.ranks.wait()
                 memory.reload_parameters()
             # Not measured: a measured phase ends when the GPU is idle, and these copies run beside the next phase.
             memory.reload_optimizer()
             if not engine.keeps_weights:
                 self.weights_changed()
         if slept is not None:
-            phases.note("engine_awake", slept.before)
-            phases.note("engine_asleep", slept.after)
+            log.note("engine_awake", slept.before)
+            log.note("engine_asleep", slept.after)
             slept.check("sleep of the rollout engine")
 
     def _make_room_for_weights(self, engine: RolloutEngine) -> None:
@@ -184,14 +186,14 @@ class RolloutPhases:
             memory.crowded = True
             memory.offload_optimizer()
             memory.offload_parameters()
-            self._training.ranks.wait()
-            engine.prepare(self._training.ranks)
+            self._strategy.ranks.wait()
+            engine.prepare(self._strategy.ranks)
             memory.reload_parameters()
             memory.reload_optimizer()
             self._engines_missing = False
-        with self._training.phase_log.measure("offload"):
+        with self._strategy.phase_log.measure("offload"):
             if engine.sleeps:
-                memory.measure_room(self._training.phase_log.device, engine.gpu_share)
+                memory.measure_room(self._strategy.phase_log.device, engine.gpu_share)
                 self._free("offload optimizer", memory.offload_optimizer, memory.optimizer_bytes())
             self._wake_up(engine, "weights")
 
@@ -208,21 +210,21 @@ class RolloutPhases:
         self._updates += 1
         if not engine.check_updates or self._updates % engine.check_updates:
             return None
-        with self._training.phase_log.measure("check_weights"):
+        with self._strategy.phase_log.measure("check_weights"):
             # A rollout engine lost here is replaced before sampling.
             with suppress(EngineLost):
-                engine.check_weights(self._training.weight_source())
+                engine.check_weights(self._strategy.weight_source())
             return self._probe()
 
     def _update_weights(self, engine: RolloutEngine, version: int) -> None:
         for _ in range(MAX_LOSSES):
-            with self._training.phase_log.measure("update_weights"):
+            with self._strategy.phase_log.measure("update_weights"):
                 try:
-                    engine.update_weights(self._training.weight_source(), version)
+                    engine.update_weights(self._strategy.weight_source(), version)
                     lost = False
                 except EngineLost:
                     lost = True
-                lost_on_any_rank = self._training.ranks.any(lost)
+                lost_on_any_rank = self._strategy.ranks.any(lost)
             if not lost_on_any_rank:
                 return
             self._drop_lost_engines()
@@ -240,21 +242,21 @@ class RolloutPhases:
         A rank may wake an engine on the device of another rank, and may use an engine that another rank wakes.
         """
         if engine.sleeps:
-            self._training.ranks.wait()
+            self._strategy.ranks.wait()
         engine.wake_up([memory])
         if engine.sleeps:
-            self._training.ranks.wait()
+            self._strategy.ranks.wait()
 
     def _free(self, phase: str, offload: Callable[[], None], expected: int) -> None:
-        before = self._training.phase_log.bytes_in_use()
+        before = self._strategy.phase_log.bytes_in_use()
         offload()
-        MemoryChange(before, self._training.phase_log.bytes_in_use(), expected).check(phase)
+        MemoryChange(before, self._strategy.phase_log.bytes_in_use(), expected).check(phase)
 
     @torch.no_grad()
     def _probe(self) -> tuple[list[float], float]:
         """Return the policy's log-probs of the probe's tokens, and the tolerance of the comparison. Collective."""
-        ids_1T = torch.tensor([PROBE], device=self._training.phase_log.device)
-        logits_TV = self._training.model_engine(POLICY)(input_ids=ids_1T).logits[0, :-1]
+        ids_1T = torch.tensor([PROBE], device=self._strategy.phase_log.device)
+        logits_TV = self._strategy.model_engine(POLICY)(input_ids=ids_1T).logits[0, :-1]
         log_probs_T = logits_TV.float().log_softmax(-1).gather(-1, ids_1T[0, 1:, None]).squeeze(-1)
         return log_probs_T.tolist(), tolerance_of(logits_TV.dtype, logits_TV.device.type)
 

@@ -47,7 +47,7 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
     """
 
     restored: Mapping[str, str] = MappingProxyType({})
-    checked: Path | None = None
+    known_intact: Path | None = None
 
     def __init__(
         self, device: str | torch.device = "cpu", *, rollout: RolloutEngine | None = None, **kwargs: Any
@@ -123,7 +123,7 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
         module = self.lightning_module
         return module.named_models() if isinstance(module, HasNamedModels) else {}
 
-    def accumulate_gradients(self, name: str, *, last: bool) -> None:
+    def announce_backward(self, name: str, *, last: bool) -> None:
         """Do nothing: autograd accumulates gradients by itself."""
 
     @override
@@ -155,8 +155,8 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        check_state(Path(checkpoint_path), self.checked)
-        self.checked = None
+        check_state(Path(checkpoint_path), self.known_intact)
+        self.known_intact = None
         self.rollout_phases.weights_changed()
         self._blended.reset_averages()
         for name, learner in learners_of(self._models()).items():

@@ -77,7 +77,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     """
 
     restored: Mapping[str, str] = MappingProxyType({})
-    checked: Path | None = None
+    known_intact: Path | None = None
     _one_rollout_engine = False
 
     def __init__(
@@ -177,14 +177,14 @@ class ZeroStrategy(DeepSpeedStrategy):
             return
         from transformers.integrations import HfDeepSpeedConfig
 
-        # While this object exists, transformers enters zero.Init. A second zero.Init would silently convert every
-        # tensor to bfloat16, rotary frequencies included.
+        # While this object exists, transformers enters zero.Init. A second zero.Init would convert tensors to bfloat16.
         keep_alive = HfDeepSpeedConfig(self.config if frozen is None else self._frozen_config(frozen))
         yield
         del keep_alive
 
     @override
     def init_deepspeed(self) -> None:
+        """Make the model engines. Lightning's `DeepSpeedStrategy.setup` calls this method."""
         module = self.lightning_module
         if not isinstance(module, HasNamedModels):
             super().init_deepspeed()
@@ -257,7 +257,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         engine: nn.Module = self._model_engines[name]
         return engine
 
-    def accumulate_gradients(self, name: str, *, last: bool) -> None:
+    def announce_backward(self, name: str, *, last: bool) -> None:
         """Announce a backward pass; `last` is True for the last pass before the optimizer step."""
         self._model_engines[name].set_gradient_accumulation_boundary(last)
 
@@ -403,8 +403,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         if not self._model_engines:
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(checkpoint_path)
-        check_state(folder, self.checked)
-        self.checked = None
+        check_state(folder, self.known_intact)
+        self.known_intact = None
         check_folder(folder, self._blended)
         self.rollout_phases.memory.wait_for_optimizer()
         check_shards(folder, list(self._trained))

@@ -212,14 +212,15 @@ def _tokenize(
     """Return the token ids of each prompt, the images of each row (None if no row has images), and the tokenizer."""
     from transformers import AutoConfig
 
+    from rl_plugins.data.chat_template import check_chat_template
     from rl_plugins.data.image_prompts import (
-        ImagePrompts,
+        ImagePromptEncoder,
         has_image_processor,
         load_tokenizer_or_processor,
         tokenizer_of,
     )
     from rl_plugins.data.prompts import tokenize_rows
-    from rl_plugins.data.tokenization import check_chat_template, check_round_trip
+    from rl_plugins.data.tokenization import check_round_trip
     from rl_plugins.hub.files import model_folder
     from rl_plugins.launch.terminal import quiet_libraries
 
@@ -228,7 +229,7 @@ def _tokenize(
     tokenizer = tokenizer_of(processor)
     check_chat_template(tokenizer)
     check_round_trip(tokenizer, (row["prompt"] for row in rows))
-    reader = ImagePrompts(processor) if has_image_processor(processor) else None
+    reader = ImagePromptEncoder(processor) if has_image_processor(processor) else None
     prompt_ids, images = tokenize_rows(rows, tokenizer, template_options, reader)
     folder = model_folder(model, weights=False, trust_remote_code=trust_remote_code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)

@@ -171,8 +171,8 @@ def _validate(options: Namespace) -> int:
 
 
 def _load_chat_tokenizer(name: str, trust_remote_code: bool) -> Processor:
+    from rl_plugins.data.chat_template import check_chat_template
     from rl_plugins.data.image_prompts import load_tokenizer_or_processor, tokenizer_of
-    from rl_plugins.data.tokenization import check_chat_template
 
     processor = load_tokenizer_or_processor(name, trust_remote_code=trust_remote_code)
     check_chat_template(tokenizer_of(processor))

@@ -129,6 +129,8 @@ class BatchConfig(Settings):
             true.
         tokens_per_log_prob_batch: tokens of one forward pass without gradient (log-probs, values, scores of models),
             which needs less memory; null is `tokens_per_micro_batch`.
+        patches_per_micro_batch: largest number of image patches in one pass of a vision-language model, which limits
+            the memory of the vision tower. A prompt with more patches gets passes of its own; null bounds tokens alone.
         packing: send the samples of a micro-batch through the models as one row without padding, with a prompt once for
             all its samples; false for a model whose samples see each other in a row.
         updates_per_step: optimizer steps of one pass over the samples of a step.
@@ -139,6 +141,7 @@ class BatchConfig(Settings):
     samples_per_prompt: Annotated[int, AT_LEAST_1] = 8
     tokens_per_micro_batch: Annotated[int, AT_LEAST_1] = 16384
     tokens_per_log_prob_batch: Annotated[int | None, or_null(AT_LEAST_1)] = None
+    patches_per_micro_batch: Annotated[int | None, or_null(AT_LEAST_1)] = None
     packing: bool = True
     updates_per_step: Annotated[int, AT_LEAST_1] = 1
     passes_per_step: Annotated[int, AT_LEAST_1] = 1

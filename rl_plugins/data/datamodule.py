@@ -18,9 +18,10 @@ from typing_extensions import override
 
 from rl_plugins.config.data import CurriculumConfig
 from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE, check_ranges
+from rl_plugins.data.chat_template import check_chat_template, check_template_options
 from rl_plugins.data.curriculum import Curriculum
 from rl_plugins.data.image_prompts import (
-    ImagePrompts,
+    ImagePromptEncoder,
     Processor,
     has_image_processor,
     load_tokenizer_or_processor,
@@ -31,14 +32,7 @@ from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.orders import Mixture, Order, Source, build_mixture, load_parts
 from rl_plugins.data.parquet import COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import PromptBatch, TokenizedPrompts, build_prompts
-from rl_plugins.data.tokenization import (
-    FilterOrError,
-    check_chat_template,
-    check_round_trip,
-    check_template_options,
-    tokenize_responses,
-    within_limit,
-)
+from rl_plugins.data.tokenization import FilterOrError, check_round_trip, tokenize_responses, within_limit
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -114,7 +108,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         check_ranges(int, NOT_NEGATIVE, seed=seed)
         self.files: dict[str, Source | None] = {"train": train, "validation": validation}
         self.tokenizer = tokenizer
-        self.images: ImagePrompts | None = None
+        self.images: ImagePromptEncoder | None = None
         self.prompts_per_step = prompts_per_step
         self.max_prompt_tokens = max_prompt_tokens
         self.eval_batch_size = eval_batch_size
@@ -156,7 +150,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             if isinstance(self.tokenizer, str):
                 self.tokenizer = load_tokenizer_or_processor(self.tokenizer)
             if self.images is None and has_image_processor(self.tokenizer):
-                self.images = ImagePrompts(self.tokenizer, self.bad_images)
+                self.images = ImagePromptEncoder(self.tokenizer, self.bad_images)
             tokenizer: PreTrainedTokenizerBase = tokenizer_of(self.tokenizer)
             check_chat_template(tokenizer)
             check_template_options(tokenizer, self.chat_template_kwargs)

@@ -116,8 +116,8 @@ class Experience(TensorClass, shadow=True):
         policy_versions: int64 [B, T], version of the policy that sampled each token: the number of steps before it.
         groups: int64 [B], equal for the samples of one prompt.
         valid: bool [B], False if the reward failed or the row is padding: excluded from every statistic.
-        rows: Python objects of the samples, possibly shared with other batches. Pass a mapping of sequences of length
-            B; read a list with `experience.columns["data_source"]`, add a list with `set_column`.
+        rows: storage of `columns`: Python objects, possibly shared with other batches. Pass a mapping of sequences of
+            length B; read a list with `experience.columns["data_source"]`, add a list with `set_column`.
         row: int64 [B], row of each sample in `rows`.
         scores: float32 [B], reward of the whole sample. None until computed, like all fields below.
         costs: float32 [B], cost of the whole sample, for a bound on the mean cost.

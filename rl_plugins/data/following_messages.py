@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.data.tokenization import PlainTexts, check_chat_template
+from rl_plugins.data.chat_template import TemplateRefusal, check_chat_template, render
+from rl_plugins.data.tokenization import PlainTexts
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ class FollowingMessages:
         """
         end = self.end_of(calls)
         hidden = [self._texts.hide(dict(message)) for message in messages]
-        text = self._render(calls, hidden).split(end.word, end.count)[end.count]
+        *turns, text = self._render(calls, hidden).split(end.word, end.count)
+        if len(turns) < end.count or (end.has_token and self._end not in text):
+            raise self._refused(calls, "its text leaves the policy's turn out")
         if end.has_token:
             text = text[text.index(self._end) :]
         if last_token == self._tokenizer.eos_token_id:
@@ -109,22 +112,15 @@ class FollowingMessages:
         return _EndOfTurn(word, before.count(word), self._end in after)
 
     def _render(self, calls: Sequence[ToolUse], messages: Sequence[Mapping[str, Any]]) -> str:
-        from jinja2 import TemplateError
-
         turn: dict[str, Any] = {"role": "assistant", "content": _SAID}
         if calls:
             turn["tool_calls"] = [
                 {"type": "function", "id": c.identity, "function": {"name": c.name, "arguments": {"x": _ARGUMENT}}}
                 for c in calls
             ]
-        conversation: list[Any] = [{"role": "user", "content": "?"}, turn, *messages]
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    conversation, add_generation_prompt=True, tokenize=False, **self._options
-                )
-            )
-        except TemplateError as error:
+            return render(self._tokenizer, [{"role": "user", "content": "?"}, turn, *messages], self._options)
+        except TemplateRefusal as error:
             raise self._refused(calls, str(error)) from error
 
     def _refused(self, calls: Sequence[ToolUse], reason: str) -> ConfigError:

@@ -1,7 +1,8 @@
 """Prompts with images: token ids with the tokens of all images, and the inputs of the model for the images.
 
 The processor of a vision-language model replaces the placeholder of an image by as many tokens as the model makes of
-the image. The data modules do this once; the trainer and the rollout engine get the same tokens.
+the image. The data modules keep the token ids, which the trainer and the rollout engine share. Images and their inputs
+are made again at each access.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
+from rl_plugins.data.chat_template import TemplateCheck, TemplateRefusal, refused_texts, render
 from rl_plugins.data.images import (
     IMAGES,
     PLACEHOLDER,
@@ -23,7 +25,7 @@ from rl_plugins.data.images import (
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import LocatedRow, PromptRows
 from rl_plugins.data.slices import SequenceWithSlices
-from rl_plugins.data.tokenization import FilterOrError, PlainTexts, TemplateCheck, completed, load_tokenizer
+from rl_plugins.data.tokenization import FilterOrError, PlainTexts, completed, load_tokenizer
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.model_json import read_model_config, reads_images
@@ -98,10 +100,10 @@ def blank_image(processor: Processor) -> tuple[list[int], ImageInputs] | None:
         return None
     from PIL import Image
 
-    return ImagePrompts(processor).encode_blank(Image.new("RGB", (_BLANK, _BLANK)))
+    return ImagePromptEncoder(processor).encode_blank(Image.new("RGB", (_BLANK, _BLANK)))
 
 
-class ImagePrompts:
+class ImagePromptEncoder:
     """Makes token ids and inputs of images.
 
     Args:
@@ -169,7 +171,7 @@ class ImagePrompts:
         try:
             return self._encode_row(row, template_options)[0]
         except RowError as error:
-            if self._bad_images == "error" or not has_images(row.columns):
+            if self._bad_images == "error" or error.field != f"column {IMAGES!r}":
                 raise
             self.dropped.append(str(error))
             return []
@@ -187,6 +189,8 @@ class ImagePrompts:
             images = read_images(row)
         try:
             return self.encode(row.columns["prompt"], images, template_options)
+        except TemplateRefusal as error:
+            raise RowError(row.location, "column 'prompt'", refused_texts(self.tokenizer, error)) from None
         except ValueError as error:
             column = IMAGES if images else "prompt"
             reason = f"{type(self._processor).__name__} refuses the value: {error}"
@@ -222,11 +226,7 @@ class ImagePrompts:
         for message in hidden if images else ():
             message["content"] = message["content"].replace(placeholder, PLACEHOLDER)
         conversation = in_parts(hidden, images=bool(images))
-        text = str(
-            self._processor.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True, **template_options
-            )
-        )
+        text = render(self._processor, conversation, template_options)
         placeholder_ids = self._texts.encode(text)
         if not images:
             return placeholder_ids, None
@@ -272,7 +272,7 @@ class ImagesOfRows(SequenceWithSlices[PromptImages | None]):
         prompts: maker of the inputs.
     """
 
-    def __init__(self, rows: PromptRows, prompts: ImagePrompts, template_options: Mapping[str, Any]) -> None:
+    def __init__(self, rows: PromptRows, prompts: ImagePromptEncoder, template_options: Mapping[str, Any]) -> None:
         self._rows, self.prompts, self._template_options = rows, prompts, template_options
 
     def __len__(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 
 from rl_plugins.data.content_parts import IMAGES, PLACEHOLDER
 from rl_plugins.data.parquet import LocatedRow, PromptRows, Row
-from rl_plugins.errors import RowError
+from rl_plugins.errors import ConfigError, RowError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -93,6 +94,28 @@ def thumbnail(image: Image) -> str:
 def inputs_of(images: Sequence[PromptImages | None]) -> list[ImageInputs | None]:
     """Return the inputs of the images of each prompt, None for a prompt without images."""
     return [None if of_prompt is None else of_prompt.inputs for of_prompt in images]
+
+
+def num_patches(inputs: ImageInputs, patch_size: int) -> int:
+    """Return the number of patches of images, padding included.
+
+    Args:
+        inputs: inputs of a model for the images.
+        patch_size: width and height of a patch in pixels.
+
+    Raises:
+        ConfigError: the inputs have no pixels.
+    """
+    if "pixel_values" not in inputs:
+        raise ConfigError(
+            f"patches_per_micro_batch: the processor makes {', '.join(inputs)} of an image, and no pixel_values: leave "
+            "patches_per_micro_batch out"
+        )
+    shape = inputs["pixel_values"].shape
+    if len(shape) < 4:  # The values of each patch, and not of each image.
+        return math.prod(shape[:-1])
+    *images, _, height, width = shape
+    return math.prod(images) * (height // patch_size) * (width // patch_size)
 
 
 def has_images(row: Row) -> bool:

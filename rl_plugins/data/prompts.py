@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from rl_plugins.data.image_prompts import ImagePrompts, ImagesOfRows
+from rl_plugins.data.chat_template import TemplateRefusal, accepted_messages, check_texts
+from rl_plugins.data.image_prompts import ImagePromptEncoder, ImagesOfRows
 from rl_plugins.data.images import IMAGE_INPUTS, IMAGES, PROMPT_IMAGES, PromptImages, any_has_images, inputs_of
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import PromptRows
-from rl_plugins.data.tokenization import FilterOrError, accepted_messages, digest, tokenize_prompts, within_limit
+from rl_plugins.data.tokenization import FilterOrError, digest, tokenize_prompts, within_limit
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ def build_prompts(
     template_options: Mapping[str, Any],
     max_prompt_tokens: int,
     overlong: FilterOrError,
-    images: ImagePrompts | None = None,
+    images: ImagePromptEncoder | None = None,
 ) -> TokenizedPrompts:
     """Tokenise the prompts and apply the limit.
 
@@ -234,7 +235,7 @@ def tokenize_rows(
     rows: PromptRows,
     tokenizer: PreTrainedTokenizerBase,
     template_options: Mapping[str, Any],
-    images: ImagePrompts | None = None,
+    images: ImagePromptEncoder | None = None,
 ) -> tuple[MappedLists, ImagesOfRows | None]:
     """Return the token ids of each row's prompt, and the images of each row; None if no row has images.
 
@@ -250,4 +251,9 @@ def tokenize_rows(
     if images is not None and any_has_images(rows):
         return images.prompt_ids(rows, template_options), ImagesOfRows(rows, images, template_options)
     messages = accepted_messages(rows, tokenizer, template_options)
-    return tokenize_prompts(messages, tokenizer, template_options), None
+    try:
+        return tokenize_prompts(messages, tokenizer, template_options), None
+    except TemplateRefusal:
+        # The roles are accepted, the texts are not: look for the row.
+        check_texts(rows, tokenizer, template_options)
+        raise

@@ -1,4 +1,4 @@
-"""Token ids of prompts, responses and turns: chat template, length limit, digest.
+"""Token ids of prompts, responses and turns: tokenizer, length limit, digest.
 
 The data modules tokenise every text once. Tokens sampled by a policy are never tokenised again, because the text of
 sampled tokens need not give the same tokens.
@@ -7,21 +7,19 @@ sampled tokens need not give the same tokens.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from rl_plugins.control_characters import whole_characters
-from rl_plugins.data.images import IMAGES, has_images
+from rl_plugins.data.chat_template import Messages, TemplateRefusal, render
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import PromptRows
-from rl_plugins.errors import ConfigError, RowError
+from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 
 if TYPE_CHECKING:
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
 FilterOrError = Literal["filter", "error"]
 """Rows that cannot be used are left out, or refused."""
-Messages = Sequence[Mapping[str, Any]]
 _CHUNK = 1024
 # Messages of the round trip, and characters of a message in an error.
 _PROBES, _SHOWN = 32, 40
@@ -38,9 +35,6 @@ _RESPONSE = "whatever-was-said"
 # Characters that Unicode keeps out of texts, around the number of a special token.
 _MARK = "\ufdd0{}\ufdd1"
 _MARKS = re.compile("\ufdd0(\\d{1,9})\ufdd1", re.ASCII)
-_NAMES = re.compile(r"[A-Za-z_]\w*")
-_TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "chat_template"})
-"""Arguments of `apply_chat_template` for variables of the template, or for the template itself."""
 _Item = TypeVar("_Item")
 
 # Tokenizers -------------------------------------------------------------------------------------------------------
@@ -123,39 +117,6 @@ def check_same_tokens(
         )
 
 
-def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise a ConfigError if the tokenizer has no chat template."""
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no chat template, which messages need: use the "
-            "tokenizer of an instruction-tuned model, or set its `chat_template`"
-        )
-
-
-def check_template_options(tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> None:
-    """Check the names of further variables of the chat template.
-
-    Raises:
-        ConfigError: the package itself sets an argument, or the template has no variable of a name.
-    """
-    if not template_options:
-        return
-    arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"kwargs"}
-    template = tokenizer.get_chat_template(template_options.get("chat_template"), template_options.get("tools"))
-    words = set(_NAMES.findall(template)) | _TEMPLATE_ARGUMENTS
-    for name in template_options:
-        if name in arguments - _TEMPLATE_ARGUMENTS:
-            raise ConfigError(
-                f"chat_template_kwargs.{name}: the package sets this argument of apply_chat_template: leave it out"
-            )
-        if name not in words:
-            close = get_close_matches(name, words, n=1)
-            raise ConfigError(
-                f"chat_template_kwargs.{name}: the chat template of {tokenizer.name_or_path!r} reads no such variable: "
-                + (f"did you mean {close[0]!r}?" if close else "leave it out, or correct the name")
-            )
-
-
 def check_end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise a ConfigError if the tokenizer has no end-of-sequence token."""
     if tokenizer.eos_token_id is None:
@@ -163,62 +124,6 @@ def check_end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 # Prompts ----------------------------------------------------------------------------------------------------------
-
-
-class TemplateCheck:
-    """Trial of a chat template on the roles of prompts; each sequence of roles is tried once.
-
-    Args:
-        tokenizer: tokenizer with the template.
-        template_options: further variables of the template.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> None:
-        self._tokenizer, self._options = tokenizer, template_options
-        self._reasons: dict[tuple[str, ...], str | None] = {}
-
-    def refusal(self, messages: Messages) -> str | None:
-        """Return the reason why the template refuses the messages, or None."""
-        roles = tuple(message["role"] for message in messages)
-        if roles not in self._reasons:
-            self._reasons[roles] = self._try(messages, roles)
-        return self._reasons[roles]
-
-    def _try(self, messages: Messages, roles: Iterable[str]) -> str | None:
-        from jinja2 import TemplateError
-
-        conversation: list[Any] = [*messages]
-        try:
-            self._tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, tokenize=False, **self._options
-            )
-        except TemplateError as error:
-            return (
-                f"the chat template of {self._tokenizer.name_or_path!r} refuses messages of the roles "
-                f"{', '.join(roles)}: {error}. Change the messages, or the template."
-            )
-        return None
-
-
-def accepted_messages(
-    rows: PromptRows, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]
-) -> Iterator[Messages]:
-    """Yield the messages of each row, for a policy that reads text alone.
-
-    Raises:
-        RowError: the chat template refuses a row's sequence of roles, or a row has images.
-    """
-    check = TemplateCheck(tokenizer, template_options)
-    for number, row in enumerate(rows):
-        if has_images(row):
-            raise RowError(
-                rows.location(number),
-                f"column {IMAGES!r}",
-                "the row has images, which a vision-language model reads: name such a model, or leave the column out",
-            )
-        if reason := check.refusal(row["prompt"]):
-            raise RowError(rows.location(number), "column 'prompt'", reason)
-        yield row["prompt"]
 
 
 class PlainTexts:
@@ -267,19 +172,21 @@ def encode_prompts(
     """Return the token ids of each prompt's messages, up to and including the start of the assistant's turn.
 
     Special tokens in the messages are plain text (see `PlainTexts`).
+
+    Raises:
+        TemplateRefusal: the chat template refuses the messages of a prompt.
     """
-    texts, options = PlainTexts(tokenizer), {"add_generation_prompt": True, **template_options}
+    texts = PlainTexts(tokenizer)
     conversations: list[Any] = [list(messages) for messages in prompts]
     hidden = [texts.hide(messages) for messages in conversations]
+    rendered = [render(tokenizer, messages, template_options) for messages in hidden]
     clean = [place for place, messages in enumerate(conversations) if messages == hidden[place]]
     encoded: Any = iter(())
     if clean:
-        batch = [conversations[place] for place in clean]
-        encoded = iter(tokenizer.apply_chat_template(batch, tokenize=True, return_dict=False, **options))
+        # The tokenizer takes many texts at once in threads of its own.
+        encoded = iter(tokenizer([rendered[place] for place in clean], add_special_tokens=False)["input_ids"])
     ids_of = {place: list(next(encoded)) for place in clean}
-    for place in set(range(len(hidden))) - ids_of.keys():
-        ids_of[place] = texts.encode(str(tokenizer.apply_chat_template(hidden[place], tokenize=False, **options)))
-    return [ids_of[place] for place in range(len(hidden))]
+    return [ids_of[place] if place in ids_of else texts.encode(text) for place, text in enumerate(rendered)]
 
 
 def tokenize_prompts(
@@ -386,21 +293,14 @@ class TurnTokenizer:
         return self._texts.encode(text), was_cut
 
     def _text_after_response(self, messages: Messages) -> str:
-        from jinja2 import TemplateError
-
-        conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _RESPONSE}]
-        conversation += [dict(message) for message in messages]
+        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _RESPONSE}]
         try:
-            text = str(
-                self._tokenizer.apply_chat_template(
-                    conversation, add_generation_prompt=True, tokenize=False, **self._options
-                )
-            )
-        except TemplateError as error:
+            text = render(self._tokenizer, [*asked, *messages], self._options)
+        except TemplateRefusal as error:
             raise ConfigError(
                 f"the chat template of {self._tokenizer.name_or_path!r} refuses a message of the role "
-                f"{', '.join(repr(message['role']) for message in messages)} after a response: {error}; answer with a "
-                "role that the template accepts"
+                f"{', '.join(repr(message['role']) for message in messages)} after a response: {error}; change the "
+                "message, or the template"
             ) from error
         _, found, after = text.partition(_RESPONSE)
         if not found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.data.chat_template import TemplateRefusal, render
 from rl_plugins.data.following_messages import FollowingMessages, ToolUse
 from rl_plugins.errors import ConfigError
 
@@ -60,16 +61,13 @@ class ToolMessages:
 
 def check_shows_tools(tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> None:
     """Raise a ConfigError if the chat template does not show the tools of `template_options`."""
-    from jinja2 import TemplateError
-
-    question: list[Any] = [{"role": "user", "content": "?"}]
-    shared: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False}
+    question = [{"role": "user", "content": "?"}]
     try:
         with_tools, without = (
-            tokenizer.apply_chat_template(question, **shared, **{**template_options, "tools": tools})
+            render(tokenizer, question, {**template_options, "tools": tools})
             for tools in (template_options["tools"], None)
         )
-    except TemplateError as error:
+    except TemplateRefusal as error:
         raise ConfigError(
             f"the chat template of {tokenizer.name_or_path!r} has no tool role ({error}): use the tokenizer of a model "
             "with tools, or set its `chat_template`"

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rl_plugins.data.chat_template import TemplateCheck
 from rl_plugins.data.content_parts import with_texts
 from rl_plugins.data.formats import FORMATS, RowKeys
-from rl_plugins.data.image_prompts import ImagePrompts, has_image_processor, tokenizer_of
+from rl_plugins.data.image_prompts import ImagePromptEncoder, has_image_processor, tokenizer_of
 from rl_plugins.data.images import IMAGES, check_places, has_images, in_parts, read_images
 from rl_plugins.data.parquet import LocatedRow, ParquetRows, Row
-from rl_plugins.data.tokenization import TemplateCheck, tokenize_prompts
+from rl_plugins.data.tokenization import tokenize_prompts
 from rl_plugins.errors import ConfigError, RowError
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class _PromptCheck:
     def __init__(self, processor: Processor | None) -> None:
         self._tokenizer = None if processor is None else tokenizer_of(processor)
         self._template = None if self._tokenizer is None else TemplateCheck(self._tokenizer, {})
-        self._images = ImagePrompts(processor) if has_image_processor(processor) else None
+        self._images = ImagePromptEncoder(processor) if has_image_processor(processor) else None
         self.lengths: list[int] = []
 
     def check(self, row: LocatedRow) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FROM_0_TO_1, check_ranges
-from rl_plugins.data.tokenization import check_chat_template
+from rl_plugins.data.chat_template import check_chat_template
 from rl_plugins.environments.agent_process import AgentTask
 from rl_plugins.environments.endpoint import Endpoint, check_host
 from rl_plugins.environments.object_host import ObjectHost

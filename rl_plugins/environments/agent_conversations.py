@@ -203,14 +203,12 @@ class AgentConversations:
         answers: dict[int, Reply | Score | Start | LastWords],
     ) -> None:
         """Read a call, and add the turn of the call to `answers`."""
-        from jinja2 import TemplateError
-
         talk.counts["calls"] += 1
         try:
             call = read_chat_call(received.body)
             answers[key] = self._read(talk, call)
-        except (Refused, TemplateError, TypeError, ValueError) as error:
-            # Templates and tools are not the package's, and a template raises what its expressions raise.
+        except (Refused, TypeError, ValueError) as error:
+            # Templates and tools are not the package's.
             reason = f"the chat template refuses the messages or the tools: {str(error) or type(error).__name__}"
             refused = error if isinstance(error, Refused) else Refused(reason)
             self._count(talk, refused)

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl_plugins.data.tokenization import TurnTokenizer, check_chat_template, encode_prompts
+from rl_plugins.data.chat_template import TemplateRefusal, check_chat_template
+from rl_plugins.data.tokenization import TurnTokenizer, encode_prompts
 from rl_plugins.environments.object_host import ObjectHost
 from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.step_result import Answer
@@ -118,11 +119,9 @@ class StatefulConversations:
         self._host.call(key, "score")
 
     def _start(self, messages: Sequence[Message]) -> Start | Score:
-        from jinja2 import TemplateError
-
         try:
             (tokens,) = encode_prompts([messages], self._tokenizer, self._limits.template_options)
-        except TemplateError as error:
+        except TemplateRefusal as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             return failed("raised", f"the chat template refuses first messages of the roles {roles}: {error}")
         if len(tokens) > self._limits.max_prompt_tokens:

@@ -21,7 +21,7 @@ from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.rewards.loading import load_callable
-from rl_plugins.rewards.records import Score
+from rl_plugins.rewards.records import Score, failed
 from rl_plugins.rewards.replies import ReplyingScorer, replying
 from rl_plugins.rewards.trajectory import Reply, Turn
 from rl_plugins.rollout.tool_calls import FunctionParser, ResponseParser, ToolCall
@@ -260,18 +260,18 @@ class ToolConversations:
         known = get_close_matches(call.name, self._names, n=1) or self._names[:_NAMES_SHOWN]
         return Result("unknown", f"there is no tool {call.name!r}, but {', '.join(known)}")
 
-    def _reply(self, opened: _Calls) -> Reply:
+    def _reply(self, opened: _Calls) -> Reply | Score:
         results = [opened.results[place] for place in range(len(opened.calls))]
         texts = [f"error: {result.text}" if result.kind else result.text for result in results]
         # A template may look for the name of the tool, so a call without a name gets one.
         names = [call.name if call.name in self._names else self._names[0] for call in opened.calls]
         counts = Counter({"tools/calls": len(results)})
         counts.update(f"tools/{result.kind}" for result in results if result.kind)
-        return Reply(
-            messages=self._messages.messages(names, texts),
-            tokens=self._messages.tokens(names, texts, opened.turn.tokens[-1]),
-            counts=counts,
-        )
+        try:
+            tokens = self._messages.tokens(names, texts, opened.turn.tokens[-1])
+        except ConfigError as error:
+            return failed("raised", str(error))
+        return Reply(self._messages.messages(names, texts), tokens, counts=counts)
 
     def _check_prompt(self, turn: Turn) -> None:
         """Look for the names of all tools in a prompt.

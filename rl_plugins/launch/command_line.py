@@ -294,6 +294,9 @@ def run_recipe(
 ) -> RunFolder:
     """Check the configuration and train. With `run.dry_run`, only check the configuration.
 
+    The order: fetch data, restore a stored run, end if the run is finished, fetch the configurations of models, check
+    everything, fetch weights, take the run's folder, train.
+
     Args:
         config: Configuration of the run.
         recipe: Name of the recipe, to write the difference from the recipe into the run's folder.

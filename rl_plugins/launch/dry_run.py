@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerBase
 
-    from rl_plugins.data.image_prompts import ImagePrompts
+    from rl_plugins.data.chat_template import Messages
+    from rl_plugins.data.image_prompts import ImagePromptEncoder
     from rl_plugins.data.parquet import PromptRows, Row
-    from rl_plugins.data.tokenization import Messages
     from rl_plugins.rewards.records import Message
     from rl_plugins.rewards.trial import RewardTrial
 
@@ -134,17 +134,17 @@ def _check_images_are_read(config: RecipeConfig, models: Mapping[str, Mapping[st
             )
 
 
-def _image_prompts(config: RecipeConfig) -> ImagePrompts:
+def _image_prompts(config: RecipeConfig) -> ImagePromptEncoder:
     """Load the processor of the policy, for rows with images.
 
     Raises:
         ConfigError: the processor cannot be loaded.
     """
-    from rl_plugins.data.image_prompts import ImagePrompts, load_processor
+    from rl_plugins.data.image_prompts import ImagePromptEncoder, load_processor
 
     processor = load_processor(config.model.path, trust_remote_code=config.model.trust_remote_code)
     bad_images: Any = config.data.bad_images
-    return ImagePrompts(processor, bad_images)
+    return ImagePromptEncoder(processor, bad_images)
 
 
 def _policy_folder(config: RecipeConfig) -> Path:
@@ -266,7 +266,8 @@ def _load_tokenizer(config: RecipeConfig, replies: Iterable[Message]) -> PreTrai
     """
     from transformers import PreTrainedTokenizerFast
 
-    from rl_plugins.data.tokenization import TurnTokenizer, check_chat_template, check_template_options
+    from rl_plugins.data.chat_template import check_chat_template, check_template_options
+    from rl_plugins.data.tokenization import TurnTokenizer
 
     path = config.model.path
     try:
@@ -339,7 +340,7 @@ class _Rows:
         self,
         tokenizer: PreTrainedTokenizerBase,
         template_options: Mapping[str, Any],
-        images: ImagePrompts | None = None,
+        images: ImagePromptEncoder | None = None,
     ) -> None:
         """Try the chat template on every order of roles, and measure texts in tokens.
 
@@ -357,7 +358,8 @@ class _Rows:
         """
         import numpy as np
 
-        from rl_plugins.data.tokenization import accepted_messages, check_round_trip, within_limit
+        from rl_plugins.data.chat_template import accepted_messages
+        from rl_plugins.data.tokenization import check_round_trip, within_limit
 
         self._template_options, self._images = template_options, images
         accepted: Iterator[Messages] = (

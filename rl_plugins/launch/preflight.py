@@ -1,4 +1,4 @@
-"""Check a configuration before anything heavy starts, cheap checks first. Each failure is one message.
+"""Check a configuration before anything heavy starts. Each failure is one message.
 
 The checks of this module compare options with each other, with this machine, and with files, models and servers.
 Rewards, prompt lengths and the algorithm cannot be checked by reading options: the modules `dry_run` and
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.models import LANGUAGE_MODEL, LoraConfig, OptimizerConfig
-from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.recipe import COLLECTING_STAGES, RecipeConfig
 from rl_plugins.config.rollout import check_cpu_head_size, check_engine_adapter
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
@@ -73,7 +73,7 @@ def preflight(config: RecipeConfig) -> None:
         from rl_plugins.launch.algorithm_check import check_router_options
 
         check_router_options(config, models[config.model.path])
-    if config.stage in ("policy_optimization", "prime"):
+    if config.stage in COLLECTING_STAGES:
         # The import loads torch, which takes seconds.
         from rl_plugins.launch.algorithm_check import (
             check_algorithm,
@@ -185,7 +185,7 @@ def slow_here(config: RecipeConfig) -> str | None:
 
     With `RAY_ADDRESS` the processors of the run are unknown here, and the function returns None.
     """
-    from rl_plugins.processor import multiplies_bfloat16
+    from rl_plugins.cpu import multiplies_bfloat16
 
     in_bfloat16 = {
         "model.precision=32-true": config.precision.startswith("bf16"),
@@ -248,6 +248,10 @@ def check_models(
         _check_vision_lr(config, path, model)
         if option == "model.path":
             _check_heads(config, model)
+            if (patches := config.batch.patches_per_micro_batch) and not reads_images(model):
+                raise ConfigError(
+                    f"batch.patches_per_micro_batch={patches}: {path} has no vision tower: leave the option out"
+                )
             if config.rollout.engine == "vllm" and config.needs_engine and config.rollout.lora == "adapter":
                 check_engine_adapter(f"{option}={path}", model, config.model.lora)
             if _engine_on_cpu(config):

@@ -137,6 +137,7 @@ class TrainingRun:
             "tokenizer": self.processor,
             "tokens_per_micro_batch": config.batch.tokens_per_micro_batch,
             "tokens_per_log_prob_batch": config.batch.tokens_per_log_prob_batch,
+            "patches_per_micro_batch": config.batch.patches_per_micro_batch,
             "packing": config.batch.packing,
             "attention": config.model.attention,
             "trust_remote_code": config.model.trust_remote_code,
@@ -337,8 +338,9 @@ class TrainingRun:
         """
         config = self.config
         self._connect_pools(stage)
-        self.strategy.checked = self.checkpoint
+        self.strategy.known_intact = self.checkpoint
         state = None if self.checkpoint is None else str(self.checkpoint / "state")
+        # `weights_only` is a flag of torch.load, for files with plain data. Optimizer states are restored, too.
         trainer.fit(stage, datamodule=data, ckpt_path=state, weights_only=True)
         callbacks = callbacks_of(trainer)
         if any(isinstance(callback, GracefulStop) and callback.stopped for callback in callbacks):

@@ -30,8 +30,11 @@ from rl_plugins.rewards.records import Score, ScoringRequest, failed, read_score
 from rl_plugins.user_code import UNDECIDED, SoftDeadline, only_one_process, run_concurrently, run_with_deadline
 
 _FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")
-SAMPLE_FIELDS = {field: field for field in (*_FIELDS, "messages", "turns_left")}
-BATCH_FIELDS = {f"{field}s": field for field in _FIELDS} | {"conversations": "messages", "turns_lefts": "turns_left"}
+ARGUMENTS_OF_SAMPLE = {field: field for field in (*_FIELDS, "messages", "turns_left")}
+ARGUMENTS_OF_BATCH = {f"{field}s": field for field in _FIELDS} | {
+    "conversations": "messages",
+    "turns_lefts": "turns_left",
+}
 
 
 class CompositeReward(ABC):
@@ -78,17 +81,17 @@ class RewardFunction:
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         names = [parameter.name for parameter in named]
         for key in self.fixed:
-            if key in SAMPLE_FIELDS or key in BATCH_FIELDS:
+            if key in ARGUMENTS_OF_SAMPLE or key in ARGUMENTS_OF_BATCH:
                 raise ConfigError(f"reward {self.name!r}: {key!r} comes from the sample and cannot be configured")
             if key not in names and not takes_any:
                 raise ConfigError(f"reward {self.name!r} takes no argument {key!r}{nearest(key, names)}")
-        batched = any(name in BATCH_FIELDS for name in names)
-        known = BATCH_FIELDS if batched else SAMPLE_FIELDS
+        batched = any(name in ARGUMENTS_OF_BATCH for name in names)
+        known = ARGUMENTS_OF_BATCH if batched else ARGUMENTS_OF_SAMPLE
         for parameter in named:
             name = parameter.name
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 raise ConfigError(f"reward {self.name!r}: argument {name!r} is positional-only; arguments go by name")
-            if batched and name in SAMPLE_FIELDS:
+            if batched and name in ARGUMENTS_OF_SAMPLE:
                 raise ConfigError(f"reward {self.name!r} mixes {name!r} with plural names: use one or the other")
             if name not in known and name not in self.fixed and parameter.default is parameter.empty:
                 raise ConfigError(
@@ -97,7 +100,7 @@ class RewardFunction:
                 )
         fields = {name: field for name, field in known.items() if takes_any or name in names}
         if not fields:
-            raise ConfigError(f"reward {self.name!r} takes none of {', '.join(SAMPLE_FIELDS)} (or their plurals)")
+            raise ConfigError(f"reward {self.name!r} takes none of {', '.join(ARGUMENTS_OF_SAMPLE)} (or their plurals)")
         return fields, batched
 
     def score(self, requests: Sequence[ScoringRequest], deadline_s: float | None) -> list[Score | None]:

@@ -16,7 +16,7 @@ from rl_plugins.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from rl_plugins.data.tokenization import Messages
+    from rl_plugins.data.chat_template import Messages
 
 
 class ModelReward:
@@ -52,7 +52,8 @@ class ModelReward:
         # Imported here: rewards without a model must not wait for torch.
         import torch
 
-        from rl_plugins.data.tokenization import check_chat_template, load_tokenizer
+        from rl_plugins.data.chat_template import check_chat_template
+        from rl_plugins.data.tokenization import load_tokenizer
         from rl_plugins.models.folder import check_model_folder
         from rl_plugins.models.scalar_head import load_scalar_head
         from rl_plugins.vision_language import is_vision_language

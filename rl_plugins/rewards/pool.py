@@ -7,6 +7,9 @@ are sent again one by one. A sample fails ("timeout", "died") only the second ti
 therefore be called twice for one sample. Workers import this package and the user's rewards, and no other heavy
 library.
 
+A reward on its way, in the order of the calls: `RewardPool.score`, `RewardWorker.send`, the worker's
+`LoadedRewards.score`, `Router.score`, `RewardFunction.score`, and `read_scores`, which makes `Score` records.
+
 A library for process pools does not replace this module. pebble kills a worker at every deadline, so there is no soft
 deadline, and a worker with a reward model would load the model again. pebble reserves no GPUs and uses one machine.
 Ray tasks have no deadline, and Ray may run a task in a process with torch already imported.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from rl_plugins.config.sampling import EnvironmentConfig
 from rl_plugins.data.tokenization import TurnTokenizer
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.records import Score, ScoringRequest
+from rl_plugins.rewards.records import Score, ScoringRequest, failed
 from rl_plugins.rewards.trajectory import Reply, Turn
 
 if TYPE_CHECKING:
@@ -71,8 +71,11 @@ class ReplyingReward:
             for (key, turn), score in zip(turns.items(), scores, strict=True)
         }
 
-    def _reply(self, turn: Turn, message: Mapping[str, Any]) -> Reply:
-        tokens, was_cut = self._tokenizer.tokens([message], turn.tokens[-1], self._max_tokens)
+    def _reply(self, turn: Turn, message: Mapping[str, Any]) -> Reply | Score:
+        try:
+            tokens, was_cut = self._tokenizer.tokens([message], turn.tokens[-1], self._max_tokens)
+        except ConfigError as error:
+            return failed("raised", str(error))
         return Reply([message], tokens, was_cut)
 
     def forget(self, keys: Sequence[int]) -> None:

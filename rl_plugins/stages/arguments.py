@@ -17,6 +17,7 @@ class StageArguments(TypedDict, total=False):
     max_steps: int
     tokens_per_micro_batch: int
     tokens_per_log_prob_batch: int | None
+    patches_per_micro_batch: int | None
     packing: bool
     attention: str | None
     trust_remote_code: bool

@@ -30,7 +30,7 @@ from rl_plugins.models.packing import shares_prompts
 from rl_plugins.models.scalar_head import load_scalar_head, position_scores, response_values
 from rl_plugins.plain_file import load_plain, save_plain
 from rl_plugins.stages.metrics import TokenMetrics
-from rl_plugins.stages.micro_batches import Cutter, Lengths
+from rl_plugins.stages.micro_batches import Cutter, Lengths, PatchBudget
 from rl_plugins.stages.optimizer import MicroBatchLoss, build_optimizer
 from rl_plugins.stages.sequence_rows import SequenceRows
 from rl_plugins.strategies.contract import COST_CRITIC, CRITIC
@@ -138,6 +138,7 @@ class CriticTraining:
         tokens_per_micro_batch: see `Cutter`.
         packing: see `Cutter`.
         seed: seed of an adapter's initial weights and of dropout.
+        patches_per_micro_batch: patches of the images of one forward pass; None for no bound.
     """
 
     path: str
@@ -149,6 +150,7 @@ class CriticTraining:
     tokens_per_micro_batch: int
     packing: bool
     seed: int
+    patches_per_micro_batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,8 @@ class CriticLearner:
         torch.manual_seed(training.seed + self._updates * self._ranks + self._rank)
         if len(mini_batch):
             shared = training.packing and shares_prompts(self._model)
-            cutter = Cutter(training.tokens_per_micro_batch, training.packing, shared, one_rank)
+            budget = PatchBudget.of(training.patches_per_micro_batch, self._model)
+            cutter = Cutter(training.tokens_per_micro_batch, training.packing, shared, one_rank, budget)
             indices = cutter.indices(Lengths.of(mini_batch))
             for loss, _ in training.objective.losses(mini_batch, indices, self._values, counts, metrics, self._device):
                 loss.backward()

@@ -73,7 +73,7 @@ class ExperienceMaker:
         self.metrics = {}
         self._check_routes(samples)
         if self._process_rewards is not None:
-            # A correct response stays correct, however its length changes its reward.
+            # Before `shape_rewards`: whether a response is correct must not depend on its length.
             self._process_rewards.add_outcomes(samples, step)
         shape_rewards(samples, self._algorithm)
         if self._algorithm.needs & {"turns_BT", "states_BT"}:

@@ -23,7 +23,7 @@ from rl_plugins.models.packing import shares_prompts
 from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.scalar_head import response_scores, response_values
 from rl_plugins.router_replay import RouterReplay
-from rl_plugins.stages.micro_batches import Cutter, Lengths
+from rl_plugins.stages.micro_batches import Cutter, Lengths, PatchBudget
 from rl_plugins.stages.sequence_rows import SequenceRows
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy
 from rl_plugins.vision_language import BlankImage, with_blank_image
@@ -40,6 +40,7 @@ class ForwardPasses:
         tokens_per_log_prob_batch: the same for passes without gradient.
         packing: True if the samples of a micro-batch run as one row without padding.
         dtype: dtype of the models' parameters.
+        patches_per_micro_batch: patches of the images of one forward pass; None for no bound.
         temperature: divisor of the logits.
         router_replay: replay of the policy's routes; None without replay.
         processor: tokenizer of the policy, or processor of a vision-language model; makes the blank image of a rank
@@ -52,6 +53,7 @@ class ForwardPasses:
     tokens_per_log_prob_batch: int
     packing: bool
     dtype: torch.dtype
+    patches_per_micro_batch: int | None = None
     temperature: float = 1.0
     router_replay: RouterReplay | None = None
     processor: Processor | None = None
@@ -66,7 +68,13 @@ class ForwardPasses:
         """Cutter of a rank's samples into micro-batches."""
         models = [model for model in self.named_models().values() if not isinstance(model, RemoteModel)]
         prompts_together = self.packing and all(map(shares_prompts, models))
-        return Cutter(self.tokens_per_micro_batch, self.packing, prompts_together, self.strategy.ranks.max)
+        return Cutter(
+            self.tokens_per_micro_batch,
+            self.packing,
+            prompts_together,
+            self.strategy.ranks.max,
+            PatchBudget.of(self.patches_per_micro_batch, models[0]),
+        )
 
     def log_prob_batches(self, samples: Experience) -> list[Tensor]:
         """Return `micro_batches` of passes without gradient."""

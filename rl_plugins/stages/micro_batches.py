@@ -1,4 +1,4 @@
-"""Cut the examples of a rank into micro-batches within a token budget, the same number on every rank.
+"""Cut the examples of a rank into micro-batches within a budget of tokens, the same number on every rank.
 
 A sharded model gathers parameters in every forward pass, so all ranks must run equally many passes. An example is one
 sample, or two inseparable samples. The grouping does not change the loss, because its denominators are global.
@@ -6,6 +6,10 @@ sample, or two inseparable samples. The grouping does not change the loss, becau
 With packing, micro-batches have about equal numbers of tokens, so ranks do not wait for each other. If the model runs a
 prompt once for all its samples, samples of a prompt stay together. Without packing, a micro-batch has examples of
 similar length, to reduce padding.
+
+A budget of patches bounds the images of a micro-batch, too. The images of a prompt cost `patches / patch budget * token
+budget` tokens, at most the token budget. An example costs the larger of its tokens and its images, so a micro-batch
+within the budget of tokens is within both budgets.
 """
 
 from __future__ import annotations
@@ -18,12 +22,13 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_plugins.data.experience import Experience
-from rl_plugins.data.images import IMAGE_INPUTS
+from rl_plugins.data.images import IMAGE_INPUTS, ImageInputs, num_patches
 from rl_plugins.models.packing import even_parts, first_of_prompt
 from rl_plugins.stages.sequence_rows import most_sequences
+from rl_plugins.vision_language import patch_size
 
 MaxOverRanks = Callable[[Tensor], Tensor]
 
@@ -42,6 +47,7 @@ class Lengths:
         first_B: index of the first example with the same prompt.
         samples_per_example: number of samples of an example.
         sequences_per_sample: largest number of sequences of a sample; without packing, each sequence is a row.
+        images_B: inputs of the images of each prompt; None if no prompt has an image.
     """
 
     prompts_B: Tensor
@@ -50,6 +56,7 @@ class Lengths:
     first_B: Tensor
     samples_per_example: int = 1
     sequences_per_sample: int = 1
+    images_B: Sequence[ImageInputs | None] | None = None
 
     @classmethod
     def of(cls, samples: Experience) -> Lengths:
@@ -61,15 +68,15 @@ class Lengths:
         """Return the lengths of examples of K samples with one prompt; `members_BK` has the indices of the samples."""
         prompt_mask_RP = samples.attention_mask[:, : samples.prompts.shape[1]]
         own_B, images = members_BK[:, 0], samples.columns.get(IMAGE_INPUTS)
+        images_B = images and [images[index] for index in own_B.tolist()]
         return cls(
             samples.prompt_lengths[own_B],
             samples.response_lengths[members_BK].amax(dim=1),
             samples.sequence_lengths[members_BK].sum(dim=1),
-            first_of_prompt(
-                samples.prompts[own_B], prompt_mask_RP[own_B], images and [images[index] for index in own_B.tolist()]
-            ),
+            first_of_prompt(samples.prompts[own_B], prompt_mask_RP[own_B], images_B),
             samples_per_example=members_BK.shape[1],
             sequences_per_sample=most_sequences(samples),
+            images_B=images_B,
         )
 
 
@@ -79,11 +86,33 @@ class Bundle(NamedTuple):
     Attributes:
         indices: indices of the examples.
         tokens: cost of the bundle: tokens of the forward pass, plus `COPY_COST` per prompt token for each further
-            sample.
+            sample; or the cost of the images, if larger.
     """
 
     indices: list[int]
     tokens: int
+
+
+@dataclass(frozen=True)
+class PatchBudget:
+    """Budget of the patches of images in a micro-batch.
+
+    Attributes:
+        patches: budget in patches; a prompt with more patches gets its own micro-batches.
+        patch_size: width and height of a patch in pixels.
+    """
+
+    patches: int
+    patch_size: int
+
+    @classmethod
+    def of(cls, patches: int | None, model: nn.Module) -> PatchBudget | None:
+        """Return the budget for a model; None without a bound.
+
+        Raises:
+            ConfigError: the model has no vision tower, or has patches of no fixed size.
+        """
+        return None if patches is None else cls(patches, patch_size(model))
 
 
 @dataclass(frozen=True)
@@ -96,12 +125,14 @@ class Cutter:
         shares_prompts: True if the budget counts a prompt once for all its samples in a micro-batch, plus `COPY_COST`
             for each further sample; only with `packing`.
         max_over_ranks: collective function; returns the maximum of a tensor over ranks.
+        patch_budget: budget of the images; None for no bound.
     """
 
     tokens_per_micro_batch: int
     packing: bool
     shares_prompts: bool
     max_over_ranks: MaxOverRanks
+    patch_budget: PatchBudget | None = None
 
     def common_number(self, lengths: Lengths) -> int:
         """Return the number of micro-batches of every rank: the largest number of all ranks. Collective."""
@@ -131,9 +162,21 @@ class Cutter:
         return [*(self.tokens_per_micro_batch // parts for parts in (1, 2, 4)), 0] if self.shares_prompts else [0]
 
     def _bundles(self, lengths: Lengths, most: int, at_least: int = 0) -> list[Bundle]:
-        if not self.shares_prompts:
-            return [Bundle([index], tokens) for index, tokens in enumerate(lengths.tokens_B.tolist())]
-        return bundles(lengths, most, at_least)
+        images = self._image_costs(lengths)
+        if self.shares_prompts:
+            return bundles(lengths, images, most, at_least)
+        tokens, samples = lengths.tokens_B.tolist(), lengths.samples_per_example
+        return [Bundle([index], max(tokens[index], samples * images[index])) for index in range(len(tokens))]
+
+    def _image_costs(self, lengths: Lengths) -> list[int]:
+        """Return the cost of the images of each prompt, in tokens."""
+        budget, images_B = self.patch_budget, lengths.images_B
+        if budget is None or images_B is None:
+            return [0] * len(lengths.prompts_B)
+        patches_B = [num_patches(inputs, budget.patch_size) if inputs else 0 for inputs in images_B]
+        tokens = self.tokens_per_micro_batch
+        # Rounded up, in whole numbers: a full budget of patches costs exactly a full budget of tokens.
+        return [min(tokens, -(-patches * tokens // budget.patches)) for patches in patches_B]
 
     def _fit(self, bundled: list[Bundle], parts: list[list[int]]) -> bool:
         budget = self.tokens_per_micro_batch
@@ -152,15 +195,16 @@ class Cutter:
             return 0
         # Prompts are padded left, responses right: a micro-batch may have the longest prompt and the longest response.
         rows = lengths.samples_per_example * lengths.sequences_per_sample
-        width = rows * int(lengths.prompts_B.max() + lengths.responses_B.max())
+        width = rows * max(int(lengths.prompts_B.max() + lengths.responses_B.max()), *self._image_costs(lengths))
         return math.ceil(len(lengths.prompts_B) / max(1, self.tokens_per_micro_batch // max(1, width)))
 
 
-def bundles(lengths: Lengths, most: int, at_least: int = 0) -> list[Bundle]:
+def bundles(lengths: Lengths, images: Sequence[int], most: int, at_least: int = 0) -> list[Bundle]:
     """Bundle examples with the same prompt, which the model runs once per bundle.
 
     Args:
         lengths: lengths of the examples.
+        images: cost of the images of each example's prompt, in tokens. Smaller bundles do not reduce this cost.
         most: largest number of tokens of a bundle with several examples; 0 makes bundles of one example.
         at_least: smallest number of bundles, if there are enough examples; the largest bundles are cut in two.
     """
@@ -173,7 +217,7 @@ def bundles(lengths: Lengths, most: int, at_least: int = 0) -> list[Bundle]:
     def bundle(indices: list[int]) -> Bundle:
         prompt, further = prompts[indices[0]], lengths.samples_per_example * len(indices) - 1
         copied = math.ceil(COPY_COST * further * prompt)
-        return Bundle(indices, prompt + sum(responses[i] for i in indices) + copied)
+        return Bundle(indices, max(prompt + sum(responses[i] for i in indices) + copied, images[indices[0]]))
 
     def cut(indices: list[int], count: int) -> list[Bundle]:
         # The 1 keeps every part non-empty, also if all responses are empty.
@@ -181,7 +225,8 @@ def bundles(lengths: Lengths, most: int, at_least: int = 0) -> list[Bundle]:
         return [bundle([indices[place] for place in part]) for part in parts]
 
     def small_enough(indices: list[int], count: int) -> bool:
-        return all(len(part.indices) == 1 or part.tokens <= most for part in cut(indices, count))
+        limit = most and max(most, images[indices[0]])
+        return all(len(part.indices) == 1 or part.tokens <= limit for part in cut(indices, count))
 
     found: list[Bundle] = []
     for indices in by_prompt.values():

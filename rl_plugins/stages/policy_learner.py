@@ -73,9 +73,10 @@ class PolicyLearner:
             if learns:
                 with self._strategy.phase_log.measure("update_policy"):
                     self._choose_tokens(mini_batch, step)
+                    # A generator: each forward pass runs after the backward pass of the micro-batch before.
                     self._optimize(self._policy_losses(mini_batch, tokens, first=number == 1), POLICY)
         if not learns:
-            # The next samples carry the version of this step, though the weights have not changed.
+            # Samples are dated by their step: the next phase sends the unchanged weights again, under its own version.
             self._strategy.rollout_phases.weights_changed()
         metrics = tokens.averages(self._strategy.ranks.sum, self._strategy.ranks.max)
         for critic in self._critics:

@@ -366,13 +366,14 @@ class PolicyOptimization(Stage):
         return CriticTraining(
             path=str(config.path),
             config=config,
-            gradient_clip=self._bound_or(config.optimizer),
+            gradient_clip=self._clip_of(config.optimizer),
             objective=value_objective(self.algorithm, self.updates, name),
             computes_in=self.model_dtype,
             loading=self.loading,
             tokens_per_micro_batch=self.tokens_per_micro_batch,
             packing=self.packing,
             seed=self.seed,
+            patches_per_micro_batch=self.patches_per_micro_batch,
         )
 
     # The step ---------------------------------------------------------------------------------------------------
@@ -389,7 +390,7 @@ class PolicyOptimization(Stage):
         seconds = time.perf_counter() - start
         metrics |= {f"train/{name}": value for name, value in self.experience.metrics.items()}
         metrics |= self.rollouts.metrics(batch, self.step, seconds)
-        self.end_step(metrics | self.prompts.report(self.rollouts.sampled.group_results()))
+        self.end_step(metrics | self.prompts.report(self.rollouts.sample_metrics.group_results()))
 
     def update(self, batch: Experience) -> dict[str, float]:
         """Take the optimizer steps of an RL step; return its metrics, averaged over all ranks."""

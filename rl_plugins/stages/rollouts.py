@@ -66,7 +66,7 @@ class Rollouts:
         self._updates_per_step, self._shown = updates_per_step, shown
         self._ranks = sampler.strategy.ranks
         self.scheduled_sampler = ScheduledSampler(sampler, sampling, schedule, max_steps=max_steps, draw=draw)
-        self.sampled = SampleMetrics()
+        self.sample_metrics = SampleMetrics()
         self.on_collected: Callable[[Experience, list[Score], int], None] | None = None
         self.replay: Callable[[int], tuple[Experience, list[Score]]] | None = None
         self._draws = 0
@@ -78,7 +78,7 @@ class Rollouts:
             prompts: this rank's prompts of the step's batch. The samples may belong to earlier prompts (schedule).
             step: the step.
         """
-        self._draws, self.sampled = 0, SampleMetrics()
+        self._draws, self.sample_metrics = 0, SampleMetrics()
         num_groups = len(prompts)
         if self.replay is None:
             self.scheduled_sampler.start_metrics()
@@ -105,7 +105,7 @@ class Rollouts:
         if self.on_collected is not None:
             self.on_collected(samples, scores, self._draws)
         self._draws += 1
-        self.sampled.add(samples, scores)
+        self.sample_metrics.add(samples, scores)
         return samples
 
     def _informative_groups(self, step: int, num_groups: int) -> Experience:
@@ -191,7 +191,7 @@ class Rollouts:
             step: the step.
             seconds: duration of the step.
         """
-        metrics = self.sampled.averages("train", self._ranks.sum, self._ranks.gather, seconds)
+        metrics = self.sample_metrics.averages("train", self._ranks.sum, self._ranks.gather, seconds)
         return metrics if self.replay is not None else metrics | self.scheduled_sampler.metrics(samples, step, seconds)
 
 

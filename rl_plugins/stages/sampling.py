@@ -101,7 +101,7 @@ class PromptSampler:
         tickets, unsent = [request.ticket for request in requests], [requests]
 
         def converse(engine: RolloutEngine) -> Generations:
-            groups = self.groups(engine)
+            groups = self.group_sampler(engine)
             while unsent:
                 groups.submit(unsent.pop(), sampling)
             groups.lost_tickets()
@@ -113,7 +113,7 @@ class PromptSampler:
 
         return self.strategy.rollout_phases.run_sampling(step, converse)
 
-    def groups(self, engine: RolloutEngine) -> GroupSampler:
+    def group_sampler(self, engine: RolloutEngine) -> GroupSampler:
         """Return the sampler of groups: the engine, or conversations over the engine."""
         return engine if self.conversations is None else self.conversations.by(engine)
 
@@ -207,6 +207,7 @@ class SampleScorer:
         """
         with self.phase_log.measure("reward"):
             scores = self._scores(samples.columns)
+        # `valid` leaves out a failed score, so the 0.0 of a failed score is never read.
         samples.scores = torch.tensor([score.value or 0.0 for score in scores])
         samples.valid = torch.tensor([score.failure is None for score in scores])
         samples.response_mask = samples.response_mask * samples.valid[:, None]

@@ -127,7 +127,7 @@ class GroupQueue:
             self._groups[ticket] = replace(self._groups[ticket], begun=None, generations=None)
 
     def due(self, version: int) -> list[int]:
-        """Return the tickets of groups too stale for the next step."""
+        """Return the tickets of the groups that step `version` must train on, because a later step may not."""
         if self._schedule.drops:
             return []
         last = version - self._schedule.max_staleness
@@ -269,21 +269,21 @@ class ScheduledSampler:
         new = queue.start(in_flight, step)
         due = queue.due(step)
         # All ranks submit together, also a rank without new groups (after a restart).
-        submitted = not ranks.any(bool(new))
+        to_submit = ranks.any(bool(new))
 
         def sample(engine: RolloutEngine) -> None:
-            nonlocal submitted
-            groups = self._sampler.groups(engine)
-            if unfinished and not submitted:
-                # The engine answers between two steps: ask before it is busy with the new groups.
-                queue.finish(groups.collect((), 0))
-            if not submitted:
-                groups.submit(self._requests(new), self._sampling)
-                submitted = True
-            self._submit_again(groups, groups.lost_tickets(), step)
-            queue.finish(groups.collect(queue.unfinished(due), max(0, count - queue.num_finished)))
+            nonlocal to_submit
+            sampler = self._sampler.group_sampler(engine)
+            if unfinished and to_submit:
+                # The engine answers between two steps: ask before the engine is busy with the new groups.
+                queue.finish(sampler.collect((), 0))
+            if to_submit:
+                sampler.submit(self._requests(new), self._sampling)
+                to_submit = False
+            self._submit_again(sampler, sampler.lost_tickets(), step)
+            queue.finish(sampler.collect(queue.unfinished(due), max(0, count - queue.num_finished)))
             if self._schedule.drops:
-                groups.drop(queue.drop_started(keep=count))
+                sampler.drop(queue.drop_started(keep=count))
 
         self._strategy.rollout_phases.run_sampling(step, sample)
         groups = queue.take(count, step)
@@ -304,7 +304,7 @@ class ScheduledSampler:
         """Fetch the responses from the engines; sample the groups of a lost engine again. Collective."""
         for _ in range(MAX_LOSSES):
             with self._strategy.phase_log.measure("rollout"):
-                fetched = self._sampler.groups(self._strategy.rollout_phases.engine).fetch(
+                fetched = self._sampler.group_sampler(self._strategy.rollout_phases.engine).fetch(
                     [group.responses for group in groups]
                 )
             groups = [replace(group, generations=responses) for group, responses in zip(groups, fetched, strict=True)]
@@ -321,7 +321,7 @@ class ScheduledSampler:
         new = list(tickets)
 
         def sample(engine: RolloutEngine) -> None:
-            sampler = self._sampler.groups(engine)
+            sampler = self._sampler.group_sampler(engine)
             self._submit_again(sampler, [*sampler.lost_tickets(), *new], step)
             new.clear()
             self._queue.finish(sampler.collect(self._queue.unfinished(tickets), 0) if tickets else {})
@@ -406,7 +406,7 @@ class ScheduledSampler:
         """Return this rank's part of the queue with all samples so far; None if no group outlives a step."""
         if not self._schedule.active:
             return None
-        queue, sampler = self._queue, self._sampler.groups(self._strategy.rollout_phases.engine)
+        queue, sampler = self._queue, self._sampler.group_sampler(self._strategy.rollout_phases.engine)
         # The next step finds a lost engine, and samples its groups again.
         with suppress(EngineLost):
             queue.finish(sampler.collect((), 0))
@@ -431,4 +431,4 @@ class ScheduledSampler:
         """
         self.num_batches = max(self.num_batches, num_batches)
         if started := self._queue.reset():
-            self._sampler.groups(self._strategy.rollout_phases.engine).drop(started)
+            self._sampler.group_sampler(self._strategy.rollout_phases.engine).drop(started)

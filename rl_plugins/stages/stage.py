@@ -77,6 +77,8 @@ class Stage(LightningModule):
         tokens_per_micro_batch: tokens of one forward and backward pass on one rank: real tokens with `packing`, padded
             tokens without. A pair of samples stays together.
         tokens_per_log_prob_batch: the same for passes without gradient, which need less memory; the same by default.
+        patches_per_micro_batch: largest number of image patches in one pass of a vision-language model; a prompt with
+            more patches gets passes of its own. No bound by default.
         packing: run the samples of a micro-batch as one row without padding. A model of transformers with `sdpa`
             attention is set to `packed_sdpa` (see `rl_plugins.models.packed_attention`), which also runs a prompt only
             once for all its samples in a micro-batch. A model in which packed samples influence each other is refused.
@@ -103,6 +105,7 @@ class Stage(LightningModule):
         max_steps: int = 0,
         tokens_per_micro_batch: int = 16_384,
         tokens_per_log_prob_batch: int | None = None,
+        patches_per_micro_batch: int | None = None,
         packing: bool = True,
         attention: str | None = None,
         trust_remote_code: bool = False,
@@ -116,7 +119,8 @@ class Stage(LightningModule):
         self.tokenizer: Any = tokenizer_of(self.processor)
         self.optimizer_config = optimizer or OptimizerConfig()
         self.max_steps, self.packing = max_steps, packing
-        self.tokens_per_micro_batch, self.tokens_per_log_prob_batch = tokens_per_micro_batch, tokens_per_log_prob_batch
+        self.tokens_per_micro_batch, self.patches_per_micro_batch = tokens_per_micro_batch, patches_per_micro_batch
+        self.tokens_per_log_prob_batch = tokens_per_log_prob_batch or tokens_per_micro_batch
         self.step, self.reference_is_base = 0, False
         self.reference: Any = None
         self.sampling_setup: SamplingSetup | None = None
@@ -160,7 +164,8 @@ class Stage(LightningModule):
             strategy,
             self.named_models,
             tokens_per_micro_batch=self.tokens_per_micro_batch,
-            tokens_per_log_prob_batch=self.tokens_per_log_prob_batch or self.tokens_per_micro_batch,
+            tokens_per_log_prob_batch=self.tokens_per_log_prob_batch,
+            patches_per_micro_batch=self.patches_per_micro_batch,
             packing=self.packing,
             dtype=self.model_dtype,
             processor=self.processor,
@@ -188,11 +193,8 @@ class Stage(LightningModule):
     @override
     def configure_model(self) -> None:
         if getattr(self, self.trained) is None:
-            setattr(
-                self,
-                self.trained,
-                with_frozen_tower(self._own_model(), self.optimizer_configs()[self.trained].vision_lr),
-            )
+            vision_lr = self.optimizer_configs()[self.trained].vision_lr
+            setattr(self, self.trained, with_frozen_tower(self._own_model(), vision_lr))
         if self._has_reference and self.reference is None:
             self.reference = self._load_reference()
 
@@ -268,9 +270,9 @@ class Stage(LightningModule):
 
     def gradient_clip(self, name: str) -> float:
         """Return the bound on the global gradient norm of a model; 0 for no bound."""
-        return self._bound_or(self.optimizer_configs()[name])
+        return self._clip_of(self.optimizer_configs()[name])
 
-    def _bound_or(self, config: OptimizerConfig) -> float:
+    def _clip_of(self, config: OptimizerConfig) -> float:
         return config.gradient_clip if self._trainers_clip is None else self._trainers_clip
 
     @override
@@ -303,7 +305,7 @@ class Stage(LightningModule):
         """
         name = name or self.trained
         for loss, last in losses:
-            self.strategy.accumulate_gradients(name, last=last)
+            self.strategy.announce_backward(name, last=last)
             self.manual_backward(with_further(loss, self.further_losses, name, last=last), model_name=name)
         self._optimizer_of(name).step()
         self._stepped.add(name)
@@ -464,7 +466,7 @@ class Stage(LightningModule):
         The call restores weights, optimizers, schedules, clock and controllers, but no loop and no place in the data.
 
         Args:
-            state: subfolder `state` of a checkpoint.
+            state: file or folder `state` of a checkpoint.
         """
         checkpoint = self.strategy.load_checkpoint(state)
         self.on_load_checkpoint(checkpoint)

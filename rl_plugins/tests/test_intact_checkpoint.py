@@ -75,9 +75,9 @@ def test_check_state_names_the_file_and_the_intact_checkpoint_before(run: RunFol
 
 def test_check_state_does_not_read_a_checked_checkpoint_again(run: RunFolder) -> None:
     flip_byte(run.checkpoint(6) / "state")
-    check_state(run.checkpoint(6) / "state", checked=run.checkpoint(6))
+    check_state(run.checkpoint(6) / "state", known_intact=run.checkpoint(6))
     with pytest.raises(CheckpointError, match="another content"):
-        check_state(run.checkpoint(6) / "state", checked=run.checkpoint(4))
+        check_state(run.checkpoint(6) / "state", known_intact=run.checkpoint(4))
 
 
 def test_check_state_of_a_checkpoint_without_a_manifest(run: RunFolder) -> None:

@@ -11,7 +11,7 @@ import torch
 from benchmarks.tiny_vision import processor, save_tiny_vision
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.data.experience import Experience
-from rl_plugins.data.image_prompts import ImagePrompts
+from rl_plugins.data.image_prompts import ImagePromptEncoder
 from rl_plugins.data.images import IMAGE_INPUTS, inputs_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import read_model_config
@@ -60,7 +60,7 @@ def model(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def samples(family: str) -> Experience:
-    prompts = ImagePrompts(processor(family))
+    prompts = ImagePromptEncoder(processor(family))
     encoded = [
         prompts.encode([{"role": "user", "content": question}], images, {})
         if images

@@ -19,6 +19,8 @@ One update through shared memory, in the order of the calls:
 6. Every training rank: `send` copies the shards of the rank into the workers' memory, and reports the end by socket.
 7. Actor: after the workers, `set_policy_version` stores the version, and sampling continues. Rank 0 waits for the end.
 
+Before the first update, rank 0 calls `CpuWeightClient.init`: each worker's receiver listens, and the ranks connect.
+
 Other transports differ after step 2:
 
 - gloo: the actor's calls are the same. `GlooSender` on rank 0 broadcasts to `GlooReceiver` in each worker.

@@ -47,8 +47,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
+from rl_plugins.cpu import multiplies_bfloat16
 from rl_plugins.memory import discard, resident_bytes, return_free_memory
-from rl_plugins.processor import multiplies_bfloat16
 from rl_plugins.rollout.vllm.config import INTERRUPTIBLE_NCCL
 from rl_plugins.weights.gloo import GlooReceiver
 from rl_plugins.weights.shared_memory import ElementRange, SharedMemoryReceiver
@@ -206,25 +206,25 @@ class PlainWeights(QuantizationConfig):
 
 
 @dataclass
-class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """Arguments of `SharedMemoryReceiver.expect`."""
+class ReceiverInitInfo(WeightTransferInitInfo):
+    """Arguments of `expect` of a receiver."""
 
     expect: dict[str, Any]
 
 
 @dataclass
-class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
+class EmptyUpdateInfo(WeightTransferUpdateInfo):
     """Empty, because the init info has all information."""
 
 
-class VLLMSharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
+class VLLMSharedMemoryReceiver(WeightTransferEngine[ReceiverInitInfo, EmptyUpdateInfo]):
     """A `SharedMemoryReceiver` behind the interface of vLLM, which calls the receiver a weight-transfer engine."""
 
-    init_info_cls = SharedMemoryInitInfo
-    update_info_cls = SharedMemoryUpdateInfo
+    init_info_cls = ReceiverInitInfo
+    update_info_cls = EmptyUpdateInfo
     receiver: SharedMemoryReceiver | None = None
 
-    def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
+    def init_transfer_engine(self, init_info: ReceiverInitInfo) -> None:
         """Move the parameters into shared memory once, and listen for the ranks."""
         if self.receiver is None:
             model: Any = self.model
@@ -234,7 +234,7 @@ class VLLMSharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, Shared
     def start_weight_update(self) -> None:
         """Do nothing, because plain weights are loaded in place."""
 
-    def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
+    def receive_weights(self, update_info: EmptyUpdateInfo) -> None:
         """Wait until all ranks have written."""
         assert self.receiver is not None, "init_transfer_engine comes first"
         self.receiver.receive()
@@ -252,21 +252,14 @@ class VLLMSharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, Shared
 WeightTransferEngineFactory.register_engine(SHARED_MEMORY, VLLMSharedMemoryReceiver)
 
 
-@dataclass
-class GlooInitInfo(WeightTransferInitInfo):
-    """Arguments of `GlooReceiver.expect`."""
-
-    expect: dict[str, Any]
-
-
-class VLLMGlooReceiver(WeightTransferEngine[GlooInitInfo, SharedMemoryUpdateInfo]):
+class VLLMGlooReceiver(WeightTransferEngine[ReceiverInitInfo, EmptyUpdateInfo]):
     """A `GlooReceiver` behind the same interface of vLLM."""
 
-    init_info_cls = GlooInitInfo
-    update_info_cls = SharedMemoryUpdateInfo
+    init_info_cls = ReceiverInitInfo
+    update_info_cls = EmptyUpdateInfo
     gloo: GlooReceiver | None = None
 
-    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+    def init_transfer_engine(self, init_info: ReceiverInitInfo) -> None:
         """Prepare the connection to the sender. The first update connects."""
         if self.gloo is None:
             model: Any = self.model
@@ -276,7 +269,7 @@ class VLLMGlooReceiver(WeightTransferEngine[GlooInitInfo, SharedMemoryUpdateInfo
     def start_weight_update(self) -> None:
         """Do nothing, because plain weights are loaded in place."""
 
-    def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
+    def receive_weights(self, update_info: EmptyUpdateInfo) -> None:
         """Receive the weights from rank 0."""
         assert self.gloo is not None, "init_transfer_engine comes first"
         self.gloo.receive()

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.data.chat_template import TemplateRefusal, render
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.tool_calls import ParsedResponse, ToolCall, decoded, read_call
 
@@ -158,17 +159,15 @@ def _extracted(parser: Any, request: Any, text: str) -> list[ToolCall] | None:
 
 
 def _rendered_call(tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> str | None:
-    """Return a call as the chat template writes it; None if the template writes no calls of the policy."""
-    from jinja2 import TemplateError
-
-    options: dict[str, Any] = {**template_options, "tools": [_SCHEMA], "tokenize": False}
+    """Return a call as the chat template writes it; None if the template refuses calls, or writes none."""
+    options = {**template_options, "tools": [_SCHEMA]}
     call = {"type": "function", "id": "call00001", "function": {"name": _TOOL, "arguments": _ARGUMENTS}}
-    question: list[Any] = [{"role": "user", "content": "?"}]
+    question = {"role": "user", "content": "?"}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
-        before = str(tokenizer.apply_chat_template(question, add_generation_prompt=True, **options))
-        whole = str(tokenizer.apply_chat_template([*question, answer], **options))
-    except TemplateError:
+        before = render(tokenizer, [question], options)
+        whole = render(tokenizer, [question, answer], options, begins_answer=False)
+    except TemplateRefusal:
         return None
     if not whole.startswith(before) or _TOOL not in whole[len(before) :]:
         return None

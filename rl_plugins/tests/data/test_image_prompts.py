@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.tiny_vision import processor, save_tiny_vision
 from rl_plugins.data.datamodule import PromptDataModule
-from rl_plugins.data.image_prompts import ImagePrompts, ImagesOfRows, load_processor, load_tokenizer_or_processor
+from rl_plugins.data.image_prompts import ImagePromptEncoder, ImagesOfRows, load_processor, load_tokenizer_or_processor
 from rl_plugins.data.images import IMAGE_INPUTS, PROMPT_IMAGES
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.prompts import PromptBatch
@@ -30,7 +30,7 @@ def test_prompt_ids_and_inputs_equal_the_results_of_the_processor(family: str) -
     content = [{"type": "image"}, {"type": "text", "text": "one, "}, {"type": "image"}, {"type": "text", "text": "two"}]
     text = made.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
     expected = made(images=images, text=[text], return_tensors="pt", add_special_tokens=False)
-    prompts = ImagePrompts(made)
+    prompts = ImagePromptEncoder(made)
     ids = prompts.prompt_ids(rows, {})
     assert ids[0] == expected["input_ids"][0].tolist()
     assert ids[1] == made.tokenizer.encode("<|user|>no picture<|assistant|>")
@@ -45,7 +45,7 @@ def test_prompt_ids_and_inputs_equal_the_results_of_the_processor(family: str) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_special_tokens_in_a_text_beside_an_image_are_plain_text(family: str) -> None:
-    prompts = ImagePrompts(processor(family))
+    prompts = ImagePromptEncoder(processor(family))
     # LLaVA's token of an image is the place of an image in a text, too.
     token = processor(family).image_token.replace("<image>", "")
     ids, found = prompts.encode([{"role": "user", "content": f"<image>{token}<|end|>"}], [picture()], {})
@@ -109,7 +109,7 @@ def test_images_that_the_processor_refuses_name_the_row() -> None:
     made: Any = processor("qwen2_5_vl")
     rows = load_rows([row("a"), row("<image>b", picture(size=(2000, 2)))])
     with pytest.raises(RowError, match=r"row 1, column 'images': ImagesAlone refuses the value: .*aspect ratio"):
-        list(ImagePrompts(made).prompt_ids(rows, {}))
+        list(ImagePromptEncoder(made).prompt_ids(rows, {}))
 
 
 def test_bad_images_filter_counts_the_rows_that_are_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import ExifTags, Image
 
+from rl_plugins.data.chat_template import accepted_messages
 from rl_plugins.data.images import check_places, has_images, in_parts, read_images, thumbnail
 from rl_plugins.data.parquet import LocatedRow, load_rows
-from rl_plugins.data.tokenization import accepted_messages
 from rl_plugins.errors import RowError
 from rl_plugins.models.tiny import build_tokenizer
 from rl_plugins.tests.cases import case

@@ -168,6 +168,17 @@ def test_first_messages_beyond_the_limit_are_a_failure() -> None:
     assert "first messages of an environment have 9 tokens, more than max_prompt_tokens=4" in ending.score.message
 
 
+def test_first_messages_for_which_the_chat_template_raises_any_exception_are_a_failure() -> None:
+    each = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    template = each + "{{ messages[0].content + 1 if messages | length < 3 }}"
+    with closing(
+        environment_of(f"{HERE}.Count", template_options={"chat_template": template}, max_failure_rate=1.0)
+    ) as environment:
+        ending = ending_of(environment, {})
+    assert ending.score.failure == "raised"
+    assert "the chat template refuses first messages of the roles user, user: can only" in ending.score.message
+
+
 def test_drop_closes_the_objects_of_conversations() -> None:
     with closing(environment_of(f"{HERE}.Count")) as environment:
         talk = talk_with(environment, Scripted(COUNTING))

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
-from jinja2 import TemplateError
 
 from rl_plugins.data.tokenization import TurnTokenizer, encode_prompts
 from rl_plugins.environments.tool_functions import Threads, Tool, tool_of
@@ -107,7 +106,7 @@ def _chat_check() -> Callable[[bytes], None]:
 
         try:
             encode_prompts([for_template(read_chat_call(body).messages)], tokenizer, {})
-        except (Refused, TemplateError, TypeError, ValueError) as error:
+        except (Refused, TypeError, ValueError) as error:
             raise _refuses(error) from error
 
     return check

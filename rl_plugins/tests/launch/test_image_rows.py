@@ -91,6 +91,8 @@ def test_check_models_refuses_a_rate_for_a_tower_that_the_model_does_not_have(ch
     found = check([row("a")] * 4, "optimizer.vision_lr=0", model="text")
     assert found.startswith("optimizer.vision_lr=0: ") and "text has no vision tower: leave the option out" in found
     assert check(rows_of(encoded(picture())), "optimizer.vision_lr=1e-6") == "nothing is refused"
+    found = check([row("a")] * 4, "batch.patches_per_micro_batch=64", model="text")
+    assert "batch.patches_per_micro_batch=64: " in found and "text has no vision tower: leave the option out" in found
     adapter = ("model.lora.rank=2", "model.lora.target_modules=language-model")
     found = check(rows_of(encoded(picture())), "optimizer.vision_lr=1e-6", *adapter)
     assert "vision_lr=1e-06: the vision tower has no adapter (model.lora.target_modules=language-model)" in found

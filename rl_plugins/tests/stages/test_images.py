@@ -16,12 +16,13 @@ from benchmarks.tiny_vision import processor
 from rl_plugins.config.models import LoraConfig, OptimizerConfig
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import Experience
-from rl_plugins.data.image_prompts import ImagePrompts, load_processor
-from rl_plugins.data.images import IMAGE_INPUTS, PROMPT_IMAGES, PromptImages
+from rl_plugins.data.image_prompts import ImagePromptEncoder, load_processor
+from rl_plugins.data.images import IMAGE_INPUTS, PROMPT_IMAGES, PromptImages, num_patches
 from rl_plugins.data.preferences import PairBatch
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
+from rl_plugins.models.tiny import build_model, build_tokenizer
 from rl_plugins.rewards.records import Score
 from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.rollout.engine import Generations
@@ -44,11 +45,13 @@ from rl_plugins.tests.stages.with_images import (
     RESPONSES,
     assert_alike,
     batch_of,
+    encoded_with_image,
     of_tower,
     sampled,
     saved_families,
     single_device,
 )
+from rl_plugins.vision_language import padded_inputs, patch_size, vision_tower
 
 
 class OwnPolicy(canned.OwnPolicy):
@@ -111,6 +114,57 @@ def test_sharded_models_with_images_on_one_rank_alone_equal_one_process(
     assert any(not torch.equal(expected[parameter], start[parameter]) for parameter in of_tower(expected))
     for weights, _ in run_ranks(trained_rank, family, folders[family], name, {"packing": packing}, world_size=2):
         assert_alike(weights, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patches_per_micro_batch_bounds_the_images_of_a_pass(family: str, folders: dict[str, Path]) -> None:
+    folder = folders[family]
+    bounded = trained(family, folder, single_device(), patches_per_micro_batch=1)
+    assert_alike(bounded, trained(family, folder, single_device()))
+    for packing in (True, False):
+        stage = sampled(family, folder, packing=packing, patches_per_micro_batch=1)
+        (samples,) = stage.trained_on
+        first_B, images_B = Lengths.of(samples).first_B, samples.columns[IMAGE_INPUTS]
+        shared = stage.passes.cutter.shares_prompts
+        for part in stage.passes.micro_batches(samples):
+            seen = [index for index in (first_B[part].unique() if shared else part).tolist() if images_B[index]]
+            assert len(seen) <= 1
+
+
+def test_patches_per_micro_batch_needs_a_vision_tower() -> None:
+    stage = SFT(
+        build_model(),
+        tokenizer=build_tokenizer(),
+        scorer=canned.CannedScorer(),
+        eval_sampling=SamplingConfig(max_tokens=4),
+        max_steps=1,
+        patches_per_micro_batch=64,
+    )
+    batch = {"prompt_ids": [[1, 2]], "response_ids": [[3]]}
+    with pytest.raises(ConfigError, match=r"patches_per_micro_batch: Qwen2ForCausalLM has no vision tower"):
+        canned.quiet_trainer(single_device()).fit(stage, canned.loader([batch]))
+
+
+def test_num_patches_counts_the_rows_of_the_vision_tower(folders: dict[str, Path]) -> None:
+    for family in FAMILIES:
+        prompts, model = (
+            ImagePromptEncoder(processor(family)),
+            load_causal_lm(str(folders[family]), dtype=torch.float32),
+        )
+        _, inputs = encoded_with_image(prompts, picture(0))
+        rows: list[int] = []
+        tower = vision_tower(model)
+        embedding = next(module for module in tower.modules() if isinstance(module, nn.Conv2d | nn.Conv3d))
+        embedding.register_forward_hook(lambda module, given, made: rows.append(made[:, 0].numel()))  # noqa: B023
+        ids = torch.tensor([prompts.encode_blank(picture(0))[0]])
+        model(**padded_inputs(
+            model,
+            input_ids_BS=ids,
+            attention_mask_BS=torch.ones_like(ids),
+            position_ids_BS=torch.arange(ids.shape[1])[None],
+            image_inputs_B=[inputs],
+        ))  # fmt: skip
+        assert [num_patches(inputs, patch_size(model))] == rows
 
 
 @pytest.mark.parametrize("name", ["zero", "fsdp"])
@@ -220,9 +274,9 @@ def test_preference_optimization_and_an_adapter_train_with_images(folders: dict[
 def test_export_of_a_vision_language_model_has_the_processor(folders: dict[str, Path], tmp_path: Path) -> None:
     stage = sampled("gemma3", folders["gemma3"])
     stage.export(tmp_path / "policy")
-    prompts = ImagePrompts(load_processor(str(tmp_path / "policy")))
+    prompts = ImagePromptEncoder(load_processor(str(tmp_path / "policy")))
     message = {"role": "user", "content": "<image>color?"}
-    wanted = ImagePrompts(processor("gemma3")).encode([message], [picture()], {})[0]
+    wanted = ImagePromptEncoder(processor("gemma3")).encode([message], [picture()], {})[0]
     assert prompts.encode([message], [picture()], {})[0] == wanted
     exported = dict(load_causal_lm(str(tmp_path / "policy"), dtype=torch.float32).named_parameters())
     assert all(torch.equal(exported[name], tensor) for name, tensor in stage.policy.named_parameters())

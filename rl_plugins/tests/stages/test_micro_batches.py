@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rl_plugins.data.experience import Experience
-from rl_plugins.stages.micro_batches import Cutter, Lengths, balanced, bundles
+from rl_plugins.stages.micro_batches import Cutter, Lengths, PatchBudget, balanced, bundles
 
 lengths = st.tuples(st.integers(1, 40), st.integers(0, 60))
 
@@ -158,12 +160,50 @@ def test_cutter_keeps_samples_of_a_prompt_together_within_the_budget() -> None:
     assert len(cut_each([uneven], 43, packing=True, together=True)[0]) == 3
 
 
+def with_patches(groups: list[tuple[int, list[int]]], patches: list[int]) -> Lengths:
+    """Return the lengths of samples. Each group has a number of patches."""
+    of_group = [{"pixel_values": torch.zeros(count, 12)} if count else None for count in patches]
+    images = [inputs for inputs, (_, responses) in zip(of_group, groups, strict=True) for _ in responses]
+    return replace(lengths_of(groups), images_B=images)
+
+
+@settings(deadline=None)
+@given(groups, st.integers(1, 400), st.integers(1, 90), st.sampled_from(["padded", "packed", "together"]), st.data())
+def test_cutter_bounds_the_patches_of_a_micro_batch(
+    groups: list[tuple[int, list[int]]], budget: int, patches: int, layout: str, data: st.DataObject
+) -> None:
+    counts = data.draw(st.lists(st.integers(0, 100), min_size=len(groups), max_size=len(groups)))
+    lengths = with_patches(groups, counts)
+    cutter = Cutter(budget, layout != "padded", layout == "together", lambda largest: largest, PatchBudget(patches, 1))
+    parts = cutter.indices(lengths)
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(lengths.prompts_B)))
+    of_sample = [count for count, (_, responses) in zip(counts, groups, strict=True) for _ in responses]
+    for part in parts:
+        seen = lengths.first_B[part].unique() if layout == "together" else part
+        assert sum(of_sample[index] for index in seen.tolist()) <= patches or len(seen) == 1
+        tokens = {"together": run(lengths, part), "packed": int(lengths.tokens_B[part].sum()), "padded": 0}
+        assert tokens[layout] <= budget or len(part) == 1
+
+
+def test_cutter_without_images_ignores_the_patch_budget() -> None:
+    lengths = with_patches([(3, [5, 2]), (2, [9])], [0, 0])
+    plain = Cutter(20, True, True, lambda largest: largest)
+    bounded = replace(plain, patch_budget=PatchBudget(1, 1))
+    assert [part.tolist() for part in bounded.indices(lengths)] == [part.tolist() for part in plain.indices(lengths)]
+
+
+def test_cutter_keeps_the_samples_of_a_prompt_beyond_the_patch_budget_together() -> None:
+    lengths = with_patches([(4, [1] * 8), (4, [1] * 8)], [100, 20])
+    cutter = Cutter(400, True, True, lambda largest: largest, PatchBudget(50, 1))
+    assert [sorted(part.tolist()) for part in cutter.indices(lengths)] == [[*range(8)], [*range(8, 16)]]
+
+
 def test_lengths_of_pairs_count_the_prompt_once() -> None:
     samples = Experience.from_responses([[1, 2], [3], [1, 2], [3]], [[4], [5, 5], [6, 6, 6], [7]], pad_token_id=0)
     lengths = Lengths.of_examples(samples, torch.tensor([[0, 2], [1, 3]]))
     assert lengths.prompts_B.tolist() == [2, 1] and lengths.responses_B.tolist() == [3, 2]
     assert lengths.tokens_B.tolist() == [8, 5] and lengths.first_B.tolist() == [0, 1]
     # Attention keeps the keys of both samples: an eighth of the prompt once more, rounded up.
-    assert [bundle.tokens for bundle in bundles(lengths, 100)] == [7, 5]
+    assert [bundle.tokens for bundle in bundles(lengths, [0, 0], 100)] == [7, 5]
     assert Lengths.of(samples).first_B.tolist() == [0, 1, 0, 1]
     assert len(Lengths.of(samples[:0]).first_B) == 0

@@ -13,7 +13,7 @@ from benchmarks.tiny_vision import processor
 from rl_plugins.algorithms.aggregation import GlobalCounts, local_counts
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.models import CriticConfig, OptimizerConfig, RewardModelConfig
-from rl_plugins.data.image_prompts import ImagePrompts, load_processor
+from rl_plugins.data.image_prompts import ImagePromptEncoder, load_processor
 from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.data.preferences import PairBatch
 from rl_plugins.data.process_rewards import ProcessRewardBatch
@@ -105,8 +105,8 @@ def test_export_of_a_reward_model_has_the_head_and_the_processor(folders: dict[s
     assert again["score.weight"].any()
     assert all(torch.equal(again[name], weight) for name, weight in stage.reward_model.named_parameters())
     message = {"role": "user", "content": "<image>?"}
-    wanted = ImagePrompts(processor("gemma3")).encode([message], [picture()], {})[0]
-    assert ImagePrompts(load_processor(exported)).encode([message], [picture()], {})[0] == wanted
+    wanted = ImagePromptEncoder(processor("gemma3")).encode([message], [picture()], {})[0]
+    assert ImagePromptEncoder(load_processor(exported)).encode([message], [picture()], {})[0] == wanted
 
 
 def test_reward_modeling_reads_the_images_of_labelled_steps(folders: dict[str, Path]) -> None:

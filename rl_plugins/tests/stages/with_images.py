@@ -14,7 +14,7 @@ from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.datamodule import PromptDataModule
-from rl_plugins.data.image_prompts import ImagePrompts
+from rl_plugins.data.image_prompts import ImagePromptEncoder
 from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.rollout.transformers_engine import TransformersRollout
@@ -35,7 +35,7 @@ def saved_families(folder: Path) -> dict[str, Path]:
 
 def batch_of(family: str, places: list[int]) -> dict[str, Any]:
     """Return a batch in which each second example has an image."""
-    prompts = ImagePrompts(processor(family))
+    prompts = ImagePromptEncoder(processor(family))
     encoded = [
         encoded_with_image(prompts, picture(place))
         if place % 2 == 0
@@ -47,7 +47,7 @@ def batch_of(family: str, places: list[int]) -> dict[str, Any]:
     return {"prompt_ids": list(ids), "response_ids": responses, IMAGE_INPUTS: list(inputs)}
 
 
-def encoded_with_image(prompts: ImagePrompts, image: Image) -> tuple[list[int], Any]:
+def encoded_with_image(prompts: ImagePromptEncoder, image: Image) -> tuple[list[int], Any]:
     ids, images = prompts.encode([{"role": "user", "content": "<image>color?"}], [image], {})
     assert images is not None
     return ids, images.inputs

@@ -1,0 +1,163 @@
+"""Chat template of a tokenizer: the text of messages, and checks before a run.
+
+A chat template is a program from the folder of a model. It may raise any exception for messages that it does not
+expect: each becomes a `TemplateRefusal`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from rl_plugins.data.images import IMAGES, has_images
+from rl_plugins.data.parquet import PromptRows
+from rl_plugins.errors import ConfigError, RowError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+Messages = Sequence[Mapping[str, Any]]
+_NAMES = re.compile(r"[A-Za-z_]\w*")
+_TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "chat_template"})
+"""Arguments of `apply_chat_template` for variables of the template, or for the template itself."""
+
+
+class TemplateRefusal(ConfigError):
+    """Exception of a chat template for messages, with the text of the exception."""
+
+
+def render(
+    template: PreTrainedTokenizerBase | ProcessorMixin,
+    messages: Messages,
+    options: Mapping[str, Any],
+    *,
+    begins_answer: bool = True,
+) -> str:
+    """Return messages as the chat template writes them.
+
+    Args:
+        template: tokenizer or processor with the template.
+        messages: the messages.
+        options: further variables of the template, such as `tools`.
+        begins_answer: add the start of the policy's turn.
+
+    Raises:
+        TemplateRefusal: the template refuses the messages.
+    """
+    conversation: list[Any] = [*messages]
+    arguments: dict[str, Any] = {"add_generation_prompt": begins_answer, "tokenize": False, **options}
+    try:
+        return str(template.apply_chat_template(conversation, **arguments))
+    except (ImportError, MemoryError):
+        raise
+    # A template raises what its expressions raise, such as a TypeError for a text in place of a list.
+    except Exception as error:
+        raise TemplateRefusal(str(error) or type(error).__name__) from error
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a ConfigError if the tokenizer has no chat template."""
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template, which messages need: use the "
+            "tokenizer of an instruction-tuned model, or set its `chat_template`"
+        )
+
+
+def check_template_options(tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> None:
+    """Check the names of further variables of the chat template.
+
+    Raises:
+        ConfigError: the package itself sets an argument, or the template has no variable of a name.
+    """
+    if not template_options:
+        return
+    arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"kwargs"}
+    template = tokenizer.get_chat_template(template_options.get("chat_template"), template_options.get("tools"))
+    words = set(_NAMES.findall(template)) | _TEMPLATE_ARGUMENTS
+    for name in template_options:
+        if name in arguments - _TEMPLATE_ARGUMENTS:
+            raise ConfigError(
+                f"chat_template_kwargs.{name}: the package sets this argument of apply_chat_template: leave it out"
+            )
+        if name not in words:
+            close = get_close_matches(name, words, n=1)
+            raise ConfigError(
+                f"chat_template_kwargs.{name}: the chat template of {tokenizer.name_or_path!r} reads no such variable: "
+                + (f"did you mean {close[0]!r}?" if close else "leave it out, or correct the name")
+            )
+
+
+class TemplateCheck:
+    """Trial of a chat template on the roles of prompts; each sequence of roles is tried once.
+
+    Args:
+        tokenizer: tokenizer with the template.
+        template_options: further variables of the template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> None:
+        self._tokenizer, self._options = tokenizer, template_options
+        self._reasons: dict[tuple[str, ...], str | None] = {}
+
+    def refusal(self, messages: Messages) -> str | None:
+        """Return the reason why the template refuses the messages, or None."""
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._reasons:
+            self._reasons[roles] = self._try(messages, roles)
+        return self._reasons[roles]
+
+    def _try(self, messages: Messages, roles: Iterable[str]) -> str | None:
+        try:
+            render(self._tokenizer, messages, self._options)
+        except TemplateRefusal as error:
+            return (
+                f"the chat template of {self._tokenizer.name_or_path!r} refuses messages of the roles "
+                f"{', '.join(roles)}: {error}. Change the messages, or the template"
+            )
+        return None
+
+
+def accepted_messages(
+    rows: PromptRows, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]
+) -> Iterator[Messages]:
+    """Yield the messages of each row, for a policy that reads text alone.
+
+    Raises:
+        RowError: the chat template refuses a row's sequence of roles, or a row has images.
+    """
+    check = TemplateCheck(tokenizer, template_options)
+    for number, row in enumerate(rows):
+        if has_images(row):
+            raise RowError(
+                rows.location(number),
+                f"column {IMAGES!r}",
+                "the row has images, which a vision-language model reads: name such a model, or leave the column out",
+            )
+        if reason := check.refusal(row["prompt"]):
+            raise RowError(rows.location(number), "column 'prompt'", reason)
+        yield row["prompt"]
+
+
+def check_texts(rows: PromptRows, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> None:
+    """Render the messages of each row.
+
+    Raises:
+        RowError: the chat template refuses the messages of a row.
+    """
+    for number, row in enumerate(rows):
+        try:
+            render(tokenizer, row["prompt"], template_options)
+        except TemplateRefusal as error:
+            raise RowError(rows.location(number), "column 'prompt'", refused_texts(tokenizer, error)) from None
+
+
+def refused_texts(tokenizer: PreTrainedTokenizerBase, error: TemplateRefusal) -> str:
+    """Return the reason for the message of an error."""
+    return (
+        f"the chat template of {tokenizer.name_or_path!r} refuses the messages: {error}. Change the messages, or the "
+        "template"
+    )

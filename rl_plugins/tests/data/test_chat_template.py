@@ -1,0 +1,70 @@
+"""Chat templates that raise any exception for messages (`rl_plugins.data.chat_template`)."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_plugins.data.chat_template import TemplateRefusal, render
+from rl_plugins.data.following_messages import FollowingMessages
+from rl_plugins.data.parquet import load_rows
+from rl_plugins.data.prompts import tokenize_rows
+from rl_plugins.data.tokenization import TurnTokenizer, encode_prompts
+from rl_plugins.errors import ConfigError, RowError
+from rl_plugins.models.tiny import build_tokenizer
+from rl_plugins.tests.loops import for_each
+from rl_plugins.tests.pictures import row
+
+SAID = [{"role": "user", "content": "hi"}]
+FAILING = [
+    ("{{ raise_exception('no users') }}", "no users"),
+    ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+    ("{{ 1 // 0 }}", "by zero"),
+    ("{{ messages[0].content.split(5) }}", "must be str or None"),
+    ("{{ messages[7].content.role }}", "has no element 7"),
+]
+
+
+def test_render_begins_the_answer_unless_told_otherwise() -> None:
+    tokenizer = build_tokenizer()
+    whole = render(tokenizer, SAID, {})
+    assert whole == render(tokenizer, SAID, {}, begins_answer=False) + "<|assistant|>"
+
+
+@for_each(("template", "said"), FAILING)
+def test_exception_of_a_template_is_a_refusal(template: str, said: str) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(TemplateRefusal, match=said):
+        render(tokenizer, SAID, {})
+    for prompt in (SAID, [{"role": "user", "content": tokenizer.eos_token}]):
+        with pytest.raises(TemplateRefusal):
+            encode_prompts([prompt], tokenizer, {})
+
+
+def test_row_whose_text_the_template_refuses_is_named() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + (1 if m.content == 'b' else '') }}{% endfor %}"
+    rows = load_rows([row(text) for text in "aaba"])
+    with pytest.raises(RowError, match=r"row 2, column 'prompt': the chat template of .* refuses the messages: can"):
+        tokenize_rows(rows, tokenizer, {})
+
+
+def test_following_messages_refuse_a_template_that_drops_the_turn_of_the_policy() -> None:
+    tokenizer = build_tokenizer()
+    # The template shows the first messages of a conversation only if the last one is short.
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if loop.last or messages[-1].content | length < 20 %}"
+        "{{ m.role }}: {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    following = FollowingMessages(tokenizer, {})
+    assert following.tokens((), [{"role": "user", "content": "short"}], 0)
+    with pytest.raises(ConfigError, match="its text leaves the policy's turn out"):
+        following.tokens((), [{"role": "user", "content": "long" * 9}], 0)
+
+
+def test_turn_tokenizer_refuses_a_message_for_which_the_template_raises_any_exception() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ m.note + 1 if m.note }}{% endfor %}"
+    turns = TurnTokenizer(tokenizer)
+    with pytest.raises(ConfigError, match="refuses a message of the role 'user' after a response: can only"):
+        turns.tokens([{"role": "user", "content": "4", "note": "text"}], 0, 9)
