@@ -22,8 +22,9 @@ def options_of(folder: Path) -> list[str]:
     return [
         f"data.train_files=[{folder / 'rows.parquet'}]", "data.val_files=[]",
         "run.eval_every=0", "run.eval_before=false", "tracking.enabled=false",
-        "batch.prompts_per_step=4", "batch.samples_per_prompt=2", "batch.updates_per_step=2", "placement.device=cpu",
-        "placement.cpus_per_worker=0.5", "data.max_prompt_tokens=32", "sampling.max_tokens=8",
+        "batch.prompts_per_step=4", "batch.samples_per_prompt=2", "batch.updates_per_step=2",
+        "batch.patches_per_micro_batch=20", "placement.device=cpu", "placement.cpus_per_worker=0.5",
+        "data.max_prompt_tokens=32", "sampling.max_tokens=8",
         "reward.functions.default={_target_: integration_tests.rewards.shortness}", "debug.dump_rollouts=1",
     ]  # fmt: skip
 

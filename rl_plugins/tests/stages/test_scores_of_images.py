@@ -174,6 +174,7 @@ def test_critic_learner_trains_on_samples_with_images(folders: dict[str, Path]) 
         CriticTraining(
             path=folder, config=critic, gradient_clip=0.0, objective=ValueObjective(None, "token-mean", None, 1),
             computes_in=torch.float32, loading={}, tokens_per_micro_batch=10**6, packing=True, seed=0,
+            patches_per_micro_batch=1,
         )
     )  # fmt: skip
     start = {name: weight.clone() for name, weight in learner.weights.items()}
