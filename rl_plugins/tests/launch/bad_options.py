@@ -451,7 +451,7 @@ CHECKS: dict[str, list[Case]] = {
         ),
         (
             [*FILE, "reward.functions.default.name=has_tools", "environment.max_turns=2", "model.path=users_only"],
-            ["users_only' refuses a message of the role 'tool'", "no role tool", "a role that the template accepts"],
+            ["users_only' refuses a message of the role 'tool'", "no role tool", "change the message, or the template"],
         ),
         (
             ["data.train_files=[system.parquet]", "model.path=users_only"],
