@@ -55,7 +55,7 @@ def add_to_every_response(text: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[ToolEnvironment]:
-    made = ToolEnvironment([f"{HERE}.add"], parser=add_to_every_response, max_turns=3)
+    made = ToolEnvironment([f"{HERE}.add"], parser=add_to_every_response, max_turns=3, deadline_s=60)
     yield made
     made.close()
 

@@ -74,7 +74,7 @@ def patch_size(model: Callable[..., Any]) -> int:
         ConfigError: the model has no vision tower, or a vision tower without patches of a fixed size.
     """
     inner = _inner(model)
-    size = getattr(getattr(inner.config, "vision_config", None), "patch_size", None)
+    size = getattr(getattr(getattr(inner, "config", None), "vision_config", None), "patch_size", None)
     if size is None:
         fault = (
             "has a vision tower without patches of a fixed size" if is_vision_language(model) else "has no vision tower"

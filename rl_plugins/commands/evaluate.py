@@ -278,6 +278,7 @@ def _scorer(
 
 
 def _build_scorer(reward: Mapping[str, Any], arguments: Namespace) -> InlineScorer | RewardPool:
+    from rl_plugins.rewards.child_process import START_S
     from rl_plugins.rewards.inline import InlineScorer
     from rl_plugins.rewards.pool import RewardPool
 
@@ -288,7 +289,7 @@ def _build_scorer(reward: Mapping[str, Any], arguments: Namespace) -> InlineScor
     return RewardPool(
         reward,
         num_workers=arguments.workers,
-        start_timeout_s=arguments.load_timeout,
+        start_timeout_s=START_S + arguments.load_timeout,
         memory_mb=arguments.memory_mb,
         pass_env=arguments.pass_env,
         **options,

@@ -22,7 +22,7 @@ DEADLINE_S = patient(60)
 MODULE_CLIENT = """
 import httpx
 
-client = httpx.AsyncClient()
+client = httpx.AsyncClient(timeout=60, limits=httpx.Limits(keepalive_expiry=600))
 
 async def judge(solution_str, url):
     answer = await client.post(url, content=solution_str)

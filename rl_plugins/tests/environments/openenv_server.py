@@ -68,9 +68,9 @@ def guessing_server() -> Iterator[tuple[str, GuessingServer]]:
     thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
     thread.start()
     try:
-        assert is_open.wait(patient(10)), "the server did not open its port"
+        assert is_open.wait(patient(60)), "the server did not open its port"
         yield addresses[0], server
     finally:
         loop.call_soon_threadsafe(is_over.set)
-        thread.join(patient(10))
+        thread.join(patient(60))
         loop.close()

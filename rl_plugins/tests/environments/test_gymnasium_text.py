@@ -47,7 +47,7 @@ def walk(moves: list[str]) -> tuple[Ending, list[str]]:
         "options": ICE,
     }
     walker = Walker(moves)
-    with closing(StatefulEnvironment(config, max_turns=8, deadline_s=patient(10))) as environment:
+    with closing(StatefulEnvironment(config, max_turns=8, deadline_s=patient(60))) as environment:
         talk = talk_with(environment, walker)
         about = ScoringRequest("ice", "", None, {}, ROW["prompt"])
         talk.submit([Opening(1, [1], 5, about=about)], SAMPLING)

@@ -80,5 +80,5 @@ def test_server_over_http_runs_calls(address: str) -> None:
 )
 def test_server_that_does_not_start_is_refused_in_one_line(command: list[str], reason: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        host_of({"mcp": command}, load_timeout_s=0.5 if "time.sleep" in " ".join(command) else patient(10))
+        host_of({"mcp": command}, load_timeout_s=0.5 if "time.sleep" in " ".join(command) else patient(60))
     assert reason in str(refused.value) and "\n" not in str(refused.value)

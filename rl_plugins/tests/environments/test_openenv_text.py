@@ -46,7 +46,7 @@ def test_conversation_has_the_observations_and_rewards_of_the_server(served: tup
     url, server = served
     config = {"_target_": "rl_plugins.environments.openenv_text.OpenEnvText", "url": url, "reset": ["low"]}
     walker = Walker(["5", "9", "7"])
-    with closing(StatefulEnvironment(config, max_turns=8, deadline_s=patient(10))) as environment:
+    with closing(StatefulEnvironment(config, max_turns=8, deadline_s=patient(60))) as environment:
         talk = talk_with(environment, walker)
         about = ScoringRequest("game", "", None, ROW["extra_info"], ROW["prompt"])
         talk.submit([Opening(1, [1], 5, about=about)], SAMPLING)

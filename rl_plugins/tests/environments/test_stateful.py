@@ -37,7 +37,7 @@ START = "<|user|>count<|user|>5<|assistant|>"
 
 
 def environment_of(target: Any, **options: Any) -> StatefulEnvironment:
-    return StatefulEnvironment(target, **{"max_turns": 3, "deadline_s": patient(10), **options})
+    return StatefulEnvironment(target, **{"max_turns": 3, "deadline_s": patient(60), **options})
 
 
 @pytest.fixture(scope="module")

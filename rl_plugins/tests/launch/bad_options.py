@@ -430,7 +430,7 @@ CHECKS: dict[str, list[Case]] = {
         ([*JUDGE, "reward.judge.template_file=gone.txt"], ["gone.txt", "the file cannot be read"]),
         ([*JUDGE, "reward.judge.wait_s=1000"], ["reward.deadline_s=900 is below the 1060 s"]),
         (
-            [*JUDGE, "reward.judge.wait_s=0.2", "reward.judge.timeout_s=1", "reward.deadline_s=2"],
+            [*JUDGE, "reward.judge.wait_s=0.2"],
             ["reward fails on a sample of data_source 'addition'", "127.0.0.1:9/v1/chat/completions cannot be reached"],
         ),
         (FILE, ["rewards.py", "no 'compute_score'", "half"]),

@@ -28,7 +28,7 @@ from rl_plugins.tests.patience import patient
 GOOD = [
     "model.path=model", "data.train_files=[train.parquet]", "data.val_files=[test.parquet]",
     "placement.num_workers=1", "placement.device=cpu", "sampling.max_tokens=6", "data.max_prompt_tokens=26",
-    f"reward.load_timeout_s={patient(12)}",
+    f"reward.load_timeout_s={patient(60)}",
 ]  # fmt: skip
 MIXTURE = "data.mixture={a: {files: [train.parquet]}, b: {files: [train.parquet]}}"
 IN_ONE_PROCESS = ["launcher=local", "rollout.engine=transformers"]

@@ -70,7 +70,7 @@ def finish(run: RunFolder) -> None:
 
 
 def copied(storage: Storage, run: RunFolder, keep: int = 2, work: Callable[[], object] = lambda: None) -> None:
-    with StoredRun(storage, run, keep=keep, stall_s=patient(5)).copied():
+    with StoredRun(storage, run, keep=keep, stall_s=patient(60)).copied():
         work()
 
 
@@ -145,7 +145,7 @@ def test_copied_finishes_a_checkpoint_that_training_removes_meanwhile(
 
     def send_late(self: Storage, file: BinaryIO, name: str, on_part: Callable[[], None]) -> None:
         if name == "checkpoint_00000002/state/policy/a":
-            assert removed.wait(patient(10))
+            assert removed.wait(patient(60))
         send(self, file, name, on_part)
 
     monkeypatch.setattr(Storage, "send", send_late)

@@ -54,6 +54,13 @@ def test_test_over_the_limit_of_the_tier_fails(pytester: pytest.Pytester) -> Non
     assert "test_seconds.py::test_slow took" in output and "its limit is 0.01 s" in output
 
 
+def test_test_that_was_late_once_passes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The machine stands still in the first run, and is as fast as before when its speed is measured.
+    pytester.makepyfile(test_seconds="import time\ntimes = iter([0.05, 0])\ndef test_a(): time.sleep(next(times))\n")
+    result = pytester.runpytest_inprocess("-p", "rl_plugins.tests.time_limits", "-p", "no:cacheprovider")
+    assert result.parseoutcomes() == {"passed": 1}
+
+
 def test_shared_fixture_has_a_separate_limit(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_limits, "LIMITS_S", {"unit": 0.5, "integration": 60.0})
     counts, output = outcomes(pytester, slow_s=0.0, shared_s=0.6)

@@ -88,7 +88,10 @@ def test_code_tests_gives_all_or_nothing(reward: CodeTests) -> None:
     assert strict(answer("print(3)"), PAIRS)["score"] == 0.0
     assert strict(answer("print(3)"), PAIRS)["passed"] == 0.5
     assert strict(answer(SUM), PAIRS)["score"] == 1.0
-    assert CodeTests("namespaces", max_tests=1, total_s=120)(answer("print(3)"), PAIRS)["score"] == 1.0
+    assert (
+        CodeTests("namespaces", limits={"wall_s": 60}, max_tests=1, total_s=120)(answer("print(3)"), PAIRS)["score"]
+        == 1.0
+    )
 
 
 @for_each(
@@ -151,7 +154,12 @@ def test_read_tests_refuses_statements_and_names_that_are_no_text(truth: object)
 
 def test_code_tests_scores_in_a_reward_worker() -> None:
     skip_without_namespaces()
-    config = {"_target_": "rl_plugins.rewards.code_tests.CodeTests", "sandbox": "namespaces", "total_s": 120}
+    config: dict[str, Any] = {
+        "_target_": "rl_plugins.rewards.code_tests.CodeTests",
+        "sandbox": "namespaces",
+        "total_s": 120,
+    }
+    config["limits"] = {"wall_s": 60}
     pool = RewardPool(config, num_workers=1, deadline_s=120, memory_mb=256)
     try:
         requests = [ScoringRequest("code", answer(text), PAIRS, extra_info={}) for text in (SUM, "print(3)")]

@@ -80,7 +80,7 @@ ATTACKS = {
     ),
     "thread bomb": Attack(
         "import threading, time\ntry:\n    for count in range(1000):\n"
-        "        threading.Thread(target=time.sleep, args=(0.5,), daemon=True).start()\n    print('ESCAPED')\n"
+        "        threading.Thread(target=time.sleep, args=(100,), daemon=True).start()\n    print('ESCAPED')\n"
         "except RuntimeError:\n    print('ESCAPED' if count > 32 else count)"
     ),
     "memory of one process": Attack(
@@ -226,7 +226,7 @@ ATTACKS = {
         _CALLS + "refused('setuid', 0)\nrefused('setgid', 0)\nrefused('setresuid', 65534, 65534, 65534)\n"
         "refused('setgroups', 0, 0)\nimport subprocess\n"
         "for command in (['su', '-c', 'id'], ['mount', '-t', 'tmpfs', 'x', '/tmp']):\n"
-        "    try:\n        if subprocess.run(command, capture_output=True, timeout=5).returncode == 0:\n"
+        "    try:\n        if subprocess.run(command, capture_output=True, timeout=60).returncode == 0:\n"
         "            print('ESCAPED', command)\n    except OSError:\n        pass"
     ),
     "mounts": Attack(
