@@ -40,6 +40,7 @@ class CheckpointFiles:
     """Writes checkpoints, one at a time, at once or in the background.
 
     Every method except `abandon` and `waited_s` is collective.
+
     A StorageError of any method says that a rank could not write a file. Earlier checkpoints are unchanged, and the new
     files are removed.
 

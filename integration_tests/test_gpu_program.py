@@ -32,23 +32,23 @@ def three_cases(place: Place) -> Iterable[Case]:
 
 
 def endless_case(place: Place) -> Iterable[Case]:
-    """Return a case with an end, and a case without an end."""
+    """Return a case without an end."""
 
     def sleep() -> dict[str, float]:
         time.sleep(1000)
         return {}
 
-    return [Case("short", dict), Case("endless", sleep)]
+    return [Case("endless", sleep)]
 
 
 def ending_case(place: Place) -> Iterable[Case]:
-    """Return a case that ends its process."""
+    """Return a case with an end, and a case that ends its process."""
 
     def end() -> dict[str, float]:
         print("last words", flush=True)
         os._exit(3)
 
-    return [Case("ending", end)]
+    return [Case("short", dict), Case("ending", end)]
 
 
 def section_of(function: object, deadline_s: float = 60) -> Section:
@@ -76,11 +76,11 @@ def test_run_section_keeps_the_results_of_failed_and_endless_processes(tmp_path:
     assert results[0].figures == {"number": 1.23456}
     assert "in fail" in results[2].message and results[2].row().endswith("ValueError: the number is wrong")
     ended = run_section("second", section_of(ending_case), "cpu", file)
-    assert [(r.case, r.status) for r in ended] == [("process", FAILED)]
-    assert "last words" in ended[0].message and ended[0].row().endswith("the process ended with status 3")
+    assert [(r.case, r.status) for r in ended] == [("short", PASSED), ("process", FAILED)]
+    assert "last words" in ended[1].message and ended[1].row().endswith("the process ended with status 3")
     endless = run_section("third", section_of(endless_case, patient(10)), "cpu", file)
-    assert [r.case for r in endless] == ["short", "process"]
-    assert endless[1].row().endswith(f"the process did not end within {patient(10):g} s")
+    assert [r.case for r in endless] == ["process"]
+    assert endless[0].row().endswith(f"the process did not end within {patient(10):g} s")
     assert read(file) == [*results, *ended, *endless]
 
 

@@ -87,7 +87,7 @@ class _Failure:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """RequestLimits of requests of this process.
+    """Limits of the requests of this process.
 
     Attributes:
         timeout_s: seconds for one answer.

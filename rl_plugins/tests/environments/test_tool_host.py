@@ -82,7 +82,7 @@ def test_died_process_is_replaced_and_only_the_culprit_fails(host: ToolHost) -> 
 
 
 def test_late_call_ends_and_hanging_threads_are_left_with_their_process() -> None:
-    host = host_of(f"{HERE}.obey", f"{HERE}.wait_long", deadline_s=0.1)
+    host = host_of(f"{HERE}.obey", f"{HERE}.wait_long", deadline_s=0.1, grace_s=30.0)
     hanging = results_of(host, ("wait_long", {"seconds": 1e6}), *[("obey", {"act": "hang"})] * 20)
     assert {result.kind for result in hanging} == {"late"} and "no result within" in hanging[0].text
     # The process with 20 hanging threads has gone.
@@ -93,7 +93,7 @@ def test_late_call_ends_and_hanging_threads_are_left_with_their_process() -> Non
 
 
 def test_process_that_keeps_no_deadline_is_killed() -> None:
-    host = host_of(sample_tools.block, sample_tools.add, deadline_s=0.3, grace_s=0.3)
+    host = host_of(sample_tools.block, sample_tools.add, deadline_s=1.0, grace_s=0.3)
     blocked, added = results_of(host, ("block", {}), ("add", {"a": 1, "b": 1}))
     assert blocked.kind == "late" and added == Result("", "2")
     host.close()

@@ -64,7 +64,8 @@ def test_test_that_was_late_once_passes(pytester: pytest.Pytester, monkeypatch: 
 
 def test_shared_fixture_has_a_separate_limit(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_limits, "LIMITS_S", {"unit": 0.5, "integration": 60.0})
-    counts, output = outcomes(pytester, slow_s=0.0, shared_s=0.6)
+    monkeypatch.setattr(time_limits, "STILL_S", 0.5)
+    counts, output = outcomes(pytester, slow_s=0.0, shared_s=1.1)
     assert counts == {"passed": 2, "errors": 1}
     assert "the fixture test_seconds.py::shared took" in output and "test_slow took" not in output
 

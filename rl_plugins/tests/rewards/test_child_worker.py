@@ -140,7 +140,10 @@ def test_child_worker_ends_with_the_process_that_started_the_worker() -> None:
 
 
 def test_breakpoint_in_a_child_worker_opens_the_debugger_without_deadline(tmp_path: Path) -> None:
-    (tmp_path / "debugged.py").write_text("def f(solution_str):\n    breakpoint()\n    return len(solution_str)\n")
+    (tmp_path / "debugged.py").write_text(
+        # The deadline of a call has no place for the import of the debugger.
+        "import pdb\ndef f(solution_str):\n    breakpoint()\n    return len(solution_str)\n"
+    )
     program = f"""
 from rl_plugins.rewards import RewardPool, ScoringRequest
 config = dict(path={str(tmp_path / "debugged.py")!r}, name="f")

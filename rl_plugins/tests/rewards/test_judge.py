@@ -13,12 +13,14 @@ import rl_plugins as rl
 from rl_plugins.config.judge import ENGINE_KEY, JudgeConfig, with_engines, with_judges
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.rewards import InlineScorer, RewardPool, Score
+from rl_plugins.rewards import judge as judge_module
 from rl_plugins.rewards.judge import Judge
 from rl_plugins.rewards.trial import RewardTrial, trial_deadline_s
 from rl_plugins.stages.metrics import mean_details, sum_details
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.rewards.judge_stub import KEY, OVERLOADED, JudgeStub, Said, judge_stub, request, settings
+from rl_plugins.user_code import run_concurrently
 
 TARGET = "rl_plugins.rewards.judge.Judge"
 DEADLINE_S = patient(60)
@@ -174,11 +176,12 @@ def test_judge_that_is_away_fails_samples_and_scores_none_0(stub: JudgeStub) -> 
         scorer.score([request("a"), request("b")])
 
 
-def test_judge_ends_before_the_deadline_of_the_call(stub: JudgeStub) -> None:
+def test_judge_ends_before_the_deadline_of_the_call(stub: JudgeStub, monkeypatch: pytest.MonkeyPatch) -> None:
     stub.say(Said(hangs=True))
-    scorer = InlineScorer({"_target_": TARGET, "config": settings(stub.url)}, deadline_s=1.0)
-    (result,) = scorer.answer([request()])
-    assert result.failure == "timeout" and "does not answer within" in result.message
+    # Only the judge knows the deadline of one second: a slow machine cannot reach the deadline of the call first.
+    monkeypatch.setattr(judge_module, "run_concurrently", lambda calls, _: run_concurrently(calls, DEADLINE_S))
+    (result,) = Judge(settings(stub.url))([request()], 1.0)
+    assert result is not None and result.failure == "timeout" and "does not answer within" in result.message
 
 
 def test_judge_is_a_class_or_an_instance_in_python(stub: JudgeStub) -> None:
