@@ -55,7 +55,7 @@ def _levels_of_loggers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _alarms_in_finalizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test pass if the alarm of a reward meets the garbage collector: Python drops an exception of a finalizer."""
+    """Let a test pass if the alarm of a reward meets a finalizer: Python drops the exception there."""
     report = sys.unraisablehook
 
     def report_others(unraisable: "sys.UnraisableHookArgs") -> None:
