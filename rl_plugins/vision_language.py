@@ -73,12 +73,11 @@ def patch_size(model: Callable[..., Any]) -> int:
     Raises:
         ConfigError: the model has no vision tower, or a vision tower without patches of a fixed size.
     """
-    inner = _inner(model)
-    size = getattr(getattr(getattr(inner, "config", None), "vision_config", None), "patch_size", None)
-    if size is None:
-        fault = (
-            "has a vision tower without patches of a fixed size" if is_vision_language(model) else "has no vision tower"
-        )
+    inner, fault = _inner(model), "has no vision tower"
+    if is_vision_language(model):
+        size = getattr(inner.config.vision_config, "patch_size", None)
+        fault = "" if size else "has a vision tower without patches of a fixed size"
+    if fault:
         raise ConfigError(f"patches_per_micro_batch: {type(inner).__name__} {fault}: leave patches_per_micro_batch out")
     return int(size) if isinstance(size, int) else int(size[0])
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.data.images import IMAGES, has_images
+from rl_plugins.data.images import COLUMN, has_images
 from rl_plugins.data.parquet import PromptRows
 from rl_plugins.errors import ConfigError, RowError
 
@@ -107,17 +107,14 @@ class TemplateCheck:
         """Return the reason why the template refuses the messages, or None."""
         roles = tuple(message["role"] for message in messages)
         if roles not in self._reasons:
-            self._reasons[roles] = self._try(messages, roles)
+            self._reasons[roles] = self._try(messages)
         return self._reasons[roles]
 
-    def _try(self, messages: Messages, roles: Iterable[str]) -> str | None:
+    def _try(self, messages: Messages) -> str | None:
         try:
             render(self._tokenizer, messages, self._options)
         except TemplateRefusal as error:
-            return (
-                f"the chat template of {self._tokenizer.name_or_path!r} refuses messages of the roles "
-                f"{', '.join(roles)}: {error}. Change the messages, or the template"
-            )
+            return refused_messages(self._tokenizer, messages, error)
         return None
 
 
@@ -134,7 +131,7 @@ def accepted_messages(
         if has_images(row):
             raise RowError(
                 rows.location(number),
-                f"column {IMAGES!r}",
+                COLUMN,
                 "the row has images, which a vision-language model reads: name such a model, or leave the column out",
             )
         if reason := check.refusal(row["prompt"]):
@@ -152,12 +149,14 @@ def check_texts(rows: PromptRows, tokenizer: PreTrainedTokenizerBase, template_o
         try:
             render(tokenizer, row["prompt"], template_options)
         except TemplateRefusal as error:
-            raise RowError(rows.location(number), "column 'prompt'", refused_texts(tokenizer, error)) from None
+            reason = refused_messages(tokenizer, row["prompt"], error)
+            raise RowError(rows.location(number), "column 'prompt'", reason) from None
 
 
-def refused_texts(tokenizer: PreTrainedTokenizerBase, error: TemplateRefusal) -> str:
-    """Return the reason for the message of an error."""
+def refused_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages, error: TemplateRefusal) -> str:
+    """Return the reason and the way out, for the message of an error."""
+    roles = ", ".join(str(message["role"]) for message in messages)
     return (
-        f"the chat template of {tokenizer.name_or_path!r} refuses the messages: {error}. Change the messages, or the "
-        "template"
+        f"the chat template of {tokenizer.name_or_path!r} refuses messages of the roles {roles}: {error}. "
+        "Change the messages, or the template"
     )

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
-from rl_plugins.data.chat_template import TemplateCheck, TemplateRefusal, refused_texts, render
+from rl_plugins.data.chat_template import TemplateCheck, TemplateRefusal, refused_messages, render
 from rl_plugins.data.images import (
+    COLUMN,
     IMAGES,
     PLACEHOLDER,
     ImageInputs,
@@ -171,7 +172,7 @@ class ImagePromptEncoder:
         try:
             return self._encode_row(row, template_options)[0]
         except RowError as error:
-            if self._bad_images == "error" or error.field != f"column {IMAGES!r}":
+            if self._bad_images == "error" or error.field != COLUMN:
                 raise
             self.dropped.append(str(error))
             return []
@@ -190,7 +191,8 @@ class ImagePromptEncoder:
         try:
             return self.encode(row.columns["prompt"], images, template_options)
         except TemplateRefusal as error:
-            raise RowError(row.location, "column 'prompt'", refused_texts(self.tokenizer, error)) from None
+            reason = refused_messages(self.tokenizer, row.columns["prompt"], error)
+            raise RowError(row.location, "column 'prompt'", reason) from None
         except ValueError as error:
             column = IMAGES if images else "prompt"
             reason = f"{type(self._processor).__name__} refuses the value: {error}"

@@ -36,7 +36,8 @@ PROMPT_IMAGES = "prompt_images"
 """Name of the column with the `PromptImages` of each prompt, None for a prompt without images."""
 _THUMBNAIL = 128
 """Largest width and height of a thumbnail, in pixels."""
-_COLUMN = f"column {IMAGES!r}"
+COLUMN = f"column {IMAGES!r}"
+"""Name of the column in the message of a RowError."""
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,12 @@ def check_places(row: LocatedRow) -> None:
     """
     values = row.columns[IMAGES]
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
-        raise RowError(row.location, _COLUMN, f"expected a list of images, got {type(values).__name__}")
+        raise RowError(row.location, COLUMN, f"expected a list of images, got {type(values).__name__}")
     places = sum(message["content"].count(PLACEHOLDER) for message in row.columns["prompt"])
     if places != len(values):
         raise RowError(
             row.location,
-            _COLUMN,
+            COLUMN,
             f"the row has {len(values)} images, and its messages have {PLACEHOLDER} {places} times: write "
             f"{PLACEHOLDER} once for each image",
         )
@@ -193,18 +194,18 @@ def _read(value: Any, row: LocatedRow, position: int) -> Image:
                 opened = Image.open(io.BytesIO(value))
                 opened.load()
     except UnidentifiedImageError:
-        raise RowError(row.location, _COLUMN, f"{name} is no image that PIL knows: write it as PNG or JPEG") from None
+        raise RowError(row.location, COLUMN, f"{name} is no image that PIL knows: write it as PNG or JPEG") from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise RowError(row.location, _COLUMN, f"{name} is too large ({error}): make it smaller") from None
+        raise RowError(row.location, COLUMN, f"{name} is too large ({error}): make it smaller") from None
     except (OSError, SyntaxError, ValueError) as error:
-        raise RowError(row.location, _COLUMN, f"{name} cannot be read ({error}): write the file again") from None
+        raise RowError(row.location, COLUMN, f"{name} cannot be read ({error}): write the file again") from None
     if not isinstance(opened, Image.Image):
         raise RowError(
             row.location,
-            _COLUMN,
+            COLUMN,
             f"{name} is {type(value).__name__}: give a path, bytes, a mapping with `bytes` or `path`, or a PIL image",
         )
     if not opened.width or not opened.height:
-        raise RowError(row.location, _COLUMN, f"{name} has the size {opened.width}x{opened.height}: leave it out")
+        raise RowError(row.location, COLUMN, f"{name} has the size {opened.width}x{opened.height}: leave it out")
     upright: Image.Image = ImageOps.exif_transpose(opened)
     return upright.convert("RGB")

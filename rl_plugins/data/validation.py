@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl_plugins.data.chat_template import TemplateCheck
+from rl_plugins.data.chat_template import TemplateCheck, TemplateRefusal, refused_messages
 from rl_plugins.data.content_parts import with_texts
 from rl_plugins.data.formats import FORMATS, RowKeys
 from rl_plugins.data.image_prompts import ImagePromptEncoder, has_image_processor, tokenizer_of
@@ -119,7 +119,7 @@ def validate(
         first_seen: dict[int, tuple[str, int]] = {}
         for path in map(str, paths):
             findings.rows[path] = findings.duplicates[path] = 0
-            for number, row in check.measured(_good_rows(path, kind, keys, check, findings)):
+            for number, row in check.measured(_good_rows(path, kind, keys, check, findings), path, findings):
                 prompt = _digest(row)
                 if first_seen.setdefault(prompt, (path, number)) != (path, number):
                     findings.duplicates[path] += 1
@@ -174,15 +174,35 @@ class _PromptCheck:
         elif with_images:
             read_images(row)
 
-    def measured(self, rows: Iterator[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
-        """Yield the rows unchanged, and measure prompts for a tokenizer, many at a time."""
+    def measured(self, rows: Iterator[tuple[int, Row]], path: str, findings: Findings) -> Iterator[tuple[int, Row]]:
+        """Measure prompts for a tokenizer, many at a time; yield the rows whose texts the chat template accepts."""
         if self._tokenizer is None or self._images is not None:
             yield from rows
             return
         while chunk := list(islice(rows, _CHUNK)):
-            prompts = (row["prompt"] for _, row in chunk if not has_images(row))
-            self.lengths += tokenize_prompts(prompts, self._tokenizer, {}).lengths.tolist()
+            try:
+                self.lengths += self._lengths([row for _, row in chunk])
+            except TemplateRefusal:
+                # The template accepts the roles of all rows, and refuses the texts of a row.
+                chunk = [row for row in chunk if self._measure(*row, path, findings)]
             yield from chunk
+
+    def _measure(self, number: int, row: Row, path: str, findings: Findings) -> bool:
+        """Measure one prompt; for a prompt that the chat template refuses, add to the findings and return False."""
+        assert self._tokenizer is not None
+        try:
+            self.lengths += self._lengths([row])
+        except TemplateRefusal as error:
+            reason = refused_messages(self._tokenizer, row["prompt"], error)
+            findings.bad_rows.append(BadRow(path, number, "column 'prompt'", reason))
+            return False
+        return True
+
+    def _lengths(self, rows: Sequence[Row]) -> list[int]:
+        assert self._tokenizer is not None
+        prompts = (row["prompt"] for row in rows if not has_images(row))
+        lengths: list[int] = tokenize_prompts(prompts, self._tokenizer, {}).lengths.tolist()
+        return lengths
 
 
 def _good_rows(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl_plugins.data.chat_template import TemplateRefusal, check_chat_template
+from rl_plugins.data.chat_template import TemplateRefusal, check_chat_template, refused_messages
 from rl_plugins.data.tokenization import TurnTokenizer, encode_prompts
 from rl_plugins.environments.object_host import ObjectHost
 from rl_plugins.environments.stateful import StatefulEnvironment
@@ -122,8 +122,7 @@ class StatefulConversations:
         try:
             (tokens,) = encode_prompts([messages], self._tokenizer, self._limits.template_options)
         except TemplateRefusal as error:
-            roles = ", ".join(str(message["role"]) for message in messages)
-            return failed("raised", f"the chat template refuses first messages of the roles {roles}: {error}")
+            return failed("raised", refused_messages(self._tokenizer, messages, error))
         if len(tokens) > self._limits.max_prompt_tokens:
             return failed(
                 "raised",

@@ -144,8 +144,9 @@ class Cutter:
         if not self.packing:
             return split_by_length(lengths, count)
         # Take the bundling with the fewest tokens among the bundlings for `count` micro-batches.
+        images = self._image_costs(lengths)
         for most in self._bundle_sizes:
-            bundled = self._bundles(lengths, most, at_least=count)
+            bundled = self._bundles(lengths, images, most, at_least=count)
             parts = balanced([bundle.tokens for bundle in bundled], count)
             if self._fit(bundled, parts):
                 break
@@ -161,8 +162,7 @@ class Cutter:
         # Small bundles, or single examples, fill micro-batches better, but run a prompt more often.
         return [*(self.tokens_per_micro_batch // parts for parts in (1, 2, 4)), 0] if self.shares_prompts else [0]
 
-    def _bundles(self, lengths: Lengths, most: int, at_least: int = 0) -> list[Bundle]:
-        images = self._image_costs(lengths)
+    def _bundles(self, lengths: Lengths, images: Sequence[int], most: int, at_least: int = 0) -> list[Bundle]:
         if self.shares_prompts:
             return bundles(lengths, images, most, at_least)
         tokens, samples = lengths.tokens_B.tolist(), lengths.samples_per_example
@@ -183,7 +183,8 @@ class Cutter:
         return all(len(part) <= 1 or sum(bundled[place].tokens for place in part) <= budget for part in parts)
 
     def _packed_number(self, lengths: Lengths) -> int:
-        return min(self._number_of(self._bundles(lengths, most)) for most in self._bundle_sizes)
+        images = self._image_costs(lengths)
+        return min(self._number_of(self._bundles(lengths, images, most)) for most in self._bundle_sizes)
 
     def _number_of(self, bundled: list[Bundle]) -> int:
         tokens = [bundle.tokens for bundle in bundled]

@@ -116,19 +116,23 @@ def test_prepare_validate_measures_prompts_in_tokens(row, write_rows, tokenizer,
 def test_prepare_validate_reports_prompts_refused_by_the_chat_template(row, write_rows, tokenizer, tmp_path, capsys):
     tokenizer.save_pretrained(tmp_path)
     template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ messages[0].content + (1 if messages[0].content == 'late' else '') }}"
     )
     (tmp_path / "chat_template.jinja").write_text(template)
     system = [{"role": "system", "content": "Add."}, *row(0)["prompt"]]
-    path = write_rows([row(number, **({"prompt": system} if number in (2, 4) else {})) for number in range(6)])
+    prompts = {2: system, 4: system, 5: [{"role": "user", "content": "late"}]}
+    path = write_rows([row(number, prompt=prompts.get(number, row(number)["prompt"])) for number in range(7)])
     found = problems(capsys, path, "--tokenizer", tmp_path)
-    assert [(bad["row"], bad["field"]) for bad in found["bad_rows"]] == [(2, "column 'prompt'"), (4, "column 'prompt'")]
-    assert "the roles system, user: no system" in found["bad_rows"][0]["reason"]
+    assert {(bad["row"], bad["field"]) for bad in found["bad_rows"]} == {(number, "column 'prompt'") for number in prompts}
+    reasons = {bad["row"]: bad["reason"] for bad in found["bad_rows"]}
+    assert "the roles system, user: no system" in reasons[2] and "the roles user: can only concat" in reasons[5]
     assert problems(capsys, path)["bad_rows"] == []
 
 
 def test_prepare_validate_reads_images_and_measures_image_tokens(row, write_rows, tmp_path, capsys):
     save_tiny_vision("llava", tmp_path / "model")
+    capsys.readouterr()  # DeepSpeed writes a line when it is imported.
     asked = [{"role": "user", "content": "<image>?"}]
     images = [encoded(picture(1)), encoded(picture(2)), b"text", encoded(picture(1))]
     rows = [row(number, prompt=asked, images=[image]) for number, image in enumerate(images)]
