@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
-from rl_plugins.callbacks.checkpoint_files import put_in_place, remove_folder
+from rl_plugins.callbacks.checkpoint_files import old_files_may_stay, put_in_place, remove_folder
 from rl_plugins.errors import ConfigError, StorageError
 from rl_plugins.manifest import CheckpointWriter, read_manifest
 from rl_plugins.run_folder import RunFolder
@@ -91,7 +91,8 @@ class BestCheckpoints(Callback):
     def _remove_worse(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             for old in self._ranked()[self._keep :]:
-                remove_folder(old)
+                with old_files_may_stay(old):
+                    remove_folder(old)
         trainer.strategy.barrier("best checkpoints")
 
     def _is_wanted(self, value: float, step: int) -> bool:

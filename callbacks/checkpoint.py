@@ -26,7 +26,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rl_plugins.callbacks.checkpoint_files import CheckpointFiles, remove_folder, remove_model
+from rl_plugins.callbacks.checkpoint_files import CheckpointFiles, old_files_may_stay, remove_folder, remove_model
 from rl_plugins.data.loaders import StepLoader
 from rl_plugins.errors import ConfigError
 from rl_plugins.manifest import CheckpointWriter
@@ -126,7 +126,8 @@ class PolicyCheckpoint(Callback):
         if trainer.is_global_zero:
             # A killed process can leave half-written and half-removed folders.
             for unfinished in self._folder.unfinished():
-                shutil.rmtree(unfinished)
+                with old_files_may_stay(unfinished):
+                    shutil.rmtree(unfinished)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -211,9 +212,11 @@ class PolicyCheckpoint(Callback):
     def _remove_old(self) -> None:
         for model, num_kept in self._keep_models.items():
             for old in self._folder.checkpoints()[:-num_kept]:
-                remove_model(old, model)
+                with old_files_may_stay(old):
+                    remove_model(old, model)
         for old in self._folder.checkpoints()[: -self._keep_last]:
-            remove_folder(old)
+            with old_files_may_stay(old):
+                remove_folder(old)
 
     def _log_wait(self, trainer: Trainer, pl_module: LightningModule) -> None:
         waited_s = self.files.waited_s()

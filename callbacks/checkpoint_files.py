@@ -19,9 +19,10 @@ from lightning.pytorch import Trainer
 
 from rl_plugins.background_writer import BackgroundWriter
 from rl_plugins.errors import DeadlineExceeded, StorageError
-from rl_plugins.manifest import CheckpointWriter, synchronize, without, write_manifest
+from rl_plugins.manifest import CheckpointWriter, without, write_manifest
 from rl_plugins.plain_file import FileDigest
 from rl_plugins.ranks import gather, place
+from rl_plugins.whole_file import synchronize
 
 # A thread that ends early has written one part of a file, and the disk may be slow.
 _ABANDON_S = 60.0
@@ -174,6 +175,15 @@ def put_in_place(partial: Path, files: dict[str, FileDigest], final: Path) -> st
         except OSError as error:
             others.fail(final, error)
     return others.failure
+
+
+@contextmanager
+def old_files_may_stay(folder: Path) -> Iterator[None]:
+    """Print the error of an old checkpoint that cannot be removed: the error does not end training."""
+    try:
+        yield
+    except (OSError, StorageError) as error:
+        print(f"{folder} cannot be removed ({error}): training continues; remove the folder yourself", flush=True)
 
 
 def remove_folder(folder: Path) -> None:

@@ -58,7 +58,7 @@ class RolloutDump(Callback):
             shutil.rmtree(_step_folder(self._folder, stage.step + 1), ignore_errors=True)
             steps = _steps(self._folder)
             for old in steps[: max(0, len(steps) + 1 - self._keep_last)]:
-                shutil.rmtree(old)
+                shutil.rmtree(old, ignore_errors=True)
         trainer.strategy.barrier("rollout dump")
 
     @override

@@ -39,6 +39,7 @@ PUBLIC: dict[str, dict[str, str]] = {
         "RayFSDPStrategy": "strategies.ray",
         "SingleDeviceRolloutStrategy": "strategies.single_device",
         "Strategy": "strategies.contract",
+        "PrivateTorchConfig": "process_group",
     },
     "Rollout": {
         "SamplingConfig": "config.sampling",

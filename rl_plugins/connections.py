@@ -48,6 +48,13 @@ def free_port(host: str = "") -> int:
         return port
 
 
+def own_address() -> str:
+    """Return the address of this machine in the Ray cluster."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
 # Stores of groups ---------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ of all files. A checkpoint without a manifest, or with other files than in its m
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from typing import Any
 
 from rl_plugins.errors import CheckpointError
 from rl_plugins.plain_file import FileDigest, HashedFile, read_record, save_plain
-from rl_plugins.whole_file import cannot_write, write_whole_text
+from rl_plugins.whole_file import cannot_write, synchronize, write_whole_text
 
 MANIFEST = "manifest.json"
 
@@ -188,15 +187,6 @@ def without(folder: Path, prefix: str) -> None:
     """Take the files below a subfolder out of the manifest of a checkpoint. The files are removed afterwards."""
     files = {name: kept for name, kept in read_manifest(folder).items() if not name.startswith(f"{prefix}/")}
     write_manifest(folder, files)
-
-
-def synchronize(path: Path) -> None:
-    """Wait until the disk has a file, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _file_names(folder: Path) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Text and options without secrets, for files, logs, error lines and MLflow.
 
-Two forms of a secret are known: the user and the password in an address, and the value of a name such as `api_key`. An
-expression such as `${oc.env:TOKEN}` is no secret: the value stays in the environment.
+Three forms of a secret are known: the user and the password in an address, the signature in the query of an address,
+and the value of a name such as `api_key`. An expression such as `${oc.env:TOKEN}` is no secret: the value stays in the
+environment. The default in `${oc.env:TOKEN,abc}` is a secret.
 """
 
 from __future__ import annotations
@@ -17,11 +18,25 @@ REMOVED = "***"
 # The tokens of a tokenizer, and numbers of tokens, are no secrets.
 _NAME = (
     r"(?<!bos_|eos_|pad_|unk_|end_|top_)token(?![a-z0-9_])|secret|passw|passphrase|credential|authorization|"
-    r"(?:api|access|private)[_-]?key"
+    r"(?:api|access|private)[_-]?key|"
+    # Variables of the environment. In small letters, a name such as `label_key` is an option.
+    r"(?-i:[A-Z0-9]_(?:KEY|PWD|PAT|AUTH|DSN))(?![a-z0-9_])"
 )
 _SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 # A password may contain a slash that should have been written as %2F. A number behind the colon is a port.
 _USER_AND_PASSWORD = re.compile(r"(?<=://)(?:[^\s/:]*:(?!\d+/)[^\s\"']*@|[^\s/]*@)")
+_SIGNATURE = re.compile(
+    r"(?<=[?&])((?:x-(?:amz|goog)-(?:signature|credential|security-token)|sig|signature|key)=)(?!\$\{)[^\s&\"']+",
+    re.IGNORECASE,
+)
+_EXPRESSION = re.compile(r"(\$\{(?:[^${}]|\$\{[^${}]*\})*\})")
+_DEFAULT = re.compile(r"(?<=\$\{oc\.env:)([^,{}]+),[^{}]*(?=\})")
+_SECRET_DEFAULT = re.compile(
+    rf"""([\w.-]*(?:{_NAME})[\w-]*["']?\s*[:=]\s*["']?\$\{{oc\.env:[^,{{}}]+),[^{{}}]*(?=\}})""", re.IGNORECASE
+)
+_SCHEME = re.compile(r"(?:Bearer|Basic|Token)?\s*", re.IGNORECASE)
+_FIRST_PLACE = 0xE000
+"""First of the characters for private use, which stand for expressions while an address is searched."""
 # A name with `=`, or a name in quotes or behind `{` or `,` with `:`. Expressions, true, false and null are no secrets.
 _NAMED_VALUE = re.compile(
     rf"""([\w.+-]*(?:{_NAME})[\w-]*=|(?:["'][\w.-]*(?:{_NAME})[\w-]*["']|[{{,]\s*[\w.-]*(?:{_NAME})[\w-]*)\s*:\s*)"""
@@ -50,13 +65,13 @@ def is_secret(name: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """Return a text without secrets: addresses without user and password, and `api_key=***`."""
-    return _NAMED_VALUE.sub(rf"\g<1>{REMOVED}", without_password(text))
+    """Return a text without secrets: addresses without user, password and signature, and `api_key=***`."""
+    return _NAMED_VALUE.sub(rf"\g<1>{REMOVED}", _SECRET_DEFAULT.sub(r"\1", without_password(text)))
 
 
 def without_password(text: str) -> str:
-    """Return a text whose addresses have no user and no password."""
-    return _USER_AND_PASSWORD.sub("", text)
+    """Return a text whose addresses have no user, no password and no signature."""
+    return _SIGNATURE.sub(rf"\g<1>{REMOVED}", _USER_AND_PASSWORD.sub("", text))
 
 
 def redacted_code(text: str) -> str:
@@ -76,11 +91,37 @@ def redacted_value(value: object, name: str = "") -> Any:
         return {key: redacted_value(child, name if is_secret(name) else str(key)) for key, child in value.items()}
     if isinstance(value, list):
         return [redacted_value(item, name) for item in value]
-    if value in (None, "", True, False) or "${" in str(value):
+    if value in (None, "", True, False):
         return value
+    if isinstance(value, str) and "${" in value:
+        return _redacted_parts(value) if is_secret(name) else _redacted_around_expressions(value)
     if is_secret(name):
         return REMOVED
     return without_password(value) if isinstance(value, str) else value
+
+
+def _redacted_parts(secret: str) -> str:
+    """Return a secret whose expressions stay, without their defaults."""
+    parts = _EXPRESSION.split(secret)
+    texts = [part if _SCHEME.fullmatch(part) else REMOVED for part in parts[::2]]
+    expressions = [_DEFAULT.sub(r"\1", part) for part in parts[1::2]]
+    return "".join(text + expression for text, expression in zip(texts, [*expressions, ""], strict=True))
+
+
+def _redacted_around_expressions(text: str) -> str:
+    """Return a text whose addresses have only expressions as passwords, such as `http://me:${oc.env:PASSWORD}@host`."""
+    parts = _EXPRESSION.split(text)
+    places = {chr(_FIRST_PLACE + number): part for number, part in enumerate(parts[1::2])}
+
+    def without_literals(user_and_password: re.Match[str]) -> str:
+        _, _, password = user_and_password[0].removesuffix("@").rpartition(":")
+        if not password or any(character not in places for character in password):
+            return ""
+        return "".join(_DEFAULT.sub(r"\1", places.get(character, character)) for character in user_and_password[0])
+
+    marked = "".join(part + place for part, place in zip(parts[::2], [*places, ""], strict=True))
+    found = _USER_AND_PASSWORD.sub(without_literals, marked)
+    return _SIGNATURE.sub(rf"\g<1>{REMOVED}", "".join(places.get(character, character) for character in found))
 
 
 def redacted_words(words: Sequence[str]) -> list[str]:

@@ -17,6 +17,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` write a temporary file beside `path`, then rename the file to `path`. Make the folder if missing.
 
+    The disk has the content before the file has its name, so a loss of power leaves no empty file behind.
+
     Raises:
         StorageError: the file cannot be written. An earlier file at `path` is unchanged.
     """
@@ -25,6 +27,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             write(temporary)
+            synchronize(temporary)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -33,6 +36,15 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 def write_whole_text(path: Path, text: str) -> None:
     """Write a text in UTF-8, like `write_whole`."""
     write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def synchronize(path: Path) -> None:
+    """Wait until the disk has a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def append_text(path: Path, text: str) -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from rl_plugins.commands.generate import add_sampling_arguments
 from rl_plugins.commands.main import number
 from rl_plugins.config.judge import JudgeConfig, check_deadline, judge_config, with_judges
-from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FINITE, FROM_0_TO_1, NOT_NEGATIVE
+from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FINITE, FROM_0_TO_1, PROCESSES, SECONDS
 from rl_plugins.control_characters import json_without_controls
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.redaction import REMOVED
@@ -62,10 +62,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--answer", help="function that returns the answer in a response, for maj@k: file.py:name or module.name"
     )
     parser.add_argument(
-        "--workers", type=number(int, NOT_NEGATIVE), default=1, help="processes that score, 0 for this one (default: 1)"
+        "--workers", type=number(int, PROCESSES), default=1, help="processes that score, 0 for this one (default: 1)"
     )
     parser.add_argument(
-        "--deadline", type=number(float, ABOVE_0), default=30.0, help="seconds for one call of the reward (default: 30)"
+        "--deadline", type=number(float, SECONDS), default=30.0, help="seconds for one call of the reward (default: 30)"
     )
     parser.add_argument(
         "--max-failure-rate",

@@ -108,7 +108,7 @@ def export_checkpoint(
         Address of the commit on the hub; None without `push`.
 
     Raises:
-        CheckpointError: a file of `checkpoint` is missing or damaged.
+        CheckpointError: a file of `checkpoint` is missing or damaged, or a weight is NaN or infinite.
         ConfigError: `checkpoint` is not a checkpoint, or its weights are those of another model; the architecture
             cannot be found; an adapter is requested from a run without one; the average is stored in parts of tensors;
             `out` exists; or the hub refuses the push.
@@ -309,6 +309,7 @@ def _select_weights(
 
     Raises:
         ConfigError: A parameter has no weight, or a weight of another shape.
+        CheckpointError: A weight is NaN or infinite.
     """
     wrong = [
         name for name, parameter in parameters.items() if name not in weights or weights[name].shape != parameter.shape
@@ -318,4 +319,10 @@ def _select_weights(
             f"the checkpoint is not of the model {description}: {len(wrong)} of {len(parameters)} parameters are "
             f"missing or have another shape, {wrong[0]} first"
         )
-    return {name: weights[name].to(parameter.dtype) for name, parameter in parameters.items()}
+    selected = {name: weights[name].to(parameter.dtype) for name, parameter in parameters.items()}
+    if bad := [name for name, weight in selected.items() if not weight.isfinite().all()]:
+        raise CheckpointError(
+            f"the checkpoint {description} has weights that are NaN or infinite: {len(bad)} of {len(selected)} "
+            f"parameters, {bad[0]} first: export another checkpoint"
+        )
+    return selected

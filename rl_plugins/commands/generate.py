@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.commands.main import number
-from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE
+from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, SEED
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,9 +74,7 @@ def add_sampling_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--top-p", type=number(float, ABOVE_0_TO_1), default=1.0, help="nucleus sampling (default: %(default)s)"
     )
-    parser.add_argument(
-        "--seed", type=number(int, NOT_NEGATIVE), default=0, help="seed of all samples (default: %(default)s)"
-    )
+    parser.add_argument("--seed", type=number(int, SEED), default=0, help="seed of all samples (default: %(default)s)")
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm", help="(default: %(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
     parser.add_argument(

@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 
 from rl_plugins.commands.main import number
-from rl_plugins.config.settings import ABOVE_0
+from rl_plugins.config.settings import SECONDS
 from rl_plugins.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="folder of the run or pipeline, such as outputs/first")
     parser.add_argument("--uri", help="URI of another tracking store (default: the store of the run)")
     parser.add_argument(
-        "--deadline", type=number(float, ABOVE_0), default=600.0, metavar="S", help="seconds for the run (default: 600)"
+        "--deadline", type=number(float, SECONDS), default=600.0, metavar="S", help="seconds for the run (default: 600)"
     )
 
 

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from rl_plugins.config.settings import (
-    ABOVE_0,
     ABOVE_0_OR_NULL,
     AT_LEAST_1,
     NOT_NEGATIVE,
+    SECONDS,
+    SECONDS_OR_0,
     Range,
     Settings,
     one_of,
@@ -50,6 +51,7 @@ _ADDRESS_OR_NULL = or_null(
 )
 
 _TEXT_OR_NULL = Range("must be a text, or null", lambda value: True)
+_VOTES = Range("must be from 1 to 100", lambda value: 1 <= value <= 100)
 _MAPPING = Range("must be a mapping of fields to values", lambda value: isinstance(value, Mapping))
 
 
@@ -94,15 +96,15 @@ class JudgeConfig(Settings):
     low: float = 0.0
     high: float = 10.0
     scale: Annotated[str, one_of("unit", "raw")] = "unit"
-    votes: Annotated[int, AT_LEAST_1] = 1
+    votes: Annotated[int, _VOTES] = 1
     combine: Annotated[str, one_of("mean", "median")] = "mean"
     response_format: Annotated[str, one_of("json_schema", "json_object", "none")] = "json_schema"
     temperature: Annotated[float | None, or_null(NOT_NEGATIVE)] = 0.0
     max_tokens: Annotated[int, AT_LEAST_1] = 1024
     request: Annotated[dict[str, Any], _MAPPING] = field(default_factory=dict)
-    timeout_s: Annotated[float, ABOVE_0] = 60.0
+    timeout_s: Annotated[float, SECONDS] = 60.0
     retries: Annotated[int, NOT_NEGATIVE] = 4
-    wait_s: Annotated[float, NOT_NEGATIVE] = 600.0
+    wait_s: Annotated[float, SECONDS_OR_0] = 600.0
     requests_per_minute: Annotated[float | None, ABOVE_0_OR_NULL] = None
     concurrent_requests: Annotated[int, AT_LEAST_1] = 32
     cache: Annotated[str | None, _TEXT_OR_NULL] = None

@@ -16,6 +16,8 @@ from rl_plugins.config.settings import (
     FROM_0_TO_BELOW_1,
     GPUS,
     NOT_NEGATIVE,
+    PROCESSES,
+    SECONDS,
     Range,
     Settings,
     check_ranges,
@@ -385,10 +387,10 @@ class RewardConfig(Settings):
 
     functions: dict[str, Any] = field(default_factory=dict)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    num_workers: Annotated[int, NOT_NEGATIVE] = 1
+    num_workers: Annotated[int, PROCESSES] = 1
     gpus: Annotated[float, GPUS] = 0.0
-    deadline_s: Annotated[float, ABOVE_0] = 30.0
-    load_timeout_s: Annotated[float, ABOVE_0] = 12.0
+    deadline_s: Annotated[float, SECONDS] = 30.0
+    load_timeout_s: Annotated[float, SECONDS] = 12.0
     memory_mb: Annotated[int | None, ABOVE_0_OR_NULL] = None
     pass_env: list[str] = field(default_factory=list)
     max_failure_rate: Annotated[float, FROM_0_TO_1] = 0.1

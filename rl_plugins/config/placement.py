@@ -6,7 +6,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from rl_plugins.config.rollout import check_engine_arguments
-from rl_plugins.config.settings import ABOVE_0, ABOVE_0_OR_NULL, AT_LEAST_1, GPUS, NOT_NEGATIVE, Settings, one_of
+from rl_plugins.config.settings import (
+    ABOVE_0,
+    ABOVE_0_OR_NULL,
+    AT_LEAST_1,
+    GPUS,
+    NOT_NEGATIVE,
+    SECONDS,
+    SECONDS_OR_0,
+    Settings,
+    one_of,
+)
 
 _PLACE = one_of("while_sampling", "stay", "cpu", "nvme")
 
@@ -88,7 +98,7 @@ class StrategyConfig(Settings):
     workers_per_copy: Annotated[int, NOT_NEGATIVE] = 0
     tensor_parallel: Annotated[int, AT_LEAST_1] = 1
     sequence_parallel: Annotated[int, AT_LEAST_1] = 1
-    collective_timeout_s: Annotated[float, ABOVE_0] = 1800.0
+    collective_timeout_s: Annotated[float, SECONDS] = 1800.0
 
 
 @dataclass
@@ -106,7 +116,7 @@ class PoolOptions(Settings):
     actors: Annotated[int, NOT_NEGATIVE] = 0
     cpus: Annotated[float, NOT_NEGATIVE] = 1.0
     gpus: Annotated[float, GPUS] = 1.0
-    deadline_s: Annotated[float, ABOVE_0] = 600.0
+    deadline_s: Annotated[float, SECONDS] = 600.0
 
 
 @dataclass
@@ -125,7 +135,7 @@ class JudgeEngineOptions(Settings):
     actors: Annotated[int, NOT_NEGATIVE] = 0
     cpus: Annotated[float, NOT_NEGATIVE] = 1.0
     gpus: Annotated[float, GPUS] = 1.0
-    start_timeout_s: Annotated[float, ABOVE_0] = 600.0
+    start_timeout_s: Annotated[float, SECONDS] = 600.0
     vllm: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -179,7 +189,7 @@ class PlacementConfig(Settings):
     critic: PoolOptions = field(default_factory=PoolOptions)
     cost_critic: PoolOptions = field(default_factory=PoolOptions)
     judge: JudgeEngineOptions = field(default_factory=JudgeEngineOptions)
-    wait_for_nodes_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    wait_for_nodes_s: Annotated[float, SECONDS_OR_0] = 0.0
     max_restarts: Annotated[int, NOT_NEGATIVE] = 2
     peak_tflops: Annotated[float | None, ABOVE_0_OR_NULL] = None
 

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rl_plugins.config.models import LANGUAGE_MODEL, LoraConfig
-from rl_plugins.config.settings import ABOVE_0, ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, Range, Settings, one_of, or_null
+from rl_plugins.config.settings import (
+    ABOVE_0_TO_1,
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    SECONDS,
+    Range,
+    Settings,
+    one_of,
+    or_null,
+)
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import reads_images
 
@@ -76,8 +85,8 @@ class EngineOptions(Settings):
     tensor_parallel_size: Annotated[int, AT_LEAST_1] = 1
     check_updates: Annotated[int, NOT_NEGATIVE] = 0
     transport: Annotated[str, one_of("auto", "shared_memory", "gloo", "ipc", "nccl")] = "auto"
-    generate_timeout_s: Annotated[float, ABOVE_0] = 1800.0
-    update_timeout_s: Annotated[float, ABOVE_0] = 300.0
+    generate_timeout_s: Annotated[float, SECONDS] = 1800.0
+    update_timeout_s: Annotated[float, SECONDS] = 300.0
 
 
 @dataclass
@@ -116,8 +125,8 @@ class RolloutConfig(EngineOptions):
     lora: Annotated[str, one_of("merged", "adapter")] = "adapter"
     gpu_memory_utilization: Annotated[float | None, or_null(ABOVE_0_TO_1)] = None
     bucket_mb: Annotated[int | None, or_null(AT_LEAST_1)] = None
-    ready_timeout_s: Annotated[float | None, or_null(ABOVE_0)] = None
-    stall_timeout_s: Annotated[float | None, or_null(ABOVE_0)] = None
+    ready_timeout_s: Annotated[float | None, or_null(SECONDS)] = None
+    stall_timeout_s: Annotated[float | None, or_null(SECONDS)] = None
     vllm: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

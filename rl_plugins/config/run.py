@@ -15,6 +15,7 @@ from rl_plugins.config.settings import (
     FROM_0_TO_BELOW_1,
     NODE_OR_NULL,
     NOT_NEGATIVE,
+    SEED,
     Range,
     Settings,
     one_of,
@@ -87,7 +88,7 @@ class RunConfig(Settings):
     steps: Annotated[int, AT_LEAST_1] = 100
     epochs: Annotated[float | None, ABOVE_0_OR_NULL] = None
     dry_run: bool = False
-    seed: Annotated[int, NOT_NEGATIVE] = 0
+    seed: Annotated[int, SEED] = 0
     resume: Annotated[bool | str, _RESUME] = False
     deterministic: bool = False
     checkpoint_every: Annotated[int, AT_LEAST_1] = 50

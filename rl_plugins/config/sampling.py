@@ -14,6 +14,7 @@ from rl_plugins.config.settings import (
     AT_LEAST_1,
     FROM_0_TO_1,
     NOT_NEGATIVE,
+    SECONDS,
     Range,
     Settings,
     check_ranges,
@@ -202,9 +203,9 @@ class EnvironmentOptions(ConversationLimits):
     agent: Any = None
     max_sequences: Annotated[int, AT_LEAST_1] = 8
     max_objects: Annotated[int, AT_LEAST_1] = 64
-    deadline_s: Annotated[float, ABOVE_0] = 10.0
+    deadline_s: Annotated[float, SECONDS] = 10.0
     max_characters: Annotated[int, AT_LEAST_1] = 2000
-    load_timeout_s: Annotated[float, ABOVE_0] = 30.0
+    load_timeout_s: Annotated[float, SECONDS] = 30.0
     memory_mb: Annotated[int | None, ABOVE_0_OR_NULL] = None
     pass_env: list[str] = field(default_factory=list)
     endpoint_host: str = "127.0.0.1"

@@ -132,6 +132,12 @@ ABOVE_0_TO_BELOW_1 = Range("must be above 0 and below 1", lambda value: 0 < valu
 FROM_0_TO_BELOW_1 = Range("must be from 0 to below 1", lambda value: 0 <= value < 1)
 FROM_0_TO_1 = Range("must be between 0 and 1", lambda value: 0 <= value <= 1)
 FINITE = Range("must be a finite number", lambda value: True)
+_LONGEST_S = 2_000_000
+"""Largest number of seconds: a wait of the operating system takes milliseconds below 2**31."""
+SECONDS = Range(f"must be above 0 and at most {_LONGEST_S} (23 days)", lambda value: 0 < value <= _LONGEST_S)
+SECONDS_OR_0 = Range(f"must be from 0 to {_LONGEST_S} (23 days)", lambda value: 0 <= value <= _LONGEST_S)
+SEED = Range(f"must be from 0 to {2**32 - 1}", lambda value: 0 <= value < 2**32)
+PROCESSES = Range("must be from 0 to 4096", lambda value: 0 <= value <= 4096)
 
 _MAX_NAME_BYTES = 200
 FOLDER_NAME = Range(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FROM_0_TO_1, check_ranges
+from rl_plugins.config.settings import AT_LEAST_1, FROM_0_TO_1, SECONDS, check_ranges
 from rl_plugins.environments.object_host import ObjectHost
 from rl_plugins.environments.object_process import ObjectTask
 from rl_plugins.rewards.limits import WorkerLimits
@@ -91,7 +91,7 @@ class StatefulEnvironment:
             max_observation_tokens=max_observation_tokens,
             max_prompt_tokens=max_prompt_tokens,
         )
-        check_ranges(float, ABOVE_0, deadline_s=deadline_s, load_timeout_s=load_timeout_s)
+        check_ranges(float, SECONDS, deadline_s=deadline_s, load_timeout_s=load_timeout_s)
         check_ranges(float, FROM_0_TO_1, max_failure_rate=max_failure_rate)
         self.max_turns, self.max_failure_rate = max_turns, max_failure_rate
         self.max_observation_tokens, self.max_prompt_tokens = max_observation_tokens, max_prompt_tokens

@@ -123,10 +123,11 @@ def _start_roles_and_fit(config: RecipeConfig, folder: RunFolder, roles: list[Ro
         pools = {pool: start_pool(pool, options) for pool, options in placed.values()}
     import ray.train
     from ray.train import FailureConfig, LoggingConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
     from rl_plugins.launch.worker_errors import WorkerFailures, user_errors_unwrapped, without_traceback
+    from rl_plugins.process_group import PrivateTorchConfig
 
     placement = config.placement
     resources = {"CPU": placement.cpus_per_worker}
@@ -145,7 +146,7 @@ def _start_roles_and_fit(config: RecipeConfig, folder: RunFolder, roles: list[Ro
             "redraw_s": redraw_interval_s(),
             "started": psutil.Process().create_time(),
         },
-        torch_config=TorchConfig(
+        torch_config=PrivateTorchConfig(
             backend="nccl" if config.on_gpus else "gloo",
             timeout_s=int(config.strategy.collective_timeout_s),
         ),

@@ -55,9 +55,14 @@ def finished_step(config: RecipeConfig, folder: RunFolder) -> int | None:
     """
     if not config.run.resume or not folder.finished.is_file() or (config.run.export and folder.exported() is None):
         return None
-    end = json.loads(folder.finished.read_text(encoding="utf-8"))
-    same_goal = all(end[name] == value for name, value in _goal(config).items())
-    return int(end["step"]) if same_goal or end["step"] >= config.run.steps else None
+    try:
+        end = json.loads(folder.finished.read_text(encoding="utf-8"))
+        same_goal = all(end[name] == value for name, value in _goal(config).items())
+        step = int(end["step"])
+    except (ValueError, KeyError, TypeError):
+        # A damaged note is no note: the checkpoints say where the run continues.
+        return None
+    return step if same_goal or step >= config.run.steps else None
 
 
 def _goal(config: RecipeConfig) -> dict[str, float | None]:

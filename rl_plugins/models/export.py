@@ -15,10 +15,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.manifest import synchronize
 from rl_plugins.models.lora import has_adapter
 from rl_plugins.weights.source import WeightSource
-from rl_plugins.whole_file import storing
+from rl_plugins.whole_file import storing, synchronize
 
 if TYPE_CHECKING:
     from peft import PeftModel

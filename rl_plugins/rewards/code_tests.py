@@ -344,8 +344,16 @@ def _same_word(given: str, wanted: str, tolerance: float) -> bool:
     if not any(sign in f"{given}{wanted}" for sign in ".eE"):
         return False
     try:
-        return math.isclose(float(given), float(wanted), rel_tol=tolerance, abs_tol=tolerance)
+        return _close(float(given), float(wanted), tolerance)
     except ValueError:
+        return False
+
+
+def _close(given: float, wanted: float, tolerance: float) -> bool:
+    try:
+        return math.isclose(given, wanted, rel_tol=tolerance, abs_tol=tolerance)
+    except OverflowError:
+        # A whole number beyond the largest float.
         return False
 
 
@@ -361,5 +369,5 @@ def _same_value(given: object, wanted: object, tolerance: float) -> bool:
         return given is wanted
     if isinstance(given, int | float) and isinstance(wanted, int | float):
         exact = isinstance(given, int) and isinstance(wanted, int)
-        return given == wanted if exact else math.isclose(given, wanted, rel_tol=tolerance, abs_tol=tolerance)
+        return given == wanted if exact else _close(given, wanted, tolerance)
     return given == wanted

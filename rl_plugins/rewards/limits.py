@@ -15,17 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.redaction import is_secret
+from rl_plugins.redaction import is_secret, without_password
 
 # Names beside the names of `is_secret`. TOKENIZERS_PARALLELISM holds no token.
 _FURTHER_NAME = re.compile(r"token(?!iz)|^AWS_|^SSH_AUTH_SOCK$", re.IGNORECASE)
-_ADDRESS_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 _MIB = 2**20
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def withheld_names(environment: Mapping[str, str], pass_env: Sequence[str]) -> list[str]:
-    """Return the names of variables with secrets, judged by their names, or by an address with a password.
+    """Return the names of variables with secrets, judged by their names, or by an address with a secret.
 
     Args:
         environment: Variables by name.
@@ -34,8 +33,7 @@ def withheld_names(environment: Mapping[str, str], pass_env: Sequence[str]) -> l
     return [
         name
         for name, value in environment.items()
-        if name not in pass_env
-        and (is_secret(name) or _FURTHER_NAME.search(name) or _ADDRESS_WITH_PASSWORD.search(value))
+        if name not in pass_env and (is_secret(name) or _FURTHER_NAME.search(name) or without_password(value) != value)
     ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol
 
-from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, check_ranges
+from rl_plugins.config.settings import AT_LEAST_1, SECONDS, check_ranges
 
 Limit = Literal["", "cpu", "wall", "memory", "output", "processes"]
 """Limit that ended a program; empty if the program ended by itself."""
@@ -47,7 +47,7 @@ class SandboxLimits:
         Raises:
             ConfigError: A limit is out of its range.
         """
-        check_ranges(float, ABOVE_0, cpu_s=self.cpu_s, wall_s=self.wall_s)
+        check_ranges(float, SECONDS, cpu_s=self.cpu_s, wall_s=self.wall_s)
         whole = {field.name: getattr(self, field.name) for field in fields(self) if not field.name.endswith("_s")}
         check_ranges(int, AT_LEAST_1, **whole)
 

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from rl_plugins.algorithms.aggregation import GlobalCounts
 from rl_plugins.algorithms.inputs import one_rank
-from rl_plugins.connections import ListeningStore, StoreAddress, join_store
+from rl_plugins.connections import ListeningStore, StoreAddress, join_store, own_address
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.errors import UserError
@@ -197,7 +197,7 @@ class CriticActor:
         self._work = ThreadPoolExecutor(max_workers=1)
         self._store: ListeningStore | None = None
         if first is None and config.actors > 1:
-            self._store = ListeningStore(_own_address(), config.ready_timeout_s)
+            self._store = ListeningStore(own_address(), config.ready_timeout_s)
         self._learner = self._work.submit(self._start, training, first)
 
     def _start(self, training: CriticTraining, first: Any) -> CriticLearner:
@@ -283,9 +283,3 @@ class CriticActor:
     def _run(self, work: Callable[[CriticLearner], T]) -> asyncio.Future[T]:
         # The same thread created the learner before, so `result` does not block the thread.
         return asyncio.get_running_loop().run_in_executor(self._work, lambda: work(self._learner.result()))
-
-
-def _own_address() -> str:
-    import ray
-
-    return str(ray.util.get_node_ip_address())

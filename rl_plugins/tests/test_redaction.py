@@ -24,6 +24,15 @@ from rl_plugins.tests.loops import for_each
         ("GET /x?access_token=abc&n=1", "GET /x?access_token=***&n=1"),
         ("HF_TOKEN=hf_1\nAWS_SECRET_ACCESS_KEY=a/b", "HF_TOKEN=***\nAWS_SECRET_ACCESS_KEY=***"),
         ("api_key=${oc.env:KEY} 'api_key': '${oc.env:KEY}'", "api_key=${oc.env:KEY} 'api_key': '${oc.env:KEY}'"),
+        (
+            "api_key=${oc.env:KEY,sk-1} 'api_key': '${oc.env:KEY,a b}'",
+            "api_key=${oc.env:KEY} 'api_key': '${oc.env:KEY}'",
+        ),
+        ("JUDGE_KEY=sk-1 MYSQL_PWD=a GH_PAT=b SENTRY_DSN=c", "JUDGE_KEY=*** MYSQL_PWD=*** GH_PAT=*** SENTRY_DSN=***"),
+        (
+            "https://h/a?x=1&sig=a%2Fb&y=2 s3://b/c?X-Amz-Signature=1a",
+            "https://h/a?x=1&sig=***&y=2 s3://b/c?X-Amz-Signature=***",
+        ),
     ],
 )
 def test_redacted_text_has_no_password_and_no_key(text: str, expected: str) -> None:
@@ -35,7 +44,8 @@ def test_redacted_text_has_no_password_and_no_key(text: str, expected: str) -> N
     [
         "models:/solver@champion", "http://host:5000/a@b", "s3://bucket/a@1", "sampling.max_tokens=abc: not a number",
         "stop_token_ids=[1,2] eos_token=</s> tokenizer=x max_token_age=3", "there is no token: make one",
-        "use_secret=true api_key=null", "put the token into ~/.ray/auth_token, where the head has it",
+        "use_secret=true api_key=null", "data.chosen_key=better label_key=sign PWD=/root", "find?signal=1&keys=2",
+        "put the token into ~/.ray/auth_token, where the head has it",
     ],
 )  # fmt: skip
 def test_redacted_text_keeps_all_that_is_no_secret(text: str) -> None:
@@ -68,6 +78,23 @@ def test_redacted_value_removes_secrets_at_all_depths_and_keeps_expressions() ->
     }  # fmt: skip
 
 
+@for_each(
+    ("name", "value", "expected"),
+    [
+        ("api_key", "${oc.env:KEY,sk-1}", "${oc.env:KEY}"),
+        ("api_key", "sk-${oc.env:REST}", "***${oc.env:REST}"),
+        ("uri", "http://me:word@${oc.env:HOST}:${oc.env:PORT,5000}", "http://${oc.env:HOST}:${oc.env:PORT,5000}"),
+        ("uri", "http://me:${oc.env:WORD,word}@host", "http://me:${oc.env:WORD}@host"),
+        ("uri", "http://${oc.env:TOKEN}@host/${run.name}", "http://${oc.env:TOKEN}@host/${run.name}"),
+        ("uri", "http://ab${oc.env:TOKEN}@host", "http://host"),
+        ("uri", "s3://${bucket}/a?sig=1&x=${oc.env:X,2}", "s3://${bucket}/a?sig=***&x=${oc.env:X,2}"),
+        ("path", "${oc.env:${name},a}/b@c", "${oc.env:${name},a}/b@c"),
+    ],
+)
+def test_redacted_value_removes_secrets_around_expressions(name: str, value: str, expected: str) -> None:
+    assert redacted_value(value, name) == expected
+
+
 def test_redacted_words_removes_values_with_blanks_and_words_behind_options() -> None:
     words = ["grpo", "++judge.password=a b c", "--api-key", "sk-1", "tracking.uri=http://me:word@host", "run.name=a=b"]
     assert redacted_words(words) == [
@@ -76,6 +103,15 @@ def test_redacted_words_removes_values_with_blanks_and_words_behind_options() ->
 
 
 def test_is_secret_judges_options_and_variables_by_name() -> None:
-    secret = ["api_key", "HF_TOKEN", "auth-token", "JUDGE_APIKEY", "db_passwd", "client_secret", "GOOGLE_CREDENTIALS"]
+    secret = [
+        "api_key",
+        "HF_TOKEN",
+        "auth-token",
+        "JUDGE_APIKEY",
+        "db_passwd",
+        "client_secret",
+        "GOOGLE_CREDENTIALS",
+        "JUDGE_KEY",
+    ]
     harmless = ["max_tokens", "tokenizer", "label_key", "stop_token_ids", "max_token_age", "pad_token", "keys"]
     assert [name for name in secret + harmless if is_secret(name)] == secret

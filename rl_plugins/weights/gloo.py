@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.connections import ListeningStore, StoreAddress, join_store
+from rl_plugins.connections import ListeningStore, StoreAddress, join_store, own_address
 from rl_plugins.errors import DeadlineExceeded, EngineLost
 from rl_plugins.weights.layout import LoadWeights, dtype_name, dtype_named
 from rl_plugins.weights.shared_memory import EngineClient
@@ -107,7 +107,7 @@ class GlooSender:
         self._buffers = _buffers(self._buckets)
         if engines:
             self._world_size = 1 + len(engines) * num_receivers
-            self._store: ListeningStore | None = ListeningStore(host or _own_address(), timeout_s)
+            self._store: ListeningStore | None = ListeningStore(host or own_address(), timeout_s)
         self._together(lambda: self._open(num_receivers, bucket_bytes))
 
     def _open(self, num_receivers: int, bucket_bytes: int) -> None:
@@ -327,12 +327,6 @@ class _Group:
         """Close all connections. Waiting processes get an error, except processes with half a bucket."""
         self._pending.clear()
         self._gloo = None
-
-
-def _own_address() -> str:
-    import ray
-
-    return str(ray.util.get_node_ip_address())
 
 
 def _buffers(parts: Sequence[Bucket]) -> list[Tensor]:

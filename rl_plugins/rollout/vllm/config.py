@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from rl_plugins.config.rollout import ADAPTER_RANKS, EngineOptions, check_engine_arguments
-from rl_plugins.config.settings import ABOVE_0, ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, one_of
+from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, SECONDS, one_of
 from rl_plugins.errors import ConfigError
 
 CPU_ENVIRONMENT = {
@@ -71,8 +71,8 @@ class VLLMConfig(EngineOptions):
     sleep: Annotated[str, one_of("none", "kv_cache", "all")] = "kv_cache"
     lora_rank: Annotated[int, NOT_NEGATIVE] = 0
     bucket_mb: Annotated[int, AT_LEAST_1] = 64
-    ready_timeout_s: Annotated[float, ABOVE_0] = 300.0
-    stall_timeout_s: Annotated[float, ABOVE_0] = 120.0
+    ready_timeout_s: Annotated[float, SECONDS] = 300.0
+    stall_timeout_s: Annotated[float, SECONDS] = 120.0
     vllm: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     return_experts: bool = False

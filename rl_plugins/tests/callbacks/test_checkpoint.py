@@ -1,4 +1,4 @@
-"""Checkpoints: the random state of the worker's device."""
+"""Checkpoints: the random state of the worker's device, and old checkpoints."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.stage import Stage
 from rl_plugins.tests.callbacks.training import build_policy
 from rl_plugins.tests.stages import canned
@@ -51,3 +52,17 @@ def test_checkpoint_has_the_random_state_of_the_workers_own_device(
     trainer = trainer_on(torch.device("cuda", 1), checkpoint)
     PolicyCheckpoint(tmp_path, every=1).on_train_start(trainer, trainer.lightning_module)
     assert restored == {torch.device("cuda", 1): torch.tensor(3)}
+
+
+def test_checkpoint_continues_if_an_old_checkpoint_cannot_be_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    for step in (2, 3):
+        folder.checkpoint(step).mkdir(parents=True)
+    # The content of a link is not removed.
+    (tmp_path / "elsewhere").mkdir()
+    folder.checkpoint(1).symlink_to(tmp_path / "elsewhere")
+    PolicyCheckpoint(folder.path, every=1, keep_last=1)._remove_old()
+    assert folder.checkpoints() == [folder.checkpoint(3)] and (tmp_path / "elsewhere").is_dir()
+    assert f"{folder.checkpoint(1)} cannot be removed" in capsys.readouterr().out

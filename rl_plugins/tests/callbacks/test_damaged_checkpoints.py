@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,6 +49,21 @@ def test_export_checkpoint_names_a_damaged_file(folder: RunFolder, tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"state has another content .*: export another checkpoint"):
         export_checkpoint(folder.checkpoint(2), tmp_path / "out", model)
     export_checkpoint(folder.checkpoint(1), tmp_path / "out", model)
+
+
+def test_export_checkpoint_refuses_weights_that_are_not_finite(folder: RunFolder, tmp_path: Path) -> None:
+    model = str(save_tiny_policy(tmp_path / "model", hidden_size=32, intermediate_size=48))
+    state = folder.checkpoint(2) / "state"
+    content = torch.load(state, weights_only=True)
+    name = next(name for name in content["state_dict"] if name.startswith("policy."))
+    content["state_dict"][name].view(-1)[-1] = math.nan
+    state.unlink()
+    torch.save(content, state)
+    rewrite_manifest(folder.checkpoint(2))
+    message = rf"NaN or infinite: 1 of \d+ parameters, {re.escape(name.removeprefix('policy.'))} first: export another"
+    with pytest.raises(CheckpointError, match=message):
+        export_checkpoint(folder.checkpoint(2), tmp_path / "out", model)
+    assert not (tmp_path / "out").exists()
 
 
 def test_export_checkpoint_on_a_full_disk_leaves_nothing(folder: RunFolder, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ JUDGE = ["model.path=m", "reward=judge", "reward.judge.url=http://localhost:8000
         ({"request": "top_p=1"}, "request=top_p=1: must be a mapping"),
         ({"low": 10.0}, "low=10: must be below high=10"),
         ({"low": float("nan")}, "low=nan"),
-        ({"votes": 0}, "votes=0: must be at least 1"),
+        ({"votes": 0}, "votes=0: must be from 1 to 100"),
         ({"votes": 3}, "votes=3: with temperature=0 all votes are equal"),
         ({"template": "{response} {anwser}"}, ": there is no {anwser}: use prompt, response"),
         ({"template": "{responses}"}, "did you mean {response}?"),
@@ -118,7 +118,7 @@ def test_recipe_gives_the_judge_to_rewards_and_writes_options_once() -> None:
 @for_each(
     ("options", "message"),
     [
-        (["reward.judge.votes=0"], "reward.judge.votes=0: must be at least 1"),
+        (["reward.judge.votes=0"], "reward.judge.votes=0: must be from 1 to 100"),
         (["reward.judge.wait_s=1000"], "reward.deadline_s=900 is below the 1060 s of reward.judge.wait_s=1000"),
         (
             ["placement.num_workers=2", "strategy.collective_timeout_s=600"],

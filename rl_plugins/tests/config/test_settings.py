@@ -103,6 +103,9 @@ def test_all_numbers_of_a_recipe_refuse_infinity_and_nan() -> None:
             "max_response_tokens=-1: must be at least 1",
         ),
         (lambda: RewardPool({}, num_workers=1, deadline_s=math.nan), "deadline_s=nan: must be a finite number"),
+        (lambda: RewardPool({}, num_workers=1, deadline_s=1e7), "deadline_s=10000000.0: must be above 0 and at most"),
+        (lambda: RewardPool({}, num_workers=5000, deadline_s=1), "num_workers=5000: must be from 0 to 4096"),
+        (lambda: RunConfig(seed=2**32), "seed=4294967296: must be from 0 to 4294967295"),
         (
             lambda: RewardPool({}, num_workers=1, deadline_s=1, max_failure_rate=2),
             "max_failure_rate=2: must be",

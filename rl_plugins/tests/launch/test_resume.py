@@ -130,8 +130,9 @@ def test_run_recipe_says_that_the_run_is_finished(
     [
         lambda run: run.export.rmdir(),
         lambda run: run.finished.unlink(),
+        lambda run: run.finished.write_text(""),
     ],
-    ids=["export removed", "killed between export and the note of the end"],
+    ids=["export removed", "killed between export and the note of the end", "damaged note of the end"],
 )
 def test_run_recipe_goes_on_with_a_trained_run_without_an_export(
     change: Callable[[RunFolder], None], starts: list[str | None], tmp_path: Path

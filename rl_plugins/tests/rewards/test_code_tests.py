@@ -56,6 +56,7 @@ def test_program_of_takes_the_last_whole_block() -> None:
         (ADD, {"inputs": ["1\n2", '"a"\n"b"'], "outputs": ["3", '"ab"'], "fn_name": "add"}, 1.0),
         (ADD, [{"input": "1\n2", "output": "3", "testtype": "functional", "func_name": "add"}], 1.0),
         ("def other(): pass", CALLS, 0.0),
+        ("def power(): return 10**400", {"inputs": [[]], "outputs": [0.5], "fn_name": "power"}, 0.0),
         (ADD, STATEMENTS, 1.0),
         ("def add(a, b): return 3", STATEMENTS, 0.5),
         (ADD, {"test_list": STATEMENTS, "test_setup_code": "import math"}, 1.0),

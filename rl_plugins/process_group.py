@@ -1,0 +1,99 @@
+"""Process group of the training workers of Ray Train, with a store that only the run can use.
+
+Ray's own `TorchConfig` lets torch start a store that listens on all addresses of the machine and answers everybody: a
+stranger could change the addresses under which ranks find each other, and stand between two ranks. Ranks unpickle
+objects of other ranks. Here the store listens on one address, and its keys begin with a random prefix, which reaches
+the workers through Ray.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from ray.train.torch import TorchConfig
+from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
+from typing_extensions import override
+
+from rl_plugins.connections import ListeningStore, StoreAddress, join_store, own_address
+
+if TYPE_CHECKING:
+    from ray.train._internal.base_worker_group import BaseWorkerGroup
+
+_GRACE_S = 60.0
+_STORE: list[ListeningStore] = []
+"""Store of the group in the process of rank 0. Groups that are made later use the store, too."""
+
+
+class _Workers(Protocol):
+    """Training workers of Ray Train."""
+
+    def __len__(self) -> int: ...
+
+    def execute(self, function: Callable[..., object], *arguments: object, **options: object) -> list[Any]:
+        """Call a function on all workers, and return the results."""
+
+    def execute_single(self, rank: int, function: Callable[..., object], *arguments: object) -> Any:
+        """Call a function on a worker, and return the result."""
+
+    def execute_single_async(self, rank: int, function: Callable[..., object], *arguments: object) -> Any:
+        """Start a function on a worker, and return Ray's reference to the result."""
+
+
+@dataclass
+class PrivateTorchConfig(TorchConfig):
+    """Settings of the process group of Ray Train's `TorchTrainer`. The recipes use this class.
+
+    Args:
+        backend: `gloo` or `nccl`; None chooses by the resources of the workers.
+        timeout_s: seconds until a collective call is late.
+
+    Example:
+        trainer = TorchTrainer(train, torch_config=rl.PrivateTorchConfig(), scaling_config=...)
+    """
+
+    @property
+    @override
+    def backend_cls(self) -> type[_TorchBackend]:
+        return _PrivateTorchBackend
+
+
+class _PrivateTorchBackend(_TorchBackend):
+    @override
+    def on_start(self, worker_group: BaseWorkerGroup, backend_config: TorchConfig) -> None:
+        import ray
+
+        workers: _Workers = worker_group
+        resources = worker_group.get_resources_per_worker()
+        backend = backend_config.backend or ("nccl" if resources.get("GPU") else "gloo")
+        address = workers.execute_single(0, _listen, backend_config.timeout_s)
+        workers.execute(_set_torch_distributed_env_vars)
+        started = [
+            workers.execute_single_async(rank, _join, address, backend, rank, len(workers), backend_config.timeout_s)
+            for rank in range(len(workers))
+        ]
+        # A rank without the others ends with an error of its own before.
+        ray.get(started, timeout=backend_config.timeout_s + _GRACE_S)
+
+
+def _listen(timeout_s: float) -> StoreAddress:
+    """Start the store of the group, and return its address."""
+    _STORE[:] = [ListeningStore(own_address(), timeout_s)]
+    return _STORE[0].address
+
+
+def _join(address: StoreAddress, backend: str, rank: int, world_size: int, timeout_s: float) -> None:
+    """Make this process a rank of the group."""
+    # Libraries that read these two find the store, and not the keys of the run.
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.host, str(address.port)
+    torch.distributed.init_process_group(
+        backend,
+        store=join_store(address, timeout_s),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
