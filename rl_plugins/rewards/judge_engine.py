@@ -10,7 +10,7 @@ from __future__ import annotations
 import http.client
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from threading import Event, Thread
@@ -24,6 +24,11 @@ from rl_plugins.rewards.child_process import ChildProcess
 from rl_plugins.rollout.vllm.config import engine_environment, executor_name
 
 _MODULE = "rl_plugins.rewards.judge_engine"
+_PATHS = ("/health", "/v1/chat/completions")
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+_Application = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 _RESTARTS = 10
 _PORT_TIMEOUT_S = 60.0
 _PROBE_S = 0.5
@@ -87,10 +92,34 @@ class JudgeEngineConfig:
             # The engine's own process ends with the server.
             "distributed_executor_backend": executor_name(1 if self.device == "cpu" else self.gpus),
             "api_key": [self.key],
+            "middleware": [f"{OnlyJudgePaths.__module__}.{OnlyJudgePaths.__name__}"],
             "use_tqdm_on_load": False,
             "uvicorn_log_level": "warning",
             "disable_uvicorn_access_log": True,
         }
+
+
+class OnlyJudgePaths:
+    """ASGI middleware of the server: all paths but those of a judge do not exist.
+
+    vLLM asks for the key at some paths only. Without the key, other users of the machine could use the engine.
+
+    Args:
+        app: vLLM's application.
+    """
+
+    def __init__(self, app: _Application) -> None:
+        self._app = app
+
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        """Answer a request."""
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in _PATHS):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await send({"type": "http.response.start", "status": http.client.NOT_FOUND, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await send({"type": "websocket.close"})
 
 
 class JudgeEngine:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -12,7 +14,7 @@ from rl_plugins.connections import free_port
 from rl_plugins.errors import ConfigError, DeadlineExceeded
 from rl_plugins.launch.placement import roles_of
 from rl_plugins.rewards import judge_engine
-from rl_plugins.rewards.judge_engine import JudgeEngine, JudgeEngineConfig
+from rl_plugins.rewards.judge_engine import JudgeEngine, JudgeEngineConfig, OnlyJudgePaths
 from rl_plugins.tests.launch.configurations import configured
 from rl_plugins.tests.patience import patient
 
@@ -47,11 +49,33 @@ def test_judge_engine_config_has_the_options_of_the_recipe(monkeypatch: pytest.M
     arguments = engine.arguments
     assert arguments["model"] == "/models/judge/snapshot" and arguments["served_model_name"] == ["/models/judge"]
     assert arguments["max_model_len"] == 256 and arguments["enforce_eager"] and arguments["api_key"] == ["secret"]
+    module, _, name = arguments["middleware"][0].rpartition(".")
+    assert getattr(import_module(module), name) is OnlyJudgePaths
     config = configured("grpo", *JUDGE, "placement.judge.gpus=4")
     config.set_device("cuda")
     arguments = JudgeEngineConfig.of(config, "secret").arguments
     assert arguments["tensor_parallel_size"] == 4 and "enforce_eager" not in arguments
     assert arguments["distributed_executor_backend"].endswith(".OneForAllExecutor")
+
+
+def test_server_of_a_judge_has_no_other_paths() -> None:
+    async def ask(kind: str, path: str) -> list[Any]:
+        sent: list[Any] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            sent.append("answered")
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("status", message["type"]))
+
+        await OnlyJudgePaths(app)({"type": kind, "path": path}, lambda: None, send)  # type: ignore[arg-type]
+        return sent
+
+    for kind, path in (("http", "/health"), ("http", "/v1/chat/completions"), ("lifespan", "")):
+        assert asyncio.run(ask(kind, path)) == ["answered"]
+    for path in ("/invocations", "/v1/completions", "/tokenize", "/health/", ""):
+        assert asyncio.run(ask("http", path)) == [404, "http.response.body"]
+    assert asyncio.run(ask("websocket", "/v1/realtime")) == ["websocket.close"]
 
 
 def test_roles_of_has_a_role_for_the_engines_of_a_judge() -> None:
