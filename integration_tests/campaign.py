@@ -137,6 +137,7 @@ class Outcome:
         number: number of the kill among the kills of the kind.
         moment: moment of the kill.
         statuses: exit status of each start of the run.
+        killed: True if a process of the kind was found and killed.
         restart_s: seconds from the kill to the next row of metrics.
         differences: metrics, steps and files that differ from a run left alone.
         left: processes, shared memory and temporary files left behind.
@@ -146,14 +147,15 @@ class Outcome:
     number: int
     moment: Moment
     statuses: list[int]
+    killed: bool
     restart_s: float
     differences: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
     @property
     def good(self) -> bool:
-        """True if nothing differs, and nothing is left."""
-        return self.statuses[-1] == 0 and not self.differences and not self.left
+        """True if a process was killed, nothing differs, and nothing is left."""
+        return self.killed and self.statuses[-1] == 0 and not self.differences and not self.left
 
 
 class Campaign:
@@ -199,12 +201,12 @@ class Campaign:
                 server = Server(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="server"))))
                 stack.callback(server.close)
                 server.start()
-            statuses, restart_s = _run_with_kill(start, kind, moment, server)
+            statuses, killed, restart_s = _run_with_kill(start, kind, moment, server)
             differing = differences(self._folder / "outputs" / name, whole)
             if server is not None:
                 differing += _missing_on(server, self._folder / "outputs" / name)
             left = left_behind(name, temporary, memory)
-        outcome = Outcome(kind, number, moment, statuses, round(restart_s, 1), differing, left)
+        outcome = Outcome(kind, number, moment, statuses, killed, round(restart_s, 1), differing, left)
         with (self._folder / "results.jsonl").open("a") as results:
             results.write(json.dumps(asdict(outcome)) + "\n")
         return outcome
@@ -233,11 +235,12 @@ class Campaign:
 
 def _run_with_kill(
     start: Callable[..., Recipe], kind: str, moment: Moment, server: Server | None
-) -> tuple[list[int], float]:
+) -> tuple[list[int], bool, float]:
     """Start a run, kill a process, and start the run again until its end.
 
     Returns:
-        Exit status of each start, and the seconds from the kill to the next row of metrics.
+        Exit status of each start, True if a process was killed, and the seconds from the kill to the next row of
+        metrics.
     """
     overrides = () if server is None else (f"tracking.uri={server.uri}", "tracking.experiment=kills")
     run, statuses = start(*overrides), list[int]()
@@ -246,6 +249,7 @@ def _run_with_kill(
     elif server is None:
         run.wait_until(partial(KINDS[kind].find, run), kind, 1800)
     time.sleep(moment.delay_s)
+    killed = server is not None
     if server is not None:
         server.kill()
         server.start()
@@ -254,15 +258,16 @@ def _run_with_kill(
         with suppress(AssertionError, IndexError, psutil.NoSuchProcess):
             run.wait_until(partial(KINDS[kind].find, run), kind, 120)
             KINDS[kind].find(run)[0].kill()
-    killed, rows = time.monotonic(), len(run.metrics())
+            killed = True
+    killed_at, rows = time.monotonic(), len(run.metrics())
     while not _goes_on(run, rows) and len(statuses) < STARTS - 1:
         statuses.append(run.wait())
         run = start(*overrides)
-    restart_s = time.monotonic() - killed
+    restart_s = time.monotonic() - killed_at
     statuses.append(run.wait(1800))
     while statuses[-1] and len(statuses) < STARTS:
         statuses.append(start(*overrides).wait(1800))
-    return statuses, restart_s
+    return statuses, killed, restart_s
 
 
 def _goes_on(run: Recipe, rows: int) -> bool:
@@ -365,7 +370,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for kind in KINDS:
-        if found := [outcome for outcome in outcomes if outcome.kind == kind]:
+        if found := [outcome for outcome in outcomes if outcome.kind == kind and outcome.killed]:
             seconds = [outcome.restart_s for outcome in found]
             same = sum(outcome.statuses[-1] == 0 and not outcome.differences for outcome in found)
             clean = sum(not outcome.left for outcome in found)
@@ -392,7 +397,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments (default: %(default)s)")
     options = parser.parse_args(arguments)
     campaign = Campaign(options.folder, options.seed)
-    done = {(outcome.kind, outcome.number) for outcome in campaign.results()}
+    done = {(outcome.kind, outcome.number) for outcome in campaign.results() if outcome.killed}
     # All kinds in turn, so that a stopped campaign has results of each kind.
     for number in range(options.times):
         for kind in options.kinds:

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -28,8 +28,8 @@ from integration_tests.campaign import (
 )
 from rl_plugins.run_folder import append_metrics
 
-LOST = Outcome("engine", 0, Moment(3, 0.5), [0], 8.2)
-BAD = Outcome("engine", 1, Moment(0, 0.1), [69, 0], 30.0, ["train/loss"], ["process ray::IDLE"])
+LOST = Outcome("engine", 0, Moment(3, 0.5), [0], True, 8.2)
+BAD = Outcome("engine", 1, Moment(0, 0.1), [69, 0], True, 30.0, ["train/loss"], ["process ray::IDLE"])
 
 
 @pytest.mark.extended
@@ -40,13 +40,14 @@ def test_run_that_loses_an_environment_worker_ends_with_the_same_bits(tmp_path: 
         "sampling.max_tokens=6",
     )  # fmt: skip
     outcome = Campaign(tmp_path, options=options).run("environment worker", 0, Moment(2, 0))
-    assert outcome.statuses == [0] and outcome.differences == []
+    assert outcome.killed and outcome.statuses == [0] and outcome.differences == []
 
 
 def test_read_results_goes_on_after_a_torn_line_and_write_page_keeps_the_text_around_the_table(tmp_path: Path) -> None:
     lines = [json.dumps(asdict(outcome)) for outcome in (LOST, BAD)]
     (tmp_path / "results.jsonl").write_text("\n".join([lines[0], lines[1][:40], lines[1]]))
     assert read_results(tmp_path) == [LOST, BAD] and LOST.good and not BAD.good
+    assert not replace(LOST, killed=False).good
     assert read_results(tmp_path / "none") == []
     row = "| engine | 2 | 1 | 1 | 1 | 19, 30 |"
     assert table([LOST, BAD]).splitlines()[2:] == [row]

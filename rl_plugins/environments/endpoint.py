@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _ENDED_KEYS = 100_000
 """Number of ended trajectories whose keys are still known."""
+_MOST_BYTES = 16 * 2**20
+"""Largest body of a call. A context of a million tokens has some 5 MiB."""
 _CLOSE_S = 10.0
 """Longest wait for the end of the server, in seconds."""
 _ENDED = "the trajectory of this key has ended: an agent makes no call after the return of its reward"
@@ -206,7 +208,9 @@ class Endpoint:
         trajectory = self._trajectory_of(request)
         if isinstance(trajectory, HttpAnswer):
             return _response(trajectory)
-        body = await request.body()
+        body = await _body_of(request)
+        if body is None:
+            return _response(self._error(413, f"the call has more than {_MOST_BYTES} bytes: send a shorter history"))
         # The clients of OpenAI number their repetitions.
         is_repeated = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         call = Received(trajectory, body, is_repeated, asyncio.get_running_loop().create_future())
@@ -275,6 +279,17 @@ def listening_on(host: str) -> socket.socket:
     # the body of an answer waits 40 ms for the client to confirm the headers.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
+
+
+async def _body_of(request: Request) -> bytes | None:
+    """Return the body of a call; None for a body beyond `_MOST_BYTES`, which is not read to its end."""
+    parts, size = list[bytes](), 0
+    async for part in request.stream():
+        size += len(part)
+        if size > _MOST_BYTES:
+            return None
+        parts.append(part)
+    return b"".join(parts)
 
 
 def _response(answer: HttpAnswer) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pyarrow as pa
@@ -241,3 +242,19 @@ def test_sender_leaves_no_run_in_the_store_without_mlflow_run_id(store, folder, 
     client = MlflowClient(store)
     (found,) = client.search_experiments(filter_string=f"name = '{experiment}'")
     assert client.search_runs([found.experiment_id]) == []
+
+
+def test_sender_leaves_out_calls_beyond_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sender_module, "_LONGEST_QUEUE", 3)
+    away = sender_module.RunSender("http://away", "grpo", RunFolder(tmp_path), RunDescription())
+    # A thread that takes no call.
+    away._thread = threading.Thread()
+    for _ in range(5):
+        away.submit(lambda run: None)
+    away.send_metrics()
+    assert away._queue.qsize() == 4
+    assert [record.getMessage() for record in caplog.records] == [
+        "3 calls wait for MLflow at http://away: further traces and tables are left out until it takes calls"
+    ]
