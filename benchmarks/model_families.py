@@ -116,6 +116,7 @@ def options(run: str, row: Row, folder: Path) -> list[str]:
             "reward.functions.default={_target_: integration_tests.rewards.shortness}",
         ]  # fmt: skip
         if has_routers(row.family):
+            found += ["model.lora.experts=true"] if run == "lora" else []
             found += ["model.router_replay=recompute", "model.router_losses.balance=0.01", "batch.updates_per_step=2"]
     if row.family in _RECURRENT:
         found.append("rollout.prefix_caching=false")

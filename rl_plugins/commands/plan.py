@@ -258,6 +258,7 @@ def workload_of(
         gradient_checkpointing=config.model.gradient_checkpointing,
         lora_rank=config.model.lora.rank,
         adapts_tower=config.model.lora.target_modules != LANGUAGE_MODEL,
+        adapts_experts=config.model.lora.experts,
         merged=config.rollout.lora == "merged",
         critics=critics,
         frozen=frozen,

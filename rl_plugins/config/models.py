@@ -64,6 +64,7 @@ class LoraConfig(Settings):
             with the names of experts' layers; `language-model` for these layers without the vision tower and the
             projector of a vision-language model; a list of layer names (`q_proj`), or a regular expression for full
             layer names.
+        experts: adapter of the experts of a mixture, too: a change of each expert's matrices, with the same rank.
 
     Source: LoRA, https://arxiv.org/abs/2106.09685.
     """
@@ -72,6 +73,7 @@ class LoraConfig(Settings):
     alpha: Annotated[float, ABOVE_0] = 32.0
     dropout: Annotated[float, FROM_0_TO_BELOW_1] = 0.0
     target_modules: Annotated[Any, _LAYERS] = "all-linear"
+    experts: bool = False
 
 
 def no_adapter() -> LoraConfig:

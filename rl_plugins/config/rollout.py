@@ -210,9 +210,14 @@ def check_engine_adapter(path: str, model: Mapping[str, Any], lora: LoraConfig) 
         lora: settings of the adapter, which the engine applies.
 
     Raises:
-        ConfigError: the model is a vision-language model, and other layers than those of its language model may have an
-            adapter. vLLM leaves out the adapter of the vision tower.
+        ConfigError: experts have an adapter; or the model is a vision-language model, and other layers than those of
+            its language model may have an adapter. vLLM leaves out the adapter of the vision tower.
     """
+    if lora.rank and lora.experts:
+        raise ConfigError(
+            "model.lora.experts=true: vLLM applies no adapter to experts: use rollout.lora=merged, which sends whole "
+            "weights"
+        )
     if lora.rank and lora.target_modules != LANGUAGE_MODEL and reads_images(model):
         raise ConfigError(
             f"{path}: vLLM applies adapters to the language model of a vision-language model alone: use "

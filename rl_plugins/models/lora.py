@@ -1,10 +1,11 @@
-"""LoRA adapters: training of a low-rank change of linear layers, `scaling * B A`, with frozen base weights.
+"""LoRA adapters: training of a low-rank change of linear layers and experts, `scaling * B A`, with frozen base weights.
 
 peft makes the adapter, and a model with an adapter is a `PeftModel`. With the adapter off, the model computes the
 outputs of the base model, so a reference model needs no second copy. Rollout engines and exports get merged weights:
 the sum of base weight and change, computed for one layer at a time.
 
-Axes: `O` output features, `I` input features, `R` rank, `N` elements of a flattened weight.
+Axes: `E` experts, `O` output features, `I` input features, `R` rank, `N` elements of a flattened weight. A linear layer
+has one expert.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
         config: Settings of the adapter.
 
     Raises:
-        ConfigError: `target_modules` names layers that the model does not have or that are not linear.
+        ConfigError: `target_modules` names layers that the model does not have or that are not linear, or the model has
+            no experts.
     """
     import peft
 
@@ -68,6 +70,7 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number will do
         lora_dropout=config.dropout,
         target_modules=targets,
+        target_parameters=_expert_parameters(model) if config.experts else None,
         exclude_modules=heads or None,
         modules_to_save=heads or None,
         task_type=peft.TaskType.CAUSAL_LM if is_causal else peft.TaskType.TOKEN_CLS,
@@ -80,6 +83,7 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
             f"LoraConfig: target_modules={targets} does not fit {type(model).__name__}: {error}"
         ) from None
     adapted_layers(adapted)
+    _gather_experts_together(adapted)
     if (name := model_name(pretrained.name_or_path or "")) is not None:
         # peft loads the base model of an adapter by these two.
         settings.base_model_name_or_path, settings.revision = name.repository, name.revision
@@ -102,6 +106,30 @@ def _targets(model: nn.Module, target_modules: Any) -> str | list[str]:
     # peft adds the experts to all linear layers, and to each list with the name of a layer of experts.
     chosen = sorted(names - {"lm_head"} - (_EXPERT_LAYERS if has_experts else set()))
     return rf"{re.escape(part)}\.(?:.*\.)?(?:{'|'.join(chosen)})" if part else chosen
+
+
+def _expert_parameters(model: nn.Module) -> list[str]:
+    """Return the ends of the names of all parameters with the matrices of a layer's experts [E, O, I] or [E, I, O]."""
+    found = {
+        ".".join(name.split(".")[-2:])
+        for name, parameter in model.named_parameters()
+        if ".experts." in name and len(getattr(parameter, "ds_shape", parameter.shape)) == 3
+    }
+    if not found:
+        raise ConfigError(f"LoraConfig: experts=True, and {type(model).__name__} has no experts: leave experts out")
+    return sorted(found)
+
+
+def _gather_experts_together(model: nn.Module) -> None:
+    """Let ZeRO-3 gather experts and their adapters together: peft reads both before the pass of the experts begins."""
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is None:
+        return
+    from peft.tuners.lora import ParamWrapper
+
+    for layer in model.modules():
+        if isinstance(layer, ParamWrapper):
+            deepspeed.utils.set_z3_leaf_module(layer, True)
 
 
 def has_adapter(model: nn.Module) -> TypeGuard[PeftModel]:
@@ -127,9 +155,10 @@ def adapted_layers(model: PeftModel) -> dict[str, Any]:
     """Return the layers with an adapter, by the names of their base weights in the model.
 
     Raises:
-        ConfigError: An adapter does something other than add `scaling * B A` to the weight of a linear layer.
+        ConfigError: An adapter does something other than add `scaling * B A` to the weight of a linear layer or to the
+            matrices of experts.
     """
-    from peft.tuners.lora import Linear
+    from peft.tuners.lora import Linear, ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = {}
@@ -137,13 +166,14 @@ def adapted_layers(model: PeftModel) -> dict[str, Any]:
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
-        weight = f"{name}.base_layer.weight"
-        plain = isinstance(layer, Linear) and not layer.lora_variant and not any(layer.lora_bias.values())
+        weight = _weight_name(name, layer)
+        has_form = isinstance(layer, Linear) or (isinstance(layer, ParamWrapper) and layer.num_experts > 1)
+        plain = has_form and not layer.lora_variant and not any(layer.lora_bias.values())
         if not plain or layer.merged or len(layer.active_adapters) != 1:
             raise ConfigError(
                 f"the adapter of {name.removeprefix(_PREFIX)} ({type(layer).__name__}) is not one plain LoRA adapter "
-                "of a linear layer. Other adapters cannot be sent to a rollout engine or exported: choose other "
-                "target_modules, or another peft configuration"
+                "of a linear layer or of experts. Other adapters cannot be sent to a rollout engine or exported: "
+                "choose other target_modules, or another peft configuration"
             )
         if weight not in parameters:
             raise ConfigError(
@@ -152,6 +182,14 @@ def adapted_layers(model: PeftModel) -> dict[str, Any]:
             )
         layers[weight] = layer
     return layers
+
+
+def _weight_name(name: str, layer: Any) -> str:
+    """Return the name of the parameter that an adapter changes. peft puts one adapter of experts around another."""
+    inner = layer
+    while hasattr(inner, "base_layer"):
+        name, inner = f"{name}.base_layer", inner.base_layer
+    return f"{name}.{getattr(layer, 'parameter_name', 'weight')}"
 
 
 class MergedWeightSource:
@@ -209,7 +247,7 @@ class MergedWeightSource:
         """Return the files that peft saves for the adapter, by file name. Empty on all ranks but rank 0. Collective.
 
         Raises:
-            ConfigError: A layer outside of the language model of a vision-language model has an adapter.
+            ConfigError: Experts, or a layer outside of the language model of a vision-language model, have an adapter.
         """
         self._check_layers()
         weights = self.adapter()
@@ -220,6 +258,11 @@ class MergedWeightSource:
             return {path.name: path.read_bytes() for path in Path(folder).glob("adapter_*")}
 
     def _check_layers(self) -> None:
+        if experts := [name for name in self._layers if not name.endswith(".weight")]:
+            raise ConfigError(
+                f"the adapter changes {_base_name(experts[0], self._adapter)}, and vLLM applies no adapter to experts: "
+                "use lora_rank=0 in VLLMConfig, which merges the adapter into the weights"
+            )
         if not is_vision_language(self._model):
             return
         part = f"{_PREFIX}{language_model(self._model)}."
@@ -237,9 +280,7 @@ class MergedWeightSource:
         pairs = [(layer.lora_A[adapter].weight, layer.lora_B[adapter].weight) for layer in self._layers.values()]
         factors = iter(_full_tensors([factor for pair in pairs for factor in pair]))
         return {
-            name: _LowRankChange.of_factors(
-                next(factors), next(factors), layer.scaling[adapter], transposed=layer.fan_in_fan_out
-            )
+            name: _LowRankChange.of_factors(next(factors), next(factors), layer, layer.scaling[adapter])
             for name, layer in self._layers.items()
         }
 
@@ -251,25 +292,35 @@ def plain_weights(source: WeightSource, model: nn.Module) -> WeightSource:
 
 @dataclass(frozen=True)
 class _LowRankChange:
-    """Change `scaling * left @ right`, with the shape of the stored weight."""
+    """Change `scaling * left @ right` of each expert, with the shape of the stored weight."""
 
     left: Tensor
     right: Tensor
     scaling: float
 
     @classmethod
-    def of_factors(cls, A_RI: Tensor, B_OR: Tensor, scaling: float, *, transposed: bool) -> _LowRankChange:
-        # GPT-2 and similar models store transposed weights [I, O].
-        return cls(A_RI.T, B_OR.T, scaling) if transposed else cls(B_OR, A_RI, scaling)
+    def of_factors(cls, A: Tensor, B: Tensor, layer: Any, scaling: float) -> _LowRankChange:
+        """Return the change of a layer with the factors A [E * R, I] and B [O, R * E]."""
+        experts = getattr(layer, "num_experts", 1)
+        A_ERI, B_EOR = A.view(experts, -1, A.shape[1]), B.view(B.shape[0], -1, experts).permute(2, 0, 1)
+        # GPT-2 and similar models store transposed weights [I, O], and gpt-oss transposed experts.
+        transposed = layer.fan_in_fan_out if experts == 1 else not layer._did_swap_in_out_features
+        return cls(A_ERI.mT, B_EOR.mT, scaling) if transposed else cls(B_EOR, A_ERI, scaling)
 
     def add_to(self, part_N: Tensor, start: int) -> Tensor:
         """Return a part of the flattened weight, which begins at `start`, plus the change."""
-        width = self.right.shape[1]
-        first, last = start // width, -(-(start + part_N.numel()) // width)
+        width = self.right.shape[2]
+        size, end = self.left.shape[1] * width, start + part_N.numel()
         dtype = torch.promote_types(part_N.dtype, torch.float32)
-        rows = self.left[first:last].to(dtype) @ self.right.to(dtype)
-        change_N = rows.flatten()[start - first * width :][: part_N.numel()]
-        return torch.add(part_N.to(dtype), change_N, alpha=self.scaling).to(part_N.dtype)
+        changed_N = part_N.to(dtype, copy=True)
+        # One expert at a time: the changes of all experts need as much memory as the weight in float32.
+        for expert in range(start // size, -(-end // size)):
+            begin = max(start, expert * size)
+            first, last = (begin - expert * size) // width, -(-(min(end, (expert + 1) * size) - expert * size) // width)
+            rows = self.left[expert, first:last].to(dtype) @ self.right[expert].to(dtype)
+            change = rows.flatten()[begin - expert * size - first * width :][: end - begin]
+            changed_N[begin - start :][: change.numel()].add_(change, alpha=self.scaling)
+        return changed_N.to(part_N.dtype)
 
 
 def _full_tensors(parameters: list[nn.Parameter]) -> list[Tensor]:
@@ -288,4 +339,4 @@ def _base_name(name: str, adapter: str) -> str | None:
     """Return the name of a parameter in the base model. None for a parameter that the base model does not have."""
     if ".lora_A." in name or ".lora_B." in name or ".original_module." in name:
         return None
-    return name.removeprefix(_PREFIX).replace(".base_layer.", ".").replace(f".modules_to_save.{adapter}.", ".")
+    return re.sub(r"(?:\.base_layer)+\.", ".", name.removeprefix(_PREFIX)).replace(f".modules_to_save.{adapter}.", ".")

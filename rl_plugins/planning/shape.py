@@ -227,12 +227,13 @@ class ModelShape:
             return self.multiplied
         return self.multiplied - (self.layers - self._dense_blocks) * self.experts.unused(self.hidden, tokens)
 
-    def adapter(self, rank: int, *, with_tower: bool = True) -> int:
-        """Return the parameters of a LoRA adapter of all matrices of the blocks; experts have none.
+    def adapter(self, rank: int, *, with_tower: bool = True, with_experts: bool = False) -> int:
+        """Return the parameters of a LoRA adapter of all matrices of the blocks.
 
         Args:
             rank: Rank of the adapter.
             with_tower: The matrices of the vision tower have an adapter, too.
+            with_experts: The matrices of each expert have an adapter, too.
         """
         widths = [(self.hidden, self.q_width), (self.hidden, self.kv_width), (self.hidden, self.kv_width)]
         widths.append((self.q_width, self.hidden))
@@ -241,7 +242,11 @@ class ModelShape:
         elif self.experts.is_gated:
             widths.append((self.hidden, 1))
         of_tower = self.tower.adapter(rank) if self.tower is not None and with_tower else 0
-        return self.layers * rank * sum(a + b for a, b in widths) + of_tower
+        of_experts = 0
+        if self.experts is not None and with_experts:
+            widths_of_expert = 2 * self.hidden + 3 * self.experts.intermediate
+            of_experts = (self.layers - self._dense_blocks) * self.experts.number * rank * widths_of_expert
+        return self.layers * rank * sum(a + b for a, b in widths) + of_experts + of_tower
 
     def activation_bytes(self, width: int, copies: float = 1.0) -> float:
         """Return the bytes that a block keeps for one token of a row between forward and backward.

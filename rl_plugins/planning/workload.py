@@ -36,6 +36,7 @@ class Workload:
         gradient_checkpointing: Activations are computed again in the backward pass.
         lora_rank: Rank of the adapter if only an adapter is trained; 0 without an adapter.
         adapts_tower: The adapter changes the vision tower, too.
+        adapts_experts: The adapter changes the experts of a mixture, too.
         merged: The engine receives whole weights of a policy with an adapter.
         critics: Shapes of the critics, and of a process reward model: further trained models.
         frozen: Shapes of the models without training, by the names of the models.
@@ -59,6 +60,7 @@ class Workload:
     gradient_checkpointing: bool = False
     lora_rank: int = 0
     adapts_tower: bool = True
+    adapts_experts: bool = False
     merged: bool = False
     critics: Sequence[ModelShape] = ()
     frozen: Mapping[str, ModelShape] = field(default_factory=dict)
@@ -97,7 +99,9 @@ class Workload:
         """Parameters of the policy with a gradient."""
         if not self.lora_rank:
             return self.policy.parameters
-        return self.policy.adapter(self.lora_rank, with_tower=self.adapts_tower)
+        return self.policy.adapter(
+            self.lora_rank, with_tower=self.adapts_tower, with_experts=self.adapts_experts
+        )
 
     @property
     def sends_adapter(self) -> bool:

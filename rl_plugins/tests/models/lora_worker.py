@@ -22,6 +22,7 @@ from rl_plugins.tests.models.random_adapter import with_random_adapter
 from rl_plugins.weights.source import ModuleWeightSource
 
 CONFIG = LoraConfig(rank=3, alpha=6.0)
+EXPERTS = LoraConfig(rank=3, alpha=6.0, experts=True)
 ZERO: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1000},
     "train_micro_batch_size_per_gpu": 1,
@@ -132,3 +133,16 @@ def check_rank(rank: int, policy: str, folder: Path) -> None:
     assert adapters[0].keys() == adapters[1].keys()
     assert all(torch.equal(weight, adapters[1][name]) for name, weight in adapters[0].items())
     assert any("score" in name for name in adapters[0])
+
+
+def check_experts(rank: int, mixture: str) -> None:
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    with sharded_loading():
+        model = with_random_adapter(add_adapter(load_causal_lm(mixture, dtype=torch.float32), EXPERTS))
+    plain: Any = load_causal_lm(mixture, dtype=torch.float32)
+    base = plain(input_ids=torch.arange(6)[None]).logits.detach()
+    whole = with_random_adapter(add_adapter(plain, EXPERTS))
+    engine = engine_of(model)
+    check_merged(engine, whole)
+    check_training(engine, whole, base)
+    check_merged(engine, whole, atol=5e-5)

@@ -140,6 +140,14 @@ def test_adapter_counts_the_trained_parameters_of_peft(config):
     assert shape_of(config.to_dict(), "it").adapter(4) == trained
 
 
+@for_each("config", MIXTURES[:3])
+def test_adapter_counts_the_experts_of_peft(config):
+    model = AutoModelForCausalLM.from_config(config)
+    adapted = add_adapter(model, LoraConfig(rank=4, experts=True))
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert shape_of(config.to_dict(), "it").adapter(4, with_experts=True) == trained
+
+
 def kept_by_autograd(config, dtype, *, same_prompt):
     """Return the bytes of the tensors kept by a packed pass for the backward pass, without parameters."""
     model = AutoModelForCausalLM.from_config(config).to(dtype).train()

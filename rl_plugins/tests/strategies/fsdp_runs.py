@@ -308,6 +308,11 @@ def course_with_adapters(rank: int, layout: Layout, folder: Path, options: dict[
     return module.course
 
 
+def course_with_expert_adapters(rank: int, layout: Layout, folder: Path) -> Course:
+    """Return the course of a rank with an adapter of attention and experts."""
+    return trained(layout, rank, folder, lora=LoraConfig(rank=3, experts=True), gradient_checkpointing=True).course
+
+
 ADAPTERS: dict[str, Any] = {"lora": LoraConfig(rank=3), "critic_lora": LoraConfig(rank=2)}
 
 
