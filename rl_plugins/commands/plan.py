@@ -38,6 +38,13 @@ if TYPE_CHECKING:
 WITH_VALUES = {"gae", "bilevel_gae"}
 """Advantages that need a critic."""
 _ROWS = 12
+_QUANTIZED = {
+    **dict.fromkeys(
+        ("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "int8_per_channel_weight_only"), 1.0
+    ),
+    **dict.fromkeys(("nvfp4_per_token", "mxfp4"), 0.56),
+}
+"""Bytes of a number, with its scale, in the matrices of an engine with an option of `rollout.vllm.quantization`."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -247,6 +254,8 @@ def workload_of(
         policy,
         precision=config.precision,
         engine_dtype=config.rollout_dtype,
+        matrix_width=_QUANTIZED.get(str(config.rollout.vllm.get("quantization"))),
+        cache_width=1.0 if str(config.rollout.vllm.get("kv_cache_dtype")).startswith("fp8") else None,
         prompts=config.batch.prompts_per_step,
         samples=config.batch.samples_per_prompt,
         prompt_tokens=prompt_tokens or config.data.max_prompt_tokens,

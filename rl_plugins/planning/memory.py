@@ -85,7 +85,7 @@ def engine_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Parts
         Bytes of each part by phase: `start`, `sampling` and `asleep`.
     """
     width = work.engine_width
-    weights = work.policy.parameters * width / plan.tensor_parallel
+    weights = work.engine_bytes / plan.tensor_parallel
     if work.sends_adapter:
         weights += work.trained_parameters * width / plan.tensor_parallel
     if not device.is_cpu:
@@ -125,7 +125,7 @@ def sample_cache(work: Workload, plan: Plan, *, on_cpu: bool) -> float:
     prompt share the blocks of the prompt.
     """
     tokens = prompt_tokens_of_sample(work, on_cpu=on_cpu) + work.response_tokens
-    return tokens * work.policy.kv_bytes(work.engine_width) / plan.tensor_parallel
+    return tokens * work.sample_bytes / plan.tensor_parallel
 
 
 def prompt_tokens_of_sample(work: Workload, *, on_cpu: bool) -> float:
@@ -141,7 +141,7 @@ def prompt_tokens_of_sample(work: Workload, *, on_cpu: bool) -> float:
 
 def largest_sample_cache(work: Workload, plan: Plan) -> float:
     """Return the bytes of KV cache of one sample of the largest length, on each device of an engine."""
-    return work.max_tokens * work.policy.kv_bytes(work.engine_width) / plan.tensor_parallel
+    return work.max_tokens * work.sample_bytes / plan.tensor_parallel
 
 
 def total(parts: Mapping[str, float]) -> float:

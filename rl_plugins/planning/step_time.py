@@ -94,7 +94,7 @@ def rollout_seconds(work: Workload, plan: Plan, device: Device) -> float:
     read = responses * prompt_tokens_of_sample(work, on_cpu=device.is_cpu)
     prefill = shape.forward_flops(read, work.prompt_tokens / 2) / flops
     context = work.prompt_tokens + work.response_tokens / 2
-    reading = (shape.multiplied_by(sequences) * width + sequences * context * shape.kv_bytes(width)) / bandwidth
+    reading = (work.read_bytes(sequences) + sequences * context * work.sample_bytes) / bandwidth
     multiplying = shape.forward_flops(sequences, context) / flops
     communication = 0.0
     if plan.tensor_parallel > 1:
@@ -209,7 +209,7 @@ def _move(work: Workload, plan: Plan, device: Device) -> float:
         kept = work.policy.parameters * work.width / (plan.trainers if plan.zero_stage in (0, 3) else 1)
         seconds += 2 * (12 * shard + kept) / device.host_link
     if plan.sleep == "kv_cache":
-        weights = work.policy.parameters * work.engine_width / plan.tensor_parallel
+        weights = work.engine_bytes / plan.tensor_parallel
         seconds += 2 * weights / device.host_link
     return seconds
 

@@ -25,6 +25,8 @@ class Workload:
         policy: Shape of the policy.
         precision: Precision flag of the Lightning trainer.
         engine_dtype: Dtype of the weights in the rollout engine.
+        matrix_width: Bytes of a number in the matrices of a quantised rollout engine; None without quantisation.
+        cache_width: Bytes of a number in the KV cache; None for the engine's dtype.
         prompts: Prompts of a step.
         samples: Responses to each prompt.
         prompt_tokens: Mean tokens of a prompt.
@@ -49,6 +51,8 @@ class Workload:
     policy: ModelShape
     precision: str = "bf16-true"
     engine_dtype: str = "bfloat16"
+    matrix_width: float | None = None
+    cache_width: float | None = None
     prompts: int = 64
     samples: int = 8
     prompt_tokens: float = 512
@@ -85,6 +89,24 @@ class Workload:
         return DTYPE_BYTES[self.engine_dtype]
 
     @property
+    def sample_bytes(self) -> float:
+        """Bytes of the keys and values of a token in the rollout engine."""
+        return self.policy.kv_bytes(1) * (self.cache_width or self.engine_width)
+
+    @property
+    def engine_bytes(self) -> float:
+        """Bytes of all weights in the rollout engine."""
+        return self._in_engine(self.policy.parameters, self.policy.embedding * (1 if self.policy.tied else 2))
+
+    def read_bytes(self, sequences: float) -> float:
+        """Return the bytes of weights that the engine reads for a token of each of some sequences."""
+        return self._in_engine(self.policy.multiplied_by(sequences), self.policy.embedding)
+
+    def _in_engine(self, parameters: float, heads: int) -> float:
+        # Engines do not quantise the embedding and the output head.
+        return heads * self.engine_width + (parameters - heads) * (self.matrix_width or self.engine_width)
+
+    @property
     def responses(self) -> int:
         """Responses of a step."""
         return self.prompts * self.samples
@@ -99,9 +121,7 @@ class Workload:
         """Parameters of the policy with a gradient."""
         if not self.lora_rank:
             return self.policy.parameters
-        return self.policy.adapter(
-            self.lora_rank, with_tower=self.adapts_tower, with_experts=self.adapts_experts
-        )
+        return self.policy.adapter(self.lora_rank, with_tower=self.adapts_tower, with_experts=self.adapts_experts)
 
     @property
     def sends_adapter(self) -> bool:

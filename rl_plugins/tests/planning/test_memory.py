@@ -126,6 +126,17 @@ def test_engine_memory_on_an_accelerator_is_the_engine_share():
     assert engine_memory(WORK, replace(plan, colocated=False), GPU)["asleep"]["left"] == 0.5 * GPU.memory
 
 
+def test_engine_memory_of_quantised_matrices_and_keys_by_hand():
+    plan = Plan(trainers=1, engines=1, zero_stage=3, colocated=False, engine_share=0.5)
+    quantised = replace(WORK, matrix_width=0.5, cache_width=1.0)
+    heads = 2 * 64 * 1000
+    parts = engine_memory(quantised, plan, GPU)["sampling"]
+    assert parts["weights"] == 2 * heads + 0.5 * (P - heads)
+    assert total(parts) == pytest.approx(0.5 * GPU.memory)
+    assert 2 * kv_cache_needed(quantised, plan, on_cpu=False) == kv_cache_needed(WORK, plan, on_cpu=False)
+    assert quantised.read_bytes(1) == quantised.engine_bytes - 2 * heads / 2
+
+
 def test_trainer_memory_on_a_cpu_includes_fragments_of_freed_memory():
     plan = Plan(2, 1, zero_stage=1, offload="stay")
     update, sampling = (trainer_memory(WORK, plan, CPU)[phase] for phase in ("update", "sampling"))
