@@ -171,6 +171,8 @@ def test_workload_of_has_the_models_of_the_algorithm(model):
     # The base of an adapter is its reference.
     assert work("grpo", model, "algorithm.kl.coefficient=0.1", "model.lora.rank=8").frozen == {}
     assert set(work("grpo", model, f"reward_model.path={model}").frozen) == {"reward_model"}
+    quantised = work("grpo", model, "++rollout.vllm.quantization=fp8", "++rollout.vllm.kv_cache_dtype=fp8_e5m2")
+    assert quantised.matrix_width == quantised.cache_width == 1.0 and plain.matrix_width is plain.cache_width is None
     safe = work("safe_rlhf", model, f"cost_model.path={model}")
     assert safe.critics == [plain.policy] * 2 and set(safe.frozen) == {"reference", "cost_model"}
     assert set(work("prime", model).frozen) == {"reference"} and work("prime", model).critics == [plain.policy]
