@@ -43,6 +43,7 @@ from rl_plugins.errors import DeadlineExceeded as DeadlineExceeded
 from rl_plugins.errors import RewardError as RewardError
 from rl_plugins.errors import TrainingDiverged as TrainingDiverged
 from rl_plugins.errors import UserError as UserError
+from rl_plugins.process_group import PrivateTorchConfig as PrivateTorchConfig
 from rl_plugins.rewards.inline import InlineScorer as InlineScorer
 from rl_plugins.rewards.judge import Judge as Judge
 from rl_plugins.rewards.mixing import WeightedSum as WeightedSum
