@@ -18,7 +18,7 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 
 from rl_plugins.background_writer import BackgroundWriter
-from rl_plugins.errors import DeadlineExceeded, StorageError
+from rl_plugins.errors import DeadlineExceeded, StorageError, UserError
 from rl_plugins.manifest import CheckpointWriter, without, write_manifest
 from rl_plugins.plain_file import FileDigest
 from rl_plugins.ranks import gather, place
@@ -182,8 +182,8 @@ def old_files_may_stay(folder: Path) -> Iterator[None]:
     """Print the error of an old checkpoint that cannot be removed: the error does not end training."""
     try:
         yield
-    except (OSError, StorageError) as error:
-        print(f"{folder} cannot be removed ({error}): training continues; remove the folder yourself", flush=True)
+    except (OSError, UserError) as error:
+        print(f"{folder} cannot be removed ({error}): training continues", flush=True)
 
 
 def remove_folder(folder: Path) -> None:

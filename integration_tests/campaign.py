@@ -403,7 +403,9 @@ def main(arguments: list[str] | None = None) -> int:
         for kind in options.kinds:
             if (kind, number) not in done:
                 print(json.dumps(asdict(campaign.run(kind, number))), flush=True)
-    outcomes = [outcome for outcome in campaign.results() if outcome.kind in options.kinds]
+    # A kill that found no process is repeated.
+    last = {(outcome.kind, outcome.number): outcome for outcome in campaign.results()}
+    outcomes = [outcome for outcome in last.values() if outcome.kind in options.kinds]
     print(table(outcomes))
     if options.page is not None:
         write_page(campaign.results(), options.page)

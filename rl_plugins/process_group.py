@@ -1,9 +1,9 @@
-"""Process group of the training workers of Ray Train, with a store that only the run can use.
+"""Process group of the training workers of Ray Train, with a store that listens on one address.
 
-Ray's own `TorchConfig` lets torch start a store that listens on all addresses of the machine and answers everybody: a
-stranger could change the addresses under which ranks find each other, and stand between two ranks. Ranks unpickle
-objects of other ranks. Here the store listens on one address, and its keys begin with a random prefix, which reaches
-the workers through Ray.
+Ray's own `TorchConfig` lets torch start a store that listens on all addresses of the machine and answers everybody. A
+stranger could change the addresses under which ranks find each other, and ranks unpickle objects of other ranks. Here
+the store listens on the address of the machine in Ray, which is the loopback address for Ray of a run's own, and its
+keys begin with a random prefix. Torch has no further protection: see `connections`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _PrivateTorchBackend(_TorchBackend):
             for rank in range(len(workers))
         ]
         # A rank without the others ends with an error of its own before.
-        ray.get(started, timeout=backend_config.timeout_s + _GRACE_S)
+        ray.get(started, timeout=2 * backend_config.timeout_s + _GRACE_S)
 
 
 def _listen(timeout_s: float) -> StoreAddress:
@@ -90,6 +90,8 @@ def _join(address: StoreAddress, backend: str, rank: int, world_size: int, timeo
     """Make this process a rank of the group."""
     # Libraries that read these two find the store, and not the keys of the run.
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.host, str(address.port)
+    # As Ray Train sets the variable: a late collective ends the process with an error.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     torch.distributed.init_process_group(
         backend,
         store=join_store(address, timeout_s),

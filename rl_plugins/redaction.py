@@ -18,35 +18,36 @@ REMOVED = "***"
 # The tokens of a tokenizer, and numbers of tokens, are no secrets.
 _NAME = (
     r"(?<!bos_|eos_|pad_|unk_|end_|top_)token(?![a-z0-9_])|secret|passw|passphrase|credential|authorization|"
-    r"(?:api|access|private)[_-]?key|"
-    # Variables of the environment. In small letters, a name such as `label_key` is an option.
-    r"(?-i:[A-Z0-9]_(?:KEY|PWD|PAT|AUTH|DSN))(?![a-z0-9_])"
+    r"(?:api|access|private)[_-]?key"
 )
-_SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
-# A password may contain a slash that should have been written as %2F. A number behind the colon is a port.
-_USER_AND_PASSWORD = re.compile(r"(?<=://)(?:[^\s/:]*:(?!\d+/)[^\s\"']*@|[^\s/]*@)")
+# A variable of the environment. In small letters, a name such as `label_key` is an option.
+_VARIABLE = r"(?-i:[A-Z0-9]_(?:KEY|PWD|PAT|AUTH|DSN)(?:_[0-9]+)?)(?![A-Za-z0-9_])"
+
+_SECRET_NAME = re.compile(f"{_NAME}|{_VARIABLE}", re.IGNORECASE)
+# A password may contain a slash that should have been written as %2F. A number behind the colon, or a character in the
+# place of an expression, is a port.
+_USER_AND_PASSWORD = re.compile(r"(?<=://)(?:[^\s/:]*:(?!(?:\d+|[\ue000-\uf8ff])/)[^\s\"']*@|[^\s/]*@)")
 _SIGNATURE = re.compile(
-    r"(?<=[?&])((?:x-(?:amz|goog)-(?:signature|credential|security-token)|sig|signature|key)=)(?!\$\{)[^\s&\"']+",
+    r"(?<=[?&])((?:x-(?:amz|goog)-(?:signature|credential|security-token)|sig|signature|key|api_?key|token|access_token)=)(?!\$\{)[^\s&\"']+",
     re.IGNORECASE,
 )
 _EXPRESSION = re.compile(r"(\$\{(?:[^${}]|\$\{[^${}]*\})*\})")
-_DEFAULT = re.compile(r"(?<=\$\{oc\.env:)([^,{}]+),[^{}]*(?=\})")
-_SECRET_DEFAULT = re.compile(
-    rf"""([\w.-]*(?:{_NAME})[\w-]*["']?\s*[:=]\s*["']?\$\{{oc\.env:[^,{{}}]+),[^{{}}]*(?=\}})""", re.IGNORECASE
-)
+# The default of an expression whose value is elsewhere.
+_DEFAULT = re.compile(r"(\$\{\s*oc\.(?:env|select)\s*:[^,{}]+),[^{}]*(?=\})")
+_SECRET_DEFAULT = re.compile(rf"""([\w.-]*(?:{_NAME})[\w-]*["']?\s*[:=]\s*["']?){_DEFAULT.pattern}""", re.IGNORECASE)
 _SCHEME = re.compile(r"(?:Bearer|Basic|Token)?\s*", re.IGNORECASE)
 _FIRST_PLACE = 0xE000
 """First of the characters for private use, which stand for expressions while an address is searched."""
 # A name with `=`, or a name in quotes or behind `{` or `,` with `:`. Expressions, true, false and null are no secrets.
 _NAMED_VALUE = re.compile(
-    rf"""([\w.+-]*(?:{_NAME})[\w-]*=|(?:["'][\w.-]*(?:{_NAME})[\w-]*["']|[{{,]\s*[\w.-]*(?:{_NAME})[\w-]*)\s*:\s*)"""
+    rf"""([\w.+-]*(?:{_NAME})[\w-]*=|\w*{_VARIABLE}=|(?:["'][\w.-]*(?:{_NAME})[\w-]*["']|[{{,]\s*[\w.-]*(?:{_NAME})[\w-]*)\s*:\s*)"""
     r"""(?!["']?\$\{|(?:true|false|null|none)\b)(?:"[^"]*"|'[^']*'|[^\s"',;&)}\]]+)""",
     re.IGNORECASE,
 )
 # Quoted text of a name, or a line with a name and a value, as in a .env file. A variable in code is no secret.
 _IN_CODE = re.compile(
     rf"""([\w.-]*(?:{_NAME})[\w-]*["']?\s*[:=]\s*)(?:"[^"\n]+"|'[^'\n]+')"""
-    rf"""|(^[-+ ]?\s*(?:export\s+)?[\w.-]*(?:{_NAME})[\w-]*(?:=|:\s+))(?!["'])[^\s(),]+$""",
+    rf"""|(^[-+ ]?\s*(?:export\s+)?(?:[\w.-]*(?:{_NAME})[\w-]*(?:=|:\s+)|\w*{_VARIABLE}=))(?!["'])[^\s(),]+$""",
     re.IGNORECASE | re.MULTILINE,
 )
 
@@ -66,7 +67,7 @@ def is_secret(name: str) -> bool:
 
 def redacted(text: str) -> str:
     """Return a text without secrets: addresses without user, password and signature, and `api_key=***`."""
-    return _NAMED_VALUE.sub(rf"\g<1>{REMOVED}", _SECRET_DEFAULT.sub(r"\1", without_password(text)))
+    return _NAMED_VALUE.sub(rf"\g<1>{REMOVED}", _SECRET_DEFAULT.sub(r"\1\2", without_password(text)))
 
 
 def without_password(text: str) -> str:
@@ -111,10 +112,11 @@ def _redacted_parts(secret: str) -> str:
 def _redacted_around_expressions(text: str) -> str:
     """Return a text whose addresses have only expressions as passwords, such as `http://me:${oc.env:PASSWORD}@host`."""
     parts = _EXPRESSION.split(text)
-    places = {chr(_FIRST_PLACE + number): part for number, part in enumerate(parts[1::2])}
+    places = {chr(_FIRST_PLACE + number): without_password(part) for number, part in enumerate(parts[1::2])}
 
     def without_literals(user_and_password: re.Match[str]) -> str:
-        _, _, password = user_and_password[0].removesuffix("@").rpartition(":")
+        user, colon, password = user_and_password[0].removesuffix("@").partition(":")
+        password = password if colon else user
         if not password or any(character not in places for character in password):
             return ""
         return "".join(_DEFAULT.sub(r"\1", places.get(character, character)) for character in user_and_password[0])

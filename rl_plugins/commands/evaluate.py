@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from rl_plugins.commands.generate import add_sampling_arguments
 from rl_plugins.commands.main import number
 from rl_plugins.config.judge import JudgeConfig, check_deadline, judge_config, with_judges
-from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, FINITE, FROM_0_TO_1, PROCESSES, SECONDS
+from rl_plugins.config.settings import AT_LEAST_1, FINITE, FROM_0_TO_1, PROCESSES, SECONDS
 from rl_plugins.control_characters import json_without_controls
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.redaction import REMOVED
@@ -75,7 +75,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--load-timeout",
-        type=number(float, ABOVE_0),
+        type=number(float, SECONDS),
         default=12.0,
         help="seconds for a process to load the reward (default: 12)",
     )

@@ -39,12 +39,13 @@ WITH_VALUES = {"gae", "bilevel_gae"}
 """Advantages that need a critic."""
 _ROWS = 12
 _QUANTIZED = {
-    **dict.fromkeys(
-        ("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "int8_per_channel_weight_only"), 1.0
-    ),
-    **dict.fromkeys(("nvfp4_per_token", "mxfp4"), 0.56),
+    **dict.fromkeys(("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8"), 1.0),
+    "bitsandbytes": 0.56,
 }
-"""Bytes of a number, with its scale, in the matrices of an engine with an option of `rollout.vllm.quantization`."""
+"""Bytes of a number, with its scale, in the matrices of an engine, by `rollout.vllm.quantization`.
+
+Methods that quantise some matrices alone count as no quantisation.
+"""
 
 
 def add_arguments(parser: ArgumentParser) -> None:

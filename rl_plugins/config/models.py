@@ -75,6 +75,16 @@ class LoraConfig(Settings):
     target_modules: Annotated[Any, _LAYERS] = "all-linear"
     experts: bool = False
 
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: a value is out of range, or an adapter of experts has dropout.
+        """
+        super().__post_init__()
+        if self.experts and self.dropout:
+            raise ConfigError(f"dropout={self.dropout}: an adapter of experts has no dropout: use dropout=0")
+
 
 def no_adapter() -> LoraConfig:
     """Return settings without an adapter, the default of recipes."""

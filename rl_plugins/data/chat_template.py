@@ -92,7 +92,7 @@ def check_template_options(tokenizer: PreTrainedTokenizerBase, template_options:
 
 
 class TemplateCheck:
-    """Trial of a chat template on the roles of prompts; each sequence of roles is tried once.
+    """Trial of a chat template on the roles of prompts; a sequence of roles is tried until the template accepts it.
 
     Args:
         tokenizer: tokenizer with the template.
@@ -101,20 +101,18 @@ class TemplateCheck:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> None:
         self._tokenizer, self._options = tokenizer, template_options
-        self._reasons: dict[tuple[str, ...], str | None] = {}
+        self._accepted = set[tuple[str, ...]]()
 
     def refusal(self, messages: Messages) -> str | None:
         """Return the reason why the template refuses the messages, or None."""
         roles = tuple(message["role"] for message in messages)
-        if roles not in self._reasons:
-            self._reasons[roles] = self._try(messages)
-        return self._reasons[roles]
-
-    def _try(self, messages: Messages) -> str | None:
+        if roles in self._accepted:
+            return None
         try:
             render(self._tokenizer, messages, self._options)
         except TemplateRefusal as error:
             return refused_messages(self._tokenizer, messages, error)
+        self._accepted.add(roles)
         return None
 
 

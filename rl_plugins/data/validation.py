@@ -126,6 +126,9 @@ def validate(
                 if held_out and prompt in first_trained:
                     findings.shared.append(SharedRow(path, number, *first_trained[prompt]))
         first_trained = first_trained or first_seen
+    # The prompts of many rows are measured at once, after the checks of these rows.
+    places = {path: place for place, path in enumerate(findings.rows)}
+    findings.bad_rows.sort(key=lambda bad: (places[bad.file], -1 if bad.row is None else bad.row))
     if check.lengths:
         tokens = np.asarray(check.lengths)
         findings.prompt_tokens = {

@@ -30,7 +30,7 @@ from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.launch.ray_train import JOB_FOLDERS
 from rl_plugins.launch.resume import check_resume
-from rl_plugins.model_json import reads_images
+from rl_plugins.model_json import EXPERT_COUNT_KEYS, reads_images
 from rl_plugins.redaction import without_password
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.storage import fetch_copy, is_address
@@ -245,7 +245,7 @@ def check_models(
         model = models[path] = check_model_folder(
             option, path, weights=model_name(path) is None, trust_remote_code=config.model.trust_remote_code
         )
-        _check_vision_lr(config, path, model)
+        _check_trained_parts(config, path, model)
         if option == "model.path":
             _check_heads(config, model)
             if (patches := config.batch.patches_per_micro_batch) and not reads_images(model):
@@ -288,15 +288,20 @@ class _Trained(NamedTuple):
     optimizer: OptimizerConfig
 
 
-def _check_vision_lr(config: RecipeConfig, path: str, model: dict[str, Any]) -> None:
-    """Check the optimizers of the models that start from a folder: only a vision-language model has a vision tower."""
+def _check_trained_parts(config: RecipeConfig, path: str, model: dict[str, Any]) -> None:
+    """Check that the models that start from a folder have the parts that options name: vision tower and experts."""
     trained = [_Trained(config.model.path, "model.lora", config.model.lora, "optimizer", config.optimizer)]
     for name, critic in {"critic": config.critic, "cost_critic": config.cost_critic}.items():
         start = critic.path or config.model.path
         trained.append(_Trained(start, f"{name}.lora", critic.lora, f"{name}.optimizer", critic.optimizer))
     for each in trained:
+        if each.path != path:
+            continue
+        text = model.get("text_config") or model
+        if each.lora.rank and each.lora.experts and not any(text.get(key) for key in EXPERT_COUNT_KEYS):
+            raise ConfigError(f"{each.lora_option}.experts=true: {path} has no experts: leave the option out")
         lr = each.optimizer.vision_lr
-        if each.path != path or lr is None:
+        if lr is None:
             continue
         option = f"{each.optimizer_option}.vision_lr={lr:g}"
         if not reads_images(model):

@@ -31,6 +31,7 @@ from rl_plugins.weights.source import WeightMeta, WeightSource, full_tensor
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
     from transformers import PreTrainedModel
 
 _PREFIX = "base_model.model."
@@ -55,8 +56,8 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
         config: Settings of the adapter.
 
     Raises:
-        ConfigError: `target_modules` names layers that the model does not have or that are not linear, or the model has
-            no experts.
+        ConfigError: `target_modules` names layers that the model does not have or that are not linear; or the model has
+            no experts, or `target_modules` names layers of experts without `experts`, or experts have dropout.
     """
     import peft
 
@@ -82,7 +83,12 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
         raise ConfigError(
             f"LoraConfig: target_modules={targets} does not fit {type(model).__name__}: {error}"
         ) from None
-    adapted_layers(adapted)
+    layers = adapted_layers(adapted)
+    if not config.experts and any(not name.endswith(".weight") for name in layers):
+        raise ConfigError(
+            f"LoraConfig: target_modules={targets} names layers of experts: use experts=True for an adapter of the "
+            "experts, and leave these layers out"
+        )
     _gather_experts_together(adapted)
     if (name := model_name(pretrained.name_or_path or "")) is not None:
         # peft loads the base model of an adapter by these two.
@@ -109,7 +115,11 @@ def _targets(model: nn.Module, target_modules: Any) -> str | list[str]:
 
 
 def _expert_parameters(model: nn.Module) -> list[str]:
-    """Return the ends of the names of all parameters with the matrices of a layer's experts [E, O, I] or [E, I, O]."""
+    """Return the ends of the names of all parameters with the matrices of a layer's experts [E, O, I] or [E, I, O].
+
+    Raises:
+        ConfigError: the model has no experts.
+    """
     found = {
         ".".join(name.split(".")[-2:])
         for name, parameter in model.named_parameters()
@@ -184,9 +194,9 @@ def adapted_layers(model: PeftModel) -> dict[str, Any]:
     return layers
 
 
-def _weight_name(name: str, layer: Any) -> str:
+def _weight_name(name: str, layer: LoraLayer) -> str:
     """Return the name of the parameter that an adapter changes. peft puts one adapter of experts around another."""
-    inner = layer
+    inner: Any = layer
     while hasattr(inner, "base_layer"):
         name, inner = f"{name}.base_layer", inner.base_layer
     return f"{name}.{getattr(layer, 'parameter_name', 'weight')}"
@@ -299,7 +309,7 @@ class _LowRankChange:
     scaling: float
 
     @classmethod
-    def of_factors(cls, A: Tensor, B: Tensor, layer: Any, scaling: float) -> _LowRankChange:
+    def of_factors(cls, A: Tensor, B: Tensor, layer: LoraLayer, scaling: float) -> _LowRankChange:
         """Return the change of a layer with the factors A [E * R, I] and B [O, R * E]."""
         experts = getattr(layer, "num_experts", 1)
         A_ERI, B_EOR = A.view(experts, -1, A.shape[1]), B.view(B.shape[0], -1, experts).permute(2, 0, 1)

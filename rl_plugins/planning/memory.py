@@ -236,9 +236,11 @@ def _activations(work: Workload, sizes: MicroBatchSizes) -> float:
     shape, width, tokens = work.policy, work.width, sizes.largest
     block = shape.activation_bytes(width, sizes.copies)
     ends = shape.hidden * (4 + 2 * width) + width * (2 * shape.hidden + 3 * shape.mlp_width)
+    # peft makes changed experts in each pass.
+    changed = shape.experts_of_block * width if work.lora_rank and work.adapts_experts else 0.0
     if work.gradient_checkpointing:
-        return tokens * (shape.layers * shape.hidden * width + block + ends)
-    return tokens * (shape.layers * block + ends)
+        return tokens * (shape.layers * shape.hidden * width + block + ends) + changed
+    return tokens * (shape.layers * block + ends) + shape.layers * changed
 
 
 def _forward_activations(work: Workload, sizes: MicroBatchSizes) -> float:

@@ -181,6 +181,11 @@ class ModelShape:
         return max(sum(matrices) + biases + self.norms for _, matrices, biases in self._blocks)
 
     @property
+    def experts_of_block(self) -> int:
+        """Parameters in the matrices of all experts of a block."""
+        return 0 if self.experts is None else 3 * self.experts.number * self.hidden * self.experts.intermediate
+
+    @property
     def _all_blocks(self) -> int:
         return sum(number * (sum(matrices) + biases + self.norms) for number, matrices, biases in self._blocks)
 

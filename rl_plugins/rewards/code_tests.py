@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins.config.settings import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, check_ranges
+from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE, SECONDS, check_ranges
 from rl_plugins.errors import ConfigError
 from rl_plugins.json_text import read_foreign_json
 from rl_plugins.sandbox.records import SandboxResult
@@ -166,7 +166,7 @@ class CodeTests:
         total_s: float = 20.0,
         tolerance: float = 1e-6,
     ) -> None:
-        check_ranges(float, ABOVE_0, total_s=total_s)
+        check_ranges(float, SECONDS, total_s=total_s)
         check_ranges(float, NOT_NEGATIVE, tolerance=tolerance)
         if max_tests is not None:
             check_ranges(int, AT_LEAST_1, max_tests=max_tests)

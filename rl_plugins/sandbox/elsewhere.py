@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -33,8 +32,6 @@ from rl_plugins.sandbox.records import Limit, SandboxError, SandboxJob, SandboxL
 from rl_plugins.sandbox.seccomp import filter_text, has_filter
 
 _END_S = 5.0
-_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""Statuses of a killed command, and of a command with a killed child."""
 _ATTEMPTS = 3
 _SHOWN = 500
 """Characters of a server's fault in an error."""
@@ -100,7 +97,7 @@ class CommandSandbox:
 
 def _outcome(process: subprocess.Popen[bytes], job: SandboxJob, name: str, errors: IO[bytes]) -> SandboxResult:
     assert process.stdin is not None and process.stdout is not None
-    started, timer = time.monotonic(), threading.Timer(START_S + job.limits.wall_s + GRACE_S, process.kill)
+    timer = threading.Timer(START_S + job.limits.wall_s + GRACE_S, process.kill)
     timer.daemon = True
     timer.start()
     try:
@@ -108,12 +105,9 @@ def _outcome(process: subprocess.Popen[bytes], job: SandboxJob, name: str, error
         process.stdin.flush()
         return read_answer(process.stdout.read)
     except (EOFError, OSError):
-        status = process.wait()
+        process.wait()
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines()
-        if not lines and status in _KILLED and timer.is_alive():
-            # The program, which may be of the same user, has ended its supervisor: an outcome of the program.
-            return SandboxResult("", "", -signal.SIGKILL, "", time.monotonic() - started)
         reason = lines[-1] if lines else f"the command ended with {process.returncode}"
         raise SandboxError(f"{name}: {reason}") from None
     finally:

@@ -28,10 +28,13 @@ from rl_plugins.tests.loops import for_each
             "api_key=${oc.env:KEY,sk-1} 'api_key': '${oc.env:KEY,a b}'",
             "api_key=${oc.env:KEY} 'api_key': '${oc.env:KEY}'",
         ),
-        ("JUDGE_KEY=sk-1 MYSQL_PWD=a GH_PAT=b SENTRY_DSN=c", "JUDGE_KEY=*** MYSQL_PWD=*** GH_PAT=*** SENTRY_DSN=***"),
         (
-            "https://h/a?x=1&sig=a%2Fb&y=2 s3://b/c?X-Amz-Signature=1a",
-            "https://h/a?x=1&sig=***&y=2 s3://b/c?X-Amz-Signature=***",
+            "JUDGE_KEY_2=sk-1 MYSQL_PWD=a GH_PAT=b SENTRY_DSN=c",
+            "JUDGE_KEY_2=*** MYSQL_PWD=*** GH_PAT=*** SENTRY_DSN=***",
+        ),
+        (
+            "https://h/a?x=1&sig=a%2Fb&y=2 s3://b/c?X-Amz-Signature=1a&token=2",
+            "https://h/a?x=1&sig=***&y=2 s3://b/c?X-Amz-Signature=***&token=***",
         ),
     ],
 )
@@ -44,7 +47,8 @@ def test_redacted_text_has_no_password_and_no_key(text: str, expected: str) -> N
     [
         "models:/solver@champion", "http://host:5000/a@b", "s3://bucket/a@1", "sampling.max_tokens=abc: not a number",
         "stop_token_ids=[1,2] eos_token=</s> tokenizer=x max_token_age=3", "there is no token: make one",
-        "use_secret=true api_key=null", "data.chosen_key=better label_key=sign PWD=/root", "find?signal=1&keys=2",
+        "use_secret=true api_key=null", "data.chosen_key=better label_key=sign PWD=/root A_KEY, B_KEY: the",
+        "find?signal=1&keys=2",
         "put the token into ~/.ray/auth_token, where the head has it",
     ],
 )  # fmt: skip
@@ -55,11 +59,11 @@ def test_redacted_text_keeps_all_that_is_no_secret(text: str) -> None:
 def test_redacted_code_removes_literals_and_keeps_variables() -> None:
     code = (
         '+API_KEY = "sk-1"\n+judge(api_key=key, token=self.token, url="http://me:word@host")\n+  password: word\n'
-        "-export HF_TOKEN=hf_1\n tokens = 3\n+config = {'access_key': 'a b'}\n"
+        "-export HF_TOKEN=hf_1\n+JUDGE_KEY=a\n tokens = 3\n+config = {'access_key': 'a b'}\n"
     )
     assert redacted_code(code) == (
         '+API_KEY = ***\n+judge(api_key=key, token=self.token, url="http://host")\n+  password: ***\n'
-        "-export HF_TOKEN=***\n tokens = 3\n+config = {'access_key': ***}\n"
+        "-export HF_TOKEN=***\n+JUDGE_KEY=***\n tokens = 3\n+config = {'access_key': ***}\n"
     )
 
 
@@ -89,6 +93,15 @@ def test_redacted_value_removes_secrets_at_all_depths_and_keeps_expressions() ->
         ("uri", "http://ab${oc.env:TOKEN}@host", "http://host"),
         ("uri", "s3://${bucket}/a?sig=1&x=${oc.env:X,2}", "s3://${bucket}/a?sig=***&x=${oc.env:X,2}"),
         ("path", "${oc.env:${name},a}/b@c", "${oc.env:${name},a}/b@c"),
+        ("uri", "${oc.env:URI,http://me:word@host}", "${oc.env:URI,http://host}"),
+        (
+            "uri",
+            "http://${oc.env:HOST}:${oc.env:PORT}/models@champion",
+            "http://${oc.env:HOST}:${oc.env:PORT}/models@champion",
+        ),
+        ("uri", "http://me:word:${oc.env:X}@host", "http://host"),
+        ("api_key", "${ oc.env:KEY, sk-1 }", "${ oc.env:KEY}"),
+        ("api_key", "${oc.select:judge.key,sk-1}", "${oc.select:judge.key}"),
     ],
 )
 def test_redacted_value_removes_secrets_around_expressions(name: str, value: str, expected: str) -> None:

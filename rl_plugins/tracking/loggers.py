@@ -106,7 +106,7 @@ class MLflowTracking(Logger):
             columns: values of each column.
             file: path of the artifact.
         """
-        self.submit(lambda run: run.log_table(columns, file))
+        self.offer(lambda run: run.log_table(columns, file))
 
     @rank_zero_only
     def log_artifact(self, path: Path) -> None:
@@ -116,6 +116,10 @@ class MLflowTracking(Logger):
     def submit(self, call: Call) -> None:
         """Queue a call for the sender thread, behind all earlier calls. A failed call is made again."""
         self.sender.submit(call)
+
+    def offer(self, call: Call) -> None:
+        """Queue a call with a trace or a table. A full queue, after a long outage of the store, drops the call."""
+        self.sender.offer(call)
 
     @override
     @rank_zero_only

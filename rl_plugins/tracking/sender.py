@@ -2,8 +2,8 @@
 
 Calls go into a queue, and the thread makes one call after another. Metrics are read from the run's metrics file, which
 outlives the process: after an outage or a restart, the thread sends every missing point. Other calls stay in the
-queue during an outage, up to a bound; `finish` logs the number of unsent calls. If the store refuses the run (its
-experiment is deleted, or its id is unknown), the thread waits until the store accepts the run.
+queue during an outage, traces and tables up to a bound; `finish` logs the number of unsent calls. If the store refuses
+the run (its experiment is deleted, or its id is unknown), the thread waits until the store accepts the run.
 """
 
 from __future__ import annotations
@@ -71,21 +71,22 @@ class RunSender:
         """Queue a call for the new points of the metrics file."""
         if not self._metrics_queued:
             self._metrics_queued = True
-            self._put(self._send_metrics)
+            self.submit(self._send_metrics)
 
-    def submit(self, call: Call) -> None:
-        """Queue a call, behind all earlier calls. A failed call is made again. A full queue drops the call."""
+    def offer(self, call: Call) -> None:
+        """Queue a call with a trace or a table. A full queue drops the call."""
         if self._queue.qsize() < _LONGEST_QUEUE:
-            self._put(call)
+            self.submit(call)
             return
         if not self._num_dropped:
             logger.error(
-                "%d calls wait for MLflow at %s: further traces and tables are left out until it takes calls",
+                "%d calls wait for MLflow at %s: further traces and tables are left out until MLflow takes calls",
                 _LONGEST_QUEUE, without_password(self._uri),
             )  # fmt: skip
         self._num_dropped += 1
 
-    def _put(self, call: Call) -> None:
+    def submit(self, call: Call) -> None:
+        """Queue a call, behind all earlier calls. A failed call is made again."""
         if self._thread is None:
             self._finishing.clear()
             self._thread = threading.Thread(target=self._make_calls, name="mlflow", daemon=True)
@@ -103,12 +104,12 @@ class RunSender:
             return
         # Points that a roll-back has repeated count as unsent until they are sent once more.
         self.send_metrics()
-        self._put(lambda run: run.client.set_terminated(run.run_id, status))
+        self.submit(lambda run: run.client.set_terminated(run.run_id, status))
         self._queue.put(None)
         self._finishing.set()
         self._thread.join(deadline_s)
         # The last entry of the queue is the end mark.
-        self._num_unsent_calls = self._num_dropped + max(0, self._queue.qsize() - 1)
+        self._num_unsent_calls, self._num_dropped = self._num_dropped + max(0, self._queue.qsize() - 1), 0
         if self._thread.is_alive() or not self.all_sent():
             logger.error(
                 "MLflow at %s did not take the last %d calls; all metrics are in %s: rl-plugins sync %s sends what is "

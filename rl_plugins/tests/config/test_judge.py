@@ -47,7 +47,7 @@ JUDGE = ["model.path=m", "reward=judge", "reward.judge.url=http://localhost:8000
         ({"template": "{{response}}"}, "template={{response}}: the judge does not see the response"),
         ({"template": "{response}", "template_file": "a"}, "template is given, too"),
         ({"scale": "percent"}, "scale=percent: use one of unit, raw"),
-        ({"wait_s": -1.0}, "wait_s=-1.0: must be 0 or more"),
+        ({"wait_s": -1.0}, "wait_s=-1.0: must be from 0 to 2000000"),
         ({"requests_per_minute": 0.0}, "requests_per_minute=0.0: must be above 0"),
         ({"concurrent_requests": 0}, "concurrent_requests=0"),
         ({"price_in": -1.0}, "price_in=-1.0"),

@@ -121,14 +121,17 @@ def test_prepare_validate_reports_prompts_refused_by_the_chat_template(row, writ
     )
     (tmp_path / "chat_template.jinja").write_text(template)
     system = [{"role": "system", "content": "Add."}, *row(0)["prompt"]]
-    prompts = {2: system, 4: system, 5: [{"role": "user", "content": "late"}]}
+    late = [{"role": "user", "content": "late"}]
+    prompts = {0: late, 2: system, 4: system, 5: late}
     path = write_rows([row(number, prompt=prompts.get(number, row(number)["prompt"])) for number in range(7)])
     found = problems(capsys, path, "--tokenizer", tmp_path)
     assert {(bad["row"], bad["field"]) for bad in found["bad_rows"]} == {
         (number, "column 'prompt'") for number in prompts
     }
     reasons = {bad["row"]: bad["reason"] for bad in found["bad_rows"]}
-    assert "the roles system, user: no system" in reasons[2] and "the roles user: can only concat" in reasons[5]
+    assert list(reasons) == list(prompts)
+    assert all("the roles system, user: no system" in reasons[row] for row in (2, 4))
+    assert all("the roles user: can only concat" in reasons[row] for row in (0, 5))
     assert problems(capsys, path)["bad_rows"] == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from benchmarks.tiny_families import save_tiny_family
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.export import save_adapter
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.models.lora import MergedWeightSource, adapter_off, add_adapter, plain_weights
-from rl_plugins.models.tiny import build_model
+from rl_plugins.models.tiny import build_model, build_tokenizer
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models import lora_worker
 from rl_plugins.tests.models.lora_worker import EXPERTS
@@ -80,6 +82,30 @@ def test_adapter_of_experts_under_fsdp_trains_like_on_a_single_device(tmp_path: 
         for layout in layouts
     )
     fsdp_runs.assert_same_course(got, expected)
+
+
+def test_saved_adapter_of_experts_loads_with_peft(tmp_path: Path) -> None:
+    save_tiny_family("qwen3_moe", tmp_path / "base")
+    model = with_random_adapter(add_adapter(load_causal_lm(str(tmp_path / "base"), dtype=torch.float32), EXPERTS))
+    source = MergedWeightSource(ModuleWeightSource(model), model)
+    save_adapter(model, source.adapter(), build_tokenizer(), tmp_path / "adapter", is_writer=True)
+    base = load_causal_lm(str(tmp_path / "base"), dtype=torch.float32)
+    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    torch.testing.assert_close(log_probs(loaded), log_probs(model), rtol=0, atol=0)
+    with pytest.raises(ConfigError, match=r"changes model\.layers\.0\.mlp\.experts\.\w+, and vLLM applies no"):
+        source.adapter_files()
+
+
+def test_add_adapter_refuses_experts_without_the_option(tmp_path: Path) -> None:
+    save_tiny_family("mixtral", tmp_path)
+    model = load_causal_lm(str(tmp_path), dtype=torch.float32)
+    with pytest.raises(ConfigError, match="names layers of experts: use experts=True"):
+        add_adapter(model, LoraConfig(rank=2, target_modules=["q_proj", "w1", "w2", "w3"]))
+
+
+def test_lora_config_refuses_dropout_of_experts() -> None:
+    with pytest.raises(ConfigError, match=r"dropout=0\.1: an adapter of experts has no dropout"):
+        LoraConfig(rank=2, dropout=0.1, experts=True)
 
 
 def test_add_adapter_refuses_experts_of_a_dense_model() -> None:

@@ -168,8 +168,6 @@ def test_command_runs_programs_with_limits(sandbox: str | list[str]) -> None:
         assert (result.stdout, result.stderr, result.exit_status, result.limit) == ("hello\n", "e", 3, "")
         assert box.run("while True: pass", limits={"cpu_s": 0.2}).limit == "cpu"
         assert box.run("while True: print(1)").limit == "output"
-        killed = box.run("import os\nos.kill(os.getppid(), 9)")
-        assert (killed.exit_status, killed.limit) == (-signal.SIGKILL, "")
         daemon = box.run(
             "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
             "        print(os.getpid(), flush=True)\n        time.sleep(1000)\n    os._exit(0)\nos.wait()"

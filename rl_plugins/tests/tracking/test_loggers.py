@@ -252,9 +252,9 @@ def test_sender_leaves_out_calls_beyond_a_bound(
     # A thread that takes no call.
     away._thread = threading.Thread()
     for _ in range(5):
-        away.submit(lambda run: None)
+        away.offer(lambda run: None)
     away.send_metrics()
     assert away._queue.qsize() == 4
     assert [record.getMessage() for record in caplog.records] == [
-        "3 calls wait for MLflow at http://away: further traces and tables are left out until it takes calls"
+        "3 calls wait for MLflow at http://away: further traces and tables are left out until MLflow takes calls"
     ]
