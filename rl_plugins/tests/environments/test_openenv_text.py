@@ -18,7 +18,7 @@ from rl_plugins.rewards.conversations import Opening
 from rl_plugins.tests.environments.openenv_server import GuessingServer, guessing_server
 from rl_plugins.tests.environments.test_gymnasium_text import Walker
 from rl_plugins.tests.environments.test_stateful import SAMPLING, talk_with
-from rl_plugins.tests.patience import patient
+from rl_plugins.tests.patience import patient, wait_until
 
 ROW: dict[str, Any] = {
     "seed": 3, "extra_info": {"seed": 7, "low": 2}, "prompt": [{"role": "user", "content": "Find the number."}],
@@ -56,7 +56,7 @@ def test_conversation_has_the_observations_and_rewards_of_the_server(served: tup
     # The score of a conversation is the sum of the rewards.
     assert ending.turn_rewards == pytest.approx((-0.1, -0.1, 1.0)) and ending.score.value == pytest.approx(0.8)
     assert server.seen[0] == {"type": "reset", "data": {"seed": 7, "low": 2}}
-    assert server.seen[-1] == {"type": "close"}
+    wait_until(lambda: server.seen[-1] == {"type": "close"}, "the end of the session at the server")
 
 
 def test_own_functions_make_texts_and_actions(served: tuple[str, GuessingServer]) -> None:
@@ -74,6 +74,7 @@ def test_own_functions_make_texts_and_actions(served: tuple[str, GuessingServer]
     assert first["content"] == "Find the number.\n\nGUESS FROM 4"
     assert without == StepResult("There is no action in this answer.", reward=-1.0)
     assert moved == StepResult("LOWER", reward=-0.1)
+    wait_until(lambda: len(server.seen) == 3, "the end of the session at the server")
     assert [message["type"] for message in server.seen] == ["reset", "step", "close"]
 
 
