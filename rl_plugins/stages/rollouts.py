@@ -41,7 +41,8 @@ class Rollouts:
         shown: samples for callbacks.
 
     Attributes:
-        sampled: metrics of all samples of a step, also of samples left out by the algorithm.
+        scheduled_sampler: queue of the groups of this step and of later steps.
+        sample_metrics: metrics of all samples of a step, also of samples left out by the algorithm.
         on_collected: function of the samples of a batch of prompts, the scores, and the number of batches that the step
             drew before. The samples change later.
         replay: function from the same number to samples and scores, which replaces sampling.
