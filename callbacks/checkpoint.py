@@ -263,8 +263,7 @@ class PolicyCheckpoint(Callback):
 
     def _report_resume(self, trainer: Trainer, checkpoint: Path, words: list[str]) -> None:
         """Print one line about the restored states, and append the line to a file of the run's folder."""
-        restored: Mapping[str, str] = getattr(trainer.strategy, "restored", {})
-        parts = [f"{model} ({states})" for model, states in restored.items()] + words
+        parts = [f"{model} ({states})" for model, states in strategy_of(trainer).restored.items()] + words
         loader = trainer.train_dataloader
         if isinstance(loader, StepLoader):
             parts.append(f"data from batch {loader.step}")

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from rl_plugins.launch.training import TrainingRun
     from rl_plugins.rollout.engine import RolloutEngine
     from rl_plugins.rollout.vllm.client import VLLMRollout
+    from rl_plugins.strategies.ray import RayFSDPStrategy, RayZeroStrategy
 
 JOB_FOLDERS = "working_dir_files"
 """Name of the folder into which Ray unpacks the projects of all jobs."""
@@ -244,8 +245,9 @@ def _training_run(arguments: dict[str, Any]) -> TrainingRun:
     )
 
 
-def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:
+def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> RayZeroStrategy | RayFSDPStrategy:
     """Return the configured strategy. Call it in a training worker."""
+    from rl_plugins.strategies.ray import RayFSDPStrategy, RayZeroStrategy
 
     options = config.strategy
     common: dict[str, Any] = {
@@ -255,16 +257,12 @@ def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:
         "sequence_parallel": options.sequence_parallel,
     }
     if options.name == "fsdp":
-        from rl_plugins.strategies.ray import RayFSDPStrategy
-
         return RayFSDPStrategy(
             accumulate_shards=options.accumulate_shards,
             workers_per_copy=options.workers_per_copy,
             tensor_parallel=options.tensor_parallel,
             **common,
         )
-    from rl_plugins.strategies.ray import RayZeroStrategy
-
     return RayZeroStrategy(stage=options.zero_stage, offload_folder=options.offload.folder, **common)
 
 
