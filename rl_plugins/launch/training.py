@@ -49,9 +49,9 @@ from rl_plugins.errors import DataError
 from rl_plugins.intact_checkpoint import newest_intact
 from rl_plugins.launch.environment import open_environment
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes, training_data
+from rl_plugins.launch.mlflow_run import best_upload, register, tracking_logger
 from rl_plugins.launch.resume import note_end
 from rl_plugins.launch.terminal import quiet_libraries, redraw_interval_s
-from rl_plugins.launch.tracking import best_upload, register, tracking_logger
 from rl_plugins.models.pool import ModelPool
 from rl_plugins.rewards.inline import InlineScorer
 from rl_plugins.rewards.pool import RewardPool
