@@ -47,6 +47,7 @@ from rl_plugins.data.image_prompts import load_tokenizer_or_processor, tokenizer
 from rl_plugins.data.tokenization import FilterOrError, check_same_tokens
 from rl_plugins.errors import DataError
 from rl_plugins.intact_checkpoint import newest_intact
+from rl_plugins.launch.argument_errors import STAGE_OPTIONS, errors_with_options
 from rl_plugins.launch.environment import open_environment
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes, training_data
 from rl_plugins.launch.mlflow_run import best_upload, register, tracking_logger
@@ -117,14 +118,15 @@ class TrainingRun:
     _open: ExitStack = field(default_factory=ExitStack, init=False)
 
     def call_recipe(self) -> None:
-        """Call `train` of the recipe for the option `stage`."""
+        """Call `train` of the recipe for the option `stage`. Errors name options in place of arguments."""
         quiet_libraries()
         seed_everything(self.config.run.seed, verbose=False)
         if self.config.on_gpus:
             # TF32 for products of float32 numbers.
             torch.set_float32_matmul_precision("high")
         try:
-            import_module(f"rl_plugins.recipes.{_RECIPES[self.config.stage]}").train(self)
+            with errors_with_options(STAGE_OPTIONS):
+                import_module(f"rl_plugins.recipes.{_RECIPES[self.config.stage]}").train(self)
         finally:
             self._open.close()
 
