@@ -124,7 +124,7 @@ def options(run: str, row: Row, folder: Path) -> list[str]:
 
 
 def train(row: Row, folder: Path) -> None:
-    """Train all runs of a family. A run that fails ends the runs after it, which then start anew."""
+    """Train all runs of a family. A run that fails ends the runs after it, which then start again."""
     left = list(RUNS)
     while left:
         try:

@@ -105,7 +105,7 @@ class PolicyAverage(Callback):
         """Restore `rank_state` if the shards have the same names and shapes; return the outcome, in words."""
         shapes = {name: tensor.shape for name, tensor in self._average.items()}
         if shapes != {name: tensor.shape for name, tensor in state.items()}:
-            return "the average begins anew (other shards)"
+            return "the average starts again (other shards)"
         for name, tensor in state.items():
             self._average[name].copy_(tensor)
         return "average"

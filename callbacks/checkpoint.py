@@ -241,7 +241,7 @@ class PolicyCheckpoint(Callback):
         files = list(checkpoint.glob("random_state_*.pt"))
         if len(files) != trainer.world_size:
             _seed_generators(step, trainer.global_rank)
-            return f"random states begin anew (saved by {len(files)} workers, now {trainer.world_size})"
+            return f"random states start again (saved by {len(files)} workers, now {trainer.world_size})"
         state = load_plain(checkpoint / f"random_state_{trainer.global_rank}.pt")
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
@@ -256,15 +256,14 @@ class PolicyCheckpoint(Callback):
         if not files:
             return []
         if len(files) != trainer.world_size:
-            return [f"averages begin anew (saved by {len(files)} workers, now {trainer.world_size})"]
+            return [f"averages start again (saved by {len(files)} workers, now {trainer.world_size})"]
         states = load_plain(checkpoint / f"callbacks_{trainer.global_rank}.pt")
         stateful = _with_rank_state(trainer)
         return [stateful[name].load_rank_state(state) for name, state in states.items() if name in stateful]
 
     def _report_resume(self, trainer: Trainer, checkpoint: Path, words: list[str]) -> None:
         """Print one line about the restored states, and append the line to a file of the run's folder."""
-        restored: Mapping[str, str] = getattr(trainer.strategy, "restored", {})
-        parts = [f"{model} ({states})" for model, states in restored.items()] + words
+        parts = [f"{model} ({states})" for model, states in strategy_of(trainer).restored.items()] + words
         loader = trainer.train_dataloader
         if isinstance(loader, StepLoader):
             parts.append(f"data from batch {loader.step}")

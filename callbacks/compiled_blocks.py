@@ -35,8 +35,8 @@ class CompiledBlocks(Callback):
             blocks = _blocks(model)
             if not blocks:
                 raise ConfigError(
-                    f"model.compile=true: the {name}, a {type(model).__name__}, does not name the classes of its "
-                    "blocks (_no_split_modules): leave model.compile out"
+                    f"CompiledBlocks: the {name}, a {type(model).__name__}, does not name the classes of its "
+                    "blocks (_no_split_modules): leave CompiledBlocks out"
                 )
             for block in blocks:
                 block.compile(dynamic=True, backend=self._backend)

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rl_plugins.stages.clock import clock
-from rl_plugins.strategies.phase_log import PhaseLog
+from rl_plugins.strategies.contract import strategy_of
 
 LINE_INTERVAL_S = 10.0
 """Seconds between two lines while steps end."""
@@ -103,12 +103,11 @@ class StepProgress(Callback):
 
     def _progress(self, trainer: Trainer) -> Progress:
         (first_end, first), (last_end, step) = self._ends[0], self._ends[-1]
-        phases: PhaseLog | None = getattr(trainer.strategy, "phase_log", None)
         return Progress(
             step=step,
             metrics=self._metrics,
             step_s=(last_end - first_end) / (step - first) if step > first else None,
-            phase=None if phases is None else phases.current,
+            phase=strategy_of(trainer).phase_log.current,
         )
 
     def _finish(self) -> None:
@@ -126,7 +125,7 @@ class Progress:
         step: number of finished steps.
         metrics: newest metrics, as text.
         step_s: mean seconds per step; None before the first step has ended.
-        phase: phase of the running step; None without phases.
+        phase: running phase of the step; None between two phases.
     """
 
     step: int

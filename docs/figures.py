@@ -4,21 +4,26 @@
     python docs/figures.py --check   # exit with 1 where they differ from what would be written
 
 The rooms and their imports are read from the source. The calls are recorded while a tiny policy takes a step of GRPO.
+The printed numbers of the start are recorded from the command to `Trainer.fit`, with the launcher `local`.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
@@ -111,29 +116,39 @@ class Call:
         return self.children[-1]
 
 
+@cache
+def file_of(path: str) -> str | None:
+    """Return the path of a file from the folder of the repository; None for this program and files elsewhere."""
+    if ROOT not in Path(path).parents or path == __file__:
+        return None
+    return str(Path(path).resolve().relative_to(ROOT))
+
+
+class FitReached(Exception):
+    """The launcher has called `Trainer.fit`."""
+
+
 class Recorder:
-    """Records the calls of one step, as a profile function.
+    """Records calls of functions of the package, as a profile function.
 
     Attributes:
-        files: files of the package with a function that ran.
-        functions: functions of the package that ran.
+        functions: for each file of the package, the functions that ran.
     """
 
     def __init__(self) -> None:
         self.root = Call("")
-        self.files: set[str] = set()
-        self.functions: set[str] = set()
+        self.functions: dict[str, set[CodeType]] = defaultdict(set)
         self._open: list[tuple[FrameType, Call]] = []
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         """Take note of an event."""
         if event == "call":
-            path = Path(frame.f_code.co_filename)
-            if ROOT not in path.parents or path == Path(__file__):
+            path = file_of(frame.f_code.co_filename)
+            # Bodies of modules and classes run at the import.
+            if path is None or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
                 return
-            self.files.add(str(path.relative_to(ROOT)))
+            self.functions[path].add(frame.f_code)
             name = frame.f_code.co_qualname
-            self.functions.add(f"{path}:{name}")
             if name in CALLS and not (self._open and self._open[-1][0].f_code is frame.f_code):
                 parent = self._open[-1][1] if self._open else self.root
                 self._open.append((frame, parent.add(name)))
@@ -186,6 +201,56 @@ def record_step() -> Recorder:
     return recorder
 
 
+def record_start() -> Recorder:
+    """Return the calls from the command of GRPO to `Trainer.fit`, with a tiny policy."""
+    from lightning.pytorch import Trainer
+
+    from rl_plugins.data.prepare.files import write_splits
+    from rl_plugins.data.prepare.tasks import addition_rows
+    from rl_plugins.launch.command_line import override, recipe_main
+    from rl_plugins.models.tiny import save_tiny_policy
+
+    recorder = Recorder()
+
+    def fit(*arguments: Any, **options: Any) -> None:
+        raise FitReached
+
+    with TemporaryDirectory() as folder:
+        save_tiny_policy(Path(folder) / "model")
+        write_splits(addition_rows(below=10, num_train=8, num_test=1, seed=0), Path(folder) / "data")
+        command = [
+            "grpo",
+            override("model.path", f"{folder}/model"),
+            override("data.train_files", [f"{folder}/data/train.parquet"]),
+            override("run.output_dir", folder),
+            "data.val_files=[]",
+            "data.max_prompt_tokens=32",
+            "sampling.max_tokens=8",
+            "batch.prompts_per_step=4",
+            "batch.samples_per_prompt=2",
+            "launcher=local",
+            "rollout.engine=transformers",
+            "reward.num_workers=0",
+            "tracking.enabled=false",
+        ]
+        with patch.object(Trainer, "fit", fit), patch.object(sys, "argv", command), suppress(FitReached):
+            sys.setprofile(recorder)
+            try:
+                recipe_main("grpo")
+            finally:
+                sys.setprofile(None)
+    return recorder
+
+
+def lines_of(functions: set[CodeType]) -> int:
+    """Return the number of source lines of functions of one file; nested functions count once."""
+    lines: set[int] = set()
+    for code in functions:
+        numbers = [line for _, _, line in code.co_lines() if line]
+        lines |= set(range(code.co_firstlineno, max(numbers) + 1))
+    return len(lines)
+
+
 def step_figure(recorder: Recorder) -> str:
     """Return the calls as an indented tree, with the data that moves."""
 
@@ -215,9 +280,12 @@ def main(arguments: list[str] | None = None) -> int:
     recorder = record_step()
     before = PAGE.read_text(encoding="utf-8")
     after = with_figure(with_figure(before, "rooms", rooms_figure()), "step", step_figure(recorder))
-    print(f"one step of GRPO in one process: {len(recorder.functions)} functions in {len(recorder.files)} files")
-    for file in sorted(recorder.files):
-        print(f"  {file}")
+    for name, record in (("one step of GRPO", recorder), ("from the command to Trainer.fit", record_start())):
+        functions = record.functions
+        number, lines = sum(map(len, functions.values())), sum(map(lines_of, functions.values()))
+        print(f"{name}, in one process: {number} functions with {lines} lines in {len(functions)} files")
+        for file in sorted(functions):
+            print(f"  {file}")
     if options.check and after != before:
         print("docs/architecture.md differs: run python docs/figures.py")
         return 1

@@ -65,7 +65,7 @@ class RowError(ConfigError):
 
 
 class RewardError(UserError, RuntimeError):
-    """Failed rewards in a run: too many samples without a score, or workers unable to score.
+    """Failed rewards in a run: too many samples without a score, workers unable to score, or a missing number.
 
     A restart from the last checkpoint would score the same samples again, so this error ends the run.
     """

@@ -102,9 +102,6 @@ class Strategy(Protocol):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank `src`."""
-
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint into the model engines; return the state of Lightning's loops and callbacks."""
 

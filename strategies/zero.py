@@ -427,7 +427,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             return self._saved_states[name]
         shards.restore(engine, self.global_rank, self.world_size)
         return (
-            f"{self._saved_states[name]}, dealt anew from {shards.workers} workers under ZeRO-{shards.stage} "
+            f"{self._saved_states[name]}, redistributed from {shards.workers} workers under ZeRO-{shards.stage} "
             f"to {self.world_size} under ZeRO-{engine.zero_optimization_stage()}"
         )
 

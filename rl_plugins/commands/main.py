@@ -15,10 +15,10 @@ import yaml
 from typing_extensions import override
 
 from rl_plugins import __version__
-from rl_plugins.collector import collector_off
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER
 from rl_plugins.config.settings import Range, shown
 from rl_plugins.errors import ConfigError, UserError
+from rl_plugins.garbage_collection import collector_off
 from rl_plugins.run_folder import RunFolder
 
 COMMANDS = {

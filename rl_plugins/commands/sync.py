@@ -47,6 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
         return 0 if ParentRun(folder).sync(arguments.deadline) else 1
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is not the folder of a run: it has no config.yaml")
-    from rl_plugins.launch.tracking import sync
+    from rl_plugins.launch.mlflow_run import sync
 
     return 0 if sync(folder, arguments.uri, arguments.deadline) else 1

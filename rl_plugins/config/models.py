@@ -12,6 +12,7 @@ from rl_plugins.config.judge import JudgeConfig
 from rl_plugins.config.settings import (
     ABOVE_0,
     ABOVE_0_OR_NULL,
+    AT_LEAST_1,
     FROM_0_TO_1,
     FROM_0_TO_BELOW_1,
     GPUS,
@@ -179,7 +180,7 @@ class ReferenceConfig(Settings):
 
     path: str | None = None
     update_every: Annotated[int, NOT_NEGATIVE] = 0
-    keep: float = 0.0
+    keep: Annotated[float, FROM_0_TO_BELOW_1] = 0.0
 
 
 @dataclass
@@ -324,7 +325,7 @@ class CriticOptions(CriticConfig):
             policy.
     """
 
-    keep_checkpoints: int | None = None
+    keep_checkpoints: Annotated[int | None, or_null(AT_LEAST_1)] = None
 
 
 @dataclass

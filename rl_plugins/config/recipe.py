@@ -13,7 +13,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_plugins.config.data import BatchConfig, DataConfig, MixturePart
-from rl_plugins.config.environment import OptionPath, environment_expressions, value_at
+from rl_plugins.config.environment_variables import OptionPath, environment_expressions, value_at
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, keys_of
 from rl_plugins.config.judge import JUDGE_FILES, judges_of, with_judges
 from rl_plugins.config.models import (

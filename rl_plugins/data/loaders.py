@@ -6,7 +6,7 @@ turn. A rank's share depends on the world size, the global batch does not: a run
 and the first k rows of every rank are together the first k x world_size rows of the global batch.
 
 `StepLoader` implements the `state_dict` / `load_state_dict` protocol, by which Lightning stores a train loader in the
-checkpoint. One iteration is always `len(loader)` steps from the loader's position, across the border of an epoch if
+checkpoint. One iteration is always `len(loader)` steps from the loader's position, across the end of an epoch if
 necessary. Lightning ends its epochs by its own count, so no step is repeated or skipped after a restore.
 """
 

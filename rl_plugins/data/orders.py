@@ -215,7 +215,7 @@ class _Passes:
     Attributes:
         first: number of the first row.
         rows: number of rows.
-        distinct: number of neighbouring places with different rows, also across the border of two passes.
+        distinct: number of neighbouring places with different rows, also where one pass ends and the next pass begins.
         seed: seed of the order and number of the part.
     """
 

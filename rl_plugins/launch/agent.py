@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.argument_errors import errors_with_options
+from rl_plugins.launch.argument_errors import errors_with_options, options_in
 from rl_plugins.launch.stateful import check_alone
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def agent_environment(config: RecipeConfig) -> AgentEnvironment | None:
     check_alone(config, "agent", "an agent returns the reward of its trajectory")
     from rl_plugins.environments.agent import AgentEnvironment
 
-    with errors_with_options(_ARGUMENTS, group="environment"):
+    with errors_with_options(options_in("environment", _ARGUMENTS)):
         return AgentEnvironment(
             **{name: getattr(options, name) for name in _ARGUMENTS},
             max_prompt_tokens=config.data.max_prompt_tokens,
@@ -76,7 +76,7 @@ def check_agent(
     try:
         if tokenizer is None:
             return
-        with errors_with_options(_ARGUMENTS, group="environment"):
+        with errors_with_options(options_in("environment", _ARGUMENTS)):
             conversations = environment.connect(tokenizer)
         for number, (source, row) in enumerate(first_of_source.items()):
             _try_out(conversations, number, source, row)

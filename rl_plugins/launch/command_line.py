@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.collector import collector_off
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, foreign_name, keys_of
 from rl_plugins.config.recipe import (
     SAMPLING_STAGES,
@@ -27,6 +26,7 @@ from rl_plugins.config.recipe import (
     written,
 )
 from rl_plugins.errors import ConfigError, RayLost, RunStopped, UserError
+from rl_plugins.garbage_collection import collector_off
 from rl_plugins.redaction import redacted_value
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.run_lock import owned

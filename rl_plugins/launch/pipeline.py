@@ -22,7 +22,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_plugins.config.checks import check_batch, check_options
-from rl_plugins.config.environment import resolved_without_environment
+from rl_plugins.config.environment_variables import resolved_without_environment
 from rl_plugins.config.hydra_errors import explain
 from rl_plugins.config.recipe import RecipeConfig, parse_config, store_schema, tracking_address, unresolved
 from rl_plugins.config.run import LOCAL_FOLDER
@@ -340,7 +340,7 @@ class ParentRun:
         # Imported here because `tracking` imports Lightning, which this process otherwise does not need.
         from mlflow.exceptions import MlflowException
 
-        from rl_plugins.launch.tracking import sync
+        from rl_plugins.launch.mlflow_run import sync
 
         started = [stage for stage in self.stages.values() if stage.config.is_file()]
         try:

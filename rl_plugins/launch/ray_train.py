@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rl_plugins.collector import collector_off
 from rl_plugins.config.judge import ENGINE_KEY
 from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.connections import free_port
 from rl_plugins.errors import DeadlineExceeded
+from rl_plugins.garbage_collection import collector_off
 from rl_plugins.launch.gpu_checks import check_nodes
 from rl_plugins.launch.gpus import local_gpus
 from rl_plugins.launch.hub_fetch import fetch_on_machines
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from rl_plugins.launch.training import TrainingRun
     from rl_plugins.rollout.engine import RolloutEngine
     from rl_plugins.rollout.vllm.client import VLLMRollout
+    from rl_plugins.strategies.ray import RayFSDPStrategy, RayZeroStrategy
 
 JOB_FOLDERS = "working_dir_files"
 """Name of the folder into which Ray unpacks the projects of all jobs."""
@@ -244,8 +245,9 @@ def _training_run(arguments: dict[str, Any]) -> TrainingRun:
     )
 
 
-def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:
+def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> RayZeroStrategy | RayFSDPStrategy:
     """Return the configured strategy. Call it in a training worker."""
+    from rl_plugins.strategies.ray import RayFSDPStrategy, RayZeroStrategy
 
     options = config.strategy
     common: dict[str, Any] = {
@@ -255,16 +257,12 @@ def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> Any:
         "sequence_parallel": options.sequence_parallel,
     }
     if options.name == "fsdp":
-        from rl_plugins.strategies.ray import RayFSDPStrategy
-
         return RayFSDPStrategy(
             accumulate_shards=options.accumulate_shards,
             workers_per_copy=options.workers_per_copy,
             tensor_parallel=options.tensor_parallel,
             **common,
         )
-    from rl_plugins.strategies.ray import RayZeroStrategy
-
     return RayZeroStrategy(stage=options.zero_stage, offload_folder=options.offload.folder, **common)
 
 

@@ -1,4 +1,4 @@
-"""Start of a run: anew, from the newest checkpoint, or not at all because the run is finished."""
+"""Start of a run: from the beginning, from the newest checkpoint, or not at all because the run is finished."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.argument_errors import errors_with_options
+from rl_plugins.launch.argument_errors import errors_with_options, options_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ def stateful_environment(config: RecipeConfig) -> StatefulEnvironment | None:
     check_alone(config, "stateful", "a stateful environment scores its conversations by itself")
     from rl_plugins.environments.stateful import StatefulEnvironment
 
-    with errors_with_options(_ARGUMENTS, group="environment"):
+    with errors_with_options(options_in("environment", _ARGUMENTS)):
         return StatefulEnvironment(
             options.stateful,
             **{name: getattr(options, name) for name in _ARGUMENTS},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.argument_errors import errors_with_options
+from rl_plugins.launch.argument_errors import errors_with_options, options_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +61,7 @@ def check_tools(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase | None)
 def _errors_with_options() -> Iterator[None]:
     """Name options in place of the arguments of `ToolEnvironment` in errors."""
     try:
-        with errors_with_options(_ARGUMENTS, group="environment"):
+        with errors_with_options(options_in("environment", _ARGUMENTS)):
             yield
     except ConfigError as error:
         preset = ", or environment=tools, which sets 8" if str(error).startswith("environment.max_turns=") else ""

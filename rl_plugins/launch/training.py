@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Required, cast
 
 import psutil
 import torch
@@ -42,26 +42,32 @@ from rl_plugins.config.judge import with_engines
 from rl_plugins.config.models import RewardModelConfig, RewardModelOptions
 from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.data.datamodule import StepDataModule
+from rl_plugins.data.datamodule import StepDataModule, StepOptions
 from rl_plugins.data.image_prompts import load_tokenizer_or_processor, tokenizer_of
-from rl_plugins.data.tokenization import check_same_tokens
+from rl_plugins.data.tokenization import FilterOrError, check_same_tokens
 from rl_plugins.errors import DataError
 from rl_plugins.intact_checkpoint import newest_intact
+from rl_plugins.launch.argument_errors import STAGE_OPTIONS, errors_with_options
 from rl_plugins.launch.environment import open_environment
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes, training_data
+from rl_plugins.launch.mlflow_run import best_upload, register, tracking_logger
 from rl_plugins.launch.resume import note_end
 from rl_plugins.launch.terminal import quiet_libraries, redraw_interval_s
-from rl_plugins.launch.tracking import best_upload, register, tracking_logger
 from rl_plugins.models.pool import ModelPool
 from rl_plugins.rewards.inline import InlineScorer
 from rl_plugins.rewards.pool import RewardPool
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.stages.arguments import GenerationArguments, PreferenceArguments, StageArguments
 from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.sampling import AnyEnvironment, Scorer, greedy
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import COST_CRITIC, CRITIC, TEACHER
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tracking.loggers import JsonLinesLogger, mlflow_loggers
+
+if TYPE_CHECKING:
+    from rl_plugins.strategies.ray import RayFSDPStrategy, RayZeroStrategy
 
 _RECIPES = {
     "sft": "sft",
@@ -74,6 +80,12 @@ _RECIPES = {
 """Module of the recipe of each value of the option `stage`."""
 # Ray may take a minute for a new process on a busy machine.
 _START_S = 120.0
+
+
+class DataOptions(StepOptions):
+    """Arguments of a data module of a run, without the training data."""
+
+    validation: Required[list[str] | None]
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,7 @@ class TrainingRun:
 
     config: RecipeConfig
     folder: RunFolder
-    strategy: Any
+    strategy: SingleDeviceRolloutStrategy | RayZeroStrategy | RayFSDPStrategy
     scorer: Scorer | None
     checkpoint: Path | None
     in_ray: bool
@@ -106,14 +118,15 @@ class TrainingRun:
     _open: ExitStack = field(default_factory=ExitStack, init=False)
 
     def call_recipe(self) -> None:
-        """Call `train` of the recipe for the option `stage`."""
+        """Call `train` of the recipe for the option `stage`. Errors name options in place of arguments."""
         quiet_libraries()
         seed_everything(self.config.run.seed, verbose=False)
         if self.config.on_gpus:
             # TF32 for products of float32 numbers.
             torch.set_float32_matmul_precision("high")
         try:
-            import_module(f"rl_plugins.recipes.{_RECIPES[self.config.stage]}").train(self)
+            with errors_with_options(STAGE_OPTIONS):
+                import_module(f"rl_plugins.recipes.{_RECIPES[self.config.stage]}").train(self)
         finally:
             self._open.close()
 
@@ -130,7 +143,7 @@ class TrainingRun:
         """Tokenizer of the policy."""
         return tokenizer_of(self.processor)
 
-    def stage_options(self) -> dict[str, Any]:
+    def stage_options(self) -> StageArguments:
         """Return the arguments of every stage."""
         config = self.config
         return {
@@ -147,7 +160,7 @@ class TrainingRun:
             "max_steps": config.run.steps,
         }
 
-    def generation_options(self) -> dict[str, Any]:
+    def generation_options(self) -> GenerationArguments:
         """Return the arguments of stages that generate responses, at least in validation."""
         validation = self.config.validation
         eval_sampling = replace(
@@ -168,7 +181,7 @@ class TrainingRun:
         """Environment of the policy."""
         return self._open.enter_context(open_environment(self.config))
 
-    def preference_options(self) -> dict[str, Any]:
+    def preference_options(self) -> PreferenceArguments:
         """Return the arguments of stages with a preference loss."""
         return {
             "loss": self.config.loss.name or "dpo",
@@ -204,7 +217,7 @@ class TrainingRun:
         """Return the files, parts or data set of training."""
         return training_data(self.config)
 
-    def data_options(self) -> dict[str, Any]:
+    def data_options(self) -> DataOptions:
         """Return the arguments of every data module, without the training data."""
         config, data = self.config, self.config.data
         return {
@@ -212,8 +225,8 @@ class TrainingRun:
             "tokenizer": self.processor,
             "prompts_per_step": config.prompts_drawn,
             "eval_batch_size": data.eval_batch_size,
-            "overlong_prompts": data.overlong_prompts,
-            "bad_images": data.bad_images,
+            "overlong_prompts": cast(FilterOrError, data.overlong_prompts),
+            "bad_images": cast(FilterOrError, data.bad_images),
             "chat_template_kwargs": self.environment.template_options,
             "seed": config.run.seed,
             "max_prompt_tokens": data.max_prompt_tokens,
@@ -255,7 +268,7 @@ class TrainingRun:
                 every=run.checkpoint_every,
                 keep_last=run.keep_checkpoints,
                 report_to_ray=self.in_ray,
-                keep_models={name: kept for name, kept in kept_critics.items() if kept},
+                keep_models={name: kept for name, kept in kept_critics.items() if kept is not None},
                 # Ranks that have written wait in a collective call for the others.
                 background_deadline_s=config.strategy.collective_timeout_s / 2 if run.async_checkpoints else None,
             )
@@ -378,8 +391,6 @@ def train_in_this_process(config: RecipeConfig, folder: RunFolder) -> None:
         config: options of the run.
         folder: folder of the run.
     """
-    from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
-
     device = "cuda" if config.on_gpus else "cpu"
     # transformers imports DeepSpeed to save a model, and DeepSpeed would print the selected device.
     os.environ.setdefault("DS_ACCELERATOR", device)

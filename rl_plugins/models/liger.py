@@ -33,7 +33,7 @@ def use_liger(model: nn.Module, name: str) -> None:
 
     family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ConfigError(f"model.liger=true: Liger has no kernels for the {name}, a {family}: leave model.liger out")
+        raise ConfigError(f"LigerKernels: Liger has no kernels for the {name}, a {family}: leave LigerKernels out")
     # The output head is `fused_log_probs`. Liger's own head returns a loss without log-probs.
     apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     setattr(model, _MARK, True)

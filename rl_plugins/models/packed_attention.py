@@ -171,7 +171,7 @@ def has_packed_attention(model: Callable[..., Any]) -> bool:
     return getattr(text, "_attn_implementation", None) == PACKED_SDPA
 
 
-# `torch.compile` would compile attention anew for other lengths.
+# `torch.compile` would compile attention again for other lengths.
 @torch.compiler.disable
 def packed_sdpa(
     module: nn.Module,

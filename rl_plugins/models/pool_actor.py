@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_plugins.collector import collector_off
+from rl_plugins.garbage_collection import collector_off
 
 if TYPE_CHECKING:
     import numpy as np

@@ -158,7 +158,7 @@ class RewardFunction:
             return run_with_deadline(lambda: self._call(call), deadline_s)
         except (KeyboardInterrupt, bdb.BdbQuit):
             raise
-        except BaseException as error:  # the border to the user's code; the score records the exception
+        except BaseException as error:  # of the user's code; the score records the exception
             return error
 
 

@@ -85,7 +85,7 @@ class FunctionParser:
         try:
             found = self._function(text)
             return [read_call(call.get("name"), call.get("arguments", {})) for call in found]
-        # The border to the code of the user: text of a policy may surprise a parser in any way.
+        # The parser may be a user's code, and a policy's text may make a parser fail in any way.
         except Exception as error:
             return [ToolCall("", fault=str(error) or type(error).__name__)]
 

@@ -1,1 +1,4 @@
-"""The stages of post-training, each a LightningModule: supervised fine-tuning and policy optimization."""
+"""The stages of post-training, each a LightningModule.
+
+Supervised fine-tuning, policy optimization, preference optimization on given and on own responses, reward modelling.
+"""

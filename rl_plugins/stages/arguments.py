@@ -1,10 +1,15 @@
-"""Arguments that every stage passes on to `Stage`."""
+"""Arguments that several stages have in common."""
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from rl_plugins.config.models import LoraConfig, OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
+
+if TYPE_CHECKING:
+    from rl_plugins.stages.sampling import AnyEnvironment, Scorer
 
 
 class StageArguments(TypedDict, total=False):
@@ -21,3 +26,20 @@ class StageArguments(TypedDict, total=False):
     packing: bool
     attention: str | None
     trust_remote_code: bool
+
+
+class GenerationArguments(TypedDict):
+    """Arguments of stages that generate responses. `PolicyOptimization` describes the arguments."""
+
+    scorer: Scorer | None
+    eval_sampling: SamplingConfig
+    environment: AnyEnvironment
+    seed: int
+
+
+class PreferenceArguments(GenerationArguments):
+    """Arguments of stages with a preference loss. `PreferenceOptimization` describes the arguments."""
+
+    loss: str
+    loss_options: Mapping[str, Any]
+    reference: str | None

@@ -192,14 +192,14 @@ class PolicyOptimization(Stage):
         if process_reward_model is not None and "process_rewards_BT" not in self.algorithm.needs:
             raise ConfigError(
                 f"algorithm.advantage={self.algorithm.advantage!r} does not use process rewards: choose "
-                "algorithm=prime, or an advantage that takes process_rewards_BT"
+                "the advantage prime, or another advantage that takes process_rewards_BT"
             )
         if self.router_replay is not None and self.router_replay.source == "recompute":
             check_recomputed_routes(self.algorithm, self.schedule, self.updates)
         constraint = self.algorithm.constraint
         if COST_MODEL in self.scoring_configs and constraint is None:
             raise ConfigError(
-                "the algorithm does not use the costs of cost_model: choose algorithm=safe_rlhf, or set constraint"
+                "the algorithm does not use the costs of cost_model: set algorithm.constraint, or leave cost_model out"
             )
         for needed, available, model in (
             ("ref_log_probs_BT", has_reference, "reference model with reference=..."),

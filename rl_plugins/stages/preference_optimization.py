@@ -153,7 +153,7 @@ class OnlinePreferenceOptimization(Stage):
         if sampling.num_samples < 2:
             raise ConfigError(
                 f"num_samples={sampling.num_samples}: a pair needs at least two responses to a prompt: raise "
-                "batch.samples_per_prompt"
+                "num_samples"
             )
         self.sampling = with_stop_token(sampling, self.tokenizer)
         self.updates_per_step = updates_per_step

@@ -13,7 +13,7 @@ from rl_plugins.config.models import RewardModelConfig
 from rl_plugins.config.sampling import SamplingConfig, Schedule
 from rl_plugins.data.experience import Experience, computed
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.errors import ConfigError, DataError
+from rl_plugins.errors import DataError, RewardError
 from rl_plugins.models.scalar_head import last_token_scores
 from rl_plugins.rewards.records import Score, check_failure_rate, failed
 from rl_plugins.rollout.engine import step_seed
@@ -41,7 +41,8 @@ class Rollouts:
         shown: samples for callbacks.
 
     Attributes:
-        sampled: metrics of all samples of a step, also of samples left out by the algorithm.
+        scheduled_sampler: queue of the groups of this step and of later steps.
+        sample_metrics: metrics of all samples of a step, also of samples left out by the algorithm.
         on_collected: function of the samples of a batch of prompts, the scores, and the number of batches that the step
             drew before. The samples change later.
         replay: function from the same number to samples and scores, which replaces sampling.
@@ -140,7 +141,7 @@ class Rollouts:
                 raise DataError(
                     f"step {step}: {taken * world_size} prompts gave {len(groups)} groups that teach something, "
                     f"and the step needs {wanted}: the prompts are too easy or too hard for this policy. Change the "
-                    "data, raise batch.samples_per_prompt or algorithm.group_filter.max_batches, or widen the filter"
+                    "data, widen algorithm.group_filter, raise its max_batches, or raise num_samples"
                 )
             if self._schedule.active:
                 missing = -(-(wanted - len(groups)) // world_size)
@@ -245,7 +246,7 @@ def keep_reward_details(samples: Experience, scores: Sequence[Score], algorithm:
     """Keep the numbers beside the scores that the algorithm uses.
 
     Raises:
-        ConfigError: the reward function does not return a number of the name.
+        RewardError: the reward function does not return a number of the name.
     """
     if names := algorithm.reward_components:
         columns = [_detail(scores, name, "algorithm.reward_components") for name in names]
@@ -264,5 +265,5 @@ def _detail(scores: Sequence[Score], name: str, option: str) -> list[float]:
     for score in scores:
         if score.failure is None and name not in score.details:
             there = ", ".join(score.details) or "nothing"
-            raise ConfigError(f"{option} names {name!r}, and the reward function returns {there} beside its score")
+            raise RewardError(f"{option} names {name!r}, and the reward function returns {there} beside its score")
     return [score.details.get(name, 0.0) for score in scores]

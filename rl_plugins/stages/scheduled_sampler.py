@@ -34,14 +34,14 @@ class Group:
         prompt: batch of this prompt alone.
         batch_index: index of the batch of prompts, from 0.
         position: index of the prompt in the batch of all ranks.
-        begun: version of the policy when its sampling began; None while the group waits.
+        started_version: version of the policy when the sampling of the group started; None while the group waits.
         generations: responses of a finished group, or a reference to the responses in an engine.
     """
 
     prompt: PromptBatch
     batch_index: int
     position: int
-    begun: int | None = None
+    started_version: int | None = None
     generations: Generations | RemoteSamples | None = None
 
     @property
@@ -94,19 +94,19 @@ class GroupQueue:
 
     def start(self, in_flight: int, version: int) -> list[int]:
         """Mark waiting groups as started until `in_flight` groups are started or finished; return the tickets."""
-        waiting = [ticket for ticket, group in self._groups.items() if group.begun is None]
+        waiting = [ticket for ticket, group in self._groups.items() if group.started_version is None]
         chosen = waiting[: max(0, in_flight - (len(self) - len(waiting)))]
         self.mark_started(chosen, version)
         return chosen
 
     def started(self) -> list[int]:
         """Return the tickets of groups that are being sampled or finished."""
-        return [ticket for ticket, group in self._groups.items() if group.begun is not None]
+        return [ticket for ticket, group in self._groups.items() if group.started_version is not None]
 
     def mark_started(self, tickets: Iterable[int], version: int) -> None:
         """Mark groups as started with a version of the policy."""
         for ticket in tickets:
-            self._groups[ticket] = replace(self._groups[ticket], begun=version)
+            self._groups[ticket] = replace(self._groups[ticket], started_version=version)
 
     def finish(self, finished: Mapping[int, Generations | RemoteSamples]) -> None:
         """Store the responses of groups."""
@@ -121,17 +121,21 @@ class GroupQueue:
             if isinstance(group.generations, RemoteSamples)
         }
 
-    def lose(self, tickets: Iterable[int]) -> None:
+    def mark_waiting(self, tickets: Iterable[int]) -> None:
         """Mark groups as waiting again, because the responses are lost."""
         for ticket in tickets:
-            self._groups[ticket] = replace(self._groups[ticket], begun=None, generations=None)
+            self._groups[ticket] = replace(self._groups[ticket], started_version=None, generations=None)
 
     def due(self, version: int) -> list[int]:
         """Return the tickets of the groups that step `version` must train on, because a later step may not."""
         if self._schedule.drops:
             return []
         last = version - self._schedule.max_staleness
-        return [ticket for ticket, group in self._groups.items() if group.begun is not None and group.begun <= last]
+        return [
+            ticket
+            for ticket, group in self._groups.items()
+            if group.started_version is not None and group.started_version <= last
+        ]
 
     def unfinished(self, tickets: Iterable[int]) -> list[int]:
         """Return the tickets among `tickets` whose groups are not finished."""
@@ -157,7 +161,7 @@ class GroupQueue:
     def reset(self) -> list[int]:
         """Give all groups new tickets and mark them as waiting; return the old tickets of started groups."""
         started = self.started()
-        groups = [replace(group, begun=None, generations=None) for group in self._groups.values()]
+        groups = [replace(group, started_version=None, generations=None) for group in self._groups.values()]
         self._groups.clear()
         for group in groups:
             self.add(group)
@@ -182,7 +186,8 @@ class GroupQueue:
                 "prompt": group.prompt.state(),
                 "batch_index": group.batch_index,
                 "position": group.position,
-                "begun": group.begun,
+                # The name in the checkpoints of earlier runs.
+                "begun": group.started_version,
                 "generations": vars(group.generations) if isinstance(group.generations, Generations) else None,
             }
             for group in self._groups.values()
@@ -205,9 +210,9 @@ class GroupQueue:
         self._groups, self._tickets = {}, 0
         for state in saved if own else saved[rank::world_size]:
             generations = None if state["generations"] is None else Generations(**state["generations"])
-            begun = None if generations is None else state["begun"]
+            started_version = None if generations is None else state["begun"]
             prompt = PromptBatch.from_state(state["prompt"])
-            self.add(Group(prompt, state["batch_index"], state["position"], begun, generations))
+            self.add(Group(prompt, state["batch_index"], state["position"], started_version, generations))
         return f"{len(self)} groups of each worker's queue, {self.num_finished} of them sampled"
 
 
@@ -413,7 +418,7 @@ class ScheduledSampler:
         remote = queue.remote()
         fetched = dict(zip(remote, sampler.fetch(list(remote.values())), strict=True))
         queue.finish({ticket: responses for ticket, responses in fetched.items() if responses is not None})
-        queue.lose(ticket for ticket, responses in fetched.items() if responses is None)
+        queue.mark_waiting(ticket for ticket, responses in fetched.items() if responses is None)
         return queue.state()
 
     def load_state(self, shares: Sequence[Any], *, own: bool) -> str:

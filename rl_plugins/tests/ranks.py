@@ -292,7 +292,7 @@ def _receive(connection: Connection, calls: queue.SimpleQueue[bytes | None], idl
 
 
 def _print_to(file: str) -> None:
-    """Let the output of this process begin anew, in a file."""
+    """Let the output of this process start again, in a file."""
     log = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log, stream.fileno())

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.collector import collector_off
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.images import PromptImages
 from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost
+from rl_plugins.garbage_collection import collector_off
 from rl_plugins.hub.files import model_folder
 from rl_plugins.memory import MemoryChange
 from rl_plugins.model_json import read_model_config

@@ -19,7 +19,7 @@ from rl_plugins.tests.stages import canned
 
 def trainer_on(device: torch.device, checkpoint: Path) -> Any:
     """Attributes of a trainer for a checkpoint. The trainer's worker has a device."""
-    strategy = SimpleNamespace(root_device=device, barrier=lambda name: None, model_engine=None)
+    strategy = SimpleNamespace(root_device=device, barrier=lambda name: None, model_engine=None, restored={})
     return SimpleNamespace(
         strategy=strategy,
         save_checkpoint=lambda folder, **options: None,

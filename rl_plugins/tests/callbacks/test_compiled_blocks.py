@@ -94,5 +94,5 @@ def test_compiled_blocks_refuses_a_model_without_named_blocks() -> None:
 
     stage: Any = Stage()
     trainer: Any = None
-    with pytest.raises(ConfigError, match=r"model\.compile=true: the policy, a Own, does not name the classes"):
+    with pytest.raises(ConfigError, match=r"CompiledBlocks: the policy, a Own, does not name the classes"):
         CompiledBlocks().on_fit_start(trainer, stage)

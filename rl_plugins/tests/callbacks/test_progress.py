@@ -26,7 +26,7 @@ class Clock(Stage):
 def trainer_of(**metrics: float) -> Any:
     return SimpleNamespace(
         is_global_zero=True,
-        strategy=SimpleNamespace(phase_log=SimpleNamespace(current="rollout")),
+        strategy=SimpleNamespace(phase_log=SimpleNamespace(current="rollout"), model_engine=None),
         callback_metrics={name.replace("_", "/", 1): torch.tensor(value) for name, value in metrics.items()},
     )
 

@@ -164,6 +164,8 @@ CHECKS: dict[str, list[Case]] = {
         (["optimizer.lr=nan"], ["optimizer.lr=nan", "0 or more"]),
         (["optimizer.lr=inf"], ["optimizer.lr=inf: must be a finite number; must be 0 or more"]),
         (["reference.keep=nan"], ["reference.keep=nan: must be a finite number"]),
+        (["reference.keep=1"], ["reference.keep=1", "must be from 0 to below 1"]),
+        (["critic.keep_checkpoints=0"], ["critic.keep_checkpoints=0", "must be at least 1, or null"]),
         (["algorithm.kl.coefficient=inf"], ["algorithm.kl.coefficient=inf: must be a finite number"]),
         (["placement.num_workers=3"], ["batch.prompts_per_step=32", "make it 33", "num_workers"]),
         (["batch.updates_per_step=5"], ["batch.updates_per_step=5", "prompts_per_step 35"]),

@@ -13,6 +13,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.launch.algorithm_check import check_router_options
 from rl_plugins.launch.training import TrainingRun
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.launch.configurations import configured, message_of
 from rl_plugins.tests.loops import for_each
 
@@ -28,7 +29,7 @@ def test_callbacks_of_a_run_have_the_kernels_of_the_option(tmp_path: Path, optio
     run = TrainingRun(
         config=config,
         folder=RunFolder(tmp_path),
-        strategy=None,
+        strategy=SingleDeviceRolloutStrategy("cpu"),
         scorer=None,
         checkpoint=None,
         in_ray=False,

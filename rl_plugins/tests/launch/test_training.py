@@ -15,6 +15,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.launch.training import TrainingRun
 from rl_plugins.models.tiny import build_tokenizer
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.launch.configurations import configured
 from rl_plugins.tracking.loggers import JsonLinesLogger
 
@@ -24,7 +25,7 @@ def training_run(folder: Path, *overrides: str) -> TrainingRun:
     run = TrainingRun(
         config=configured("grpo", "model.path=model", *overrides),
         folder=RunFolder(folder),
-        strategy=None,
+        strategy=SingleDeviceRolloutStrategy("cpu"),
         scorer=None,
         checkpoint=None,
         in_ray=False,
@@ -39,7 +40,8 @@ def test_chat_template_kwargs_reach_data_modules_and_conversations(tmp_path: Pat
     run = training_run(tmp_path, "+data.chat_template_kwargs.enable_thinking=false")
     expected: dict[str, Any] = {"enable_thinking": False}
     assert run.data_options()["chat_template_kwargs"] == expected
-    assert run.generation_options()["environment"].template_options == expected
+    environment: Any = run.generation_options()["environment"]
+    assert environment.template_options == expected
 
 
 def test_sampling_of_a_run_adds_stop_tokens_to_the_end_of_sequence(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ repository exist.
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -63,6 +64,20 @@ def test_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     names: dict[str, object] = {"__name__": "page"}
     for number, code in enumerate(found, 1):
         exec(compile(code, f"{page}, block {number}", "exec"), names)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/existing_project.md"])
+def test_diff_of_a_page_is_the_difference_between_the_two_examples(page):
+    before, after = (
+        (ROOT / "examples" / project / "train.py").read_text(encoding="utf-8").splitlines()
+        for project in ("existing_project", "existing_project_rl")
+    )
+    # Heads of files and places, and empty lines, are left out.
+    expected = [
+        line for line in list(difflib.unified_diff(before, after, n=0))[2:] if not line.startswith("@@") and line != "+"
+    ]
+    (shown,) = blocks(WRITTEN[page], "diff")
+    assert [line for line in shown.splitlines() if line] == expected
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in COMMANDS}))

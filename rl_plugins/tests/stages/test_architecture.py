@@ -23,13 +23,22 @@ def figures() -> Any:
     return module
 
 
+@pytest.fixture(scope="module")
+def recorder(figures: Any) -> Any:
+    """The calls of a step."""
+    return figures.record_step()
+
+
 def test_rooms_figure_has_the_imports_of_the_source(figures: Any) -> None:
     assert figures.rooms_figure() in figures.PAGE.read_text(encoding="utf-8"), "run python docs/figures.py"
 
 
-def test_step_figure_has_the_calls_of_a_step(figures: Any) -> None:
-    recorder = figures.record_step()
+def test_step_figure_has_the_calls_of_a_step(figures: Any, recorder: Any) -> None:
     assert figures.step_figure(recorder) in figures.PAGE.read_text(encoding="utf-8"), "run python docs/figures.py"
+
+
+def test_step_has_functions_in_at_most_51_files(recorder: Any) -> None:
+    assert len(recorder.functions) <= 51, sorted(recorder.functions)
 
 
 def test_architecture_has_at_most_1500_words(figures: Any) -> None:

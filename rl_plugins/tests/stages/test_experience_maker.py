@@ -106,7 +106,7 @@ def test_group_filter_with_oversampling_trains_on_a_share_of_the_prompts() -> No
 
 def test_group_filter_refuses_a_metric_that_the_reward_does_not_return() -> None:
     with pytest.raises(
-        ConfigError, match=r"group_filter\.metric names 'luck', and the reward function returns correct, format"
+        RewardError, match=r"group_filter\.metric names 'luck', and the reward function returns correct, format"
     ):
         train(Algorithm(group_filter=GroupFilter(metric="luck")))
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.algorithms.constraint import CostConstraint
 from rl_plugins.config.models import CriticConfig, OptimizerConfig, RewardModelConfig
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.models.tiny import build_model
 from rl_plugins.stages.critic import CriticLearner, CriticTraining, value_objective
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
@@ -213,7 +213,7 @@ def test_group_relative_advantages_take_a_constraint_without_critics() -> None:
         ),
         (
             {"algorithm": Algorithm(), "cost_model": RewardModelConfig("model")},
-            r"does not use the costs of cost_model: choose algorithm=safe_rlhf, or set constraint",
+            r"does not use the costs of cost_model: set algorithm.constraint, or leave cost_model out",
         ),
         (
             {"cost_critic": None},
@@ -227,5 +227,5 @@ def test_policy_optimization_refuses_a_constraint_without_models(options: dict[s
 
 
 def test_cost_that_the_reward_function_does_not_return_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"constraint\.cost names 'harm', and the reward function returns correct, f"):
+    with pytest.raises(RewardError, match=r"constraint\.cost names 'harm', and the reward function returns correct, f"):
         fit(make_stage(algorithm=algorithm(CostConstraint("harm"))), steps=1)

@@ -118,10 +118,10 @@ def test_offload_to_files_does_not_change_training(folder: Path, results: Callab
 
 def test_resumed_run_records_the_restored_engines(folder: Path, results: Callable[[str], Results]) -> None:
     results("two-3-one-1")
-    what = "weights, optimizer, schedule, dealt anew from 2 workers under ZeRO-3 to 1 under ZeRO-1"
+    what = "weights, optimizer, schedule, redistributed from 2 workers under ZeRO-3 to 1 under ZeRO-1"
     assert RunFolder(folder / "two-3-one-1").resumes.read_text() == (
         f"two-3-one-1: resumed from checkpoint_00000001: policy ({what}), critic ({what}), "
-        "reference (from its own file), random states begin anew (saved by 2 workers, now 1), data from batch 1\n"
+        "reference (from its own file), random states start again (saved by 2 workers, now 1), data from batch 1\n"
     )
     assert not RunFolder(folder / "two-3").resumes.exists()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_plugins.collector import collector_off
+from rl_plugins.garbage_collection import collector_off
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch import tracking
+from rl_plugins.launch import mlflow_run
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.tracking import describe_run, sync
+from rl_plugins.launch.mlflow_run import describe_run, sync
 from rl_plugins.run_folder import RunFolder, append_metrics
 from rl_plugins.tests.files import rewrite_manifest
 from rl_plugins.tests.launch.configurations import configured
@@ -73,7 +73,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         run.client.create_model_version(name, policy.as_uri(), run.run_id)
         return "registered"
 
-    monkeypatch.setattr(tracking, "register_policy", register_policy)
+    monkeypatch.setattr(mlflow_run, "register_policy", register_policy)
     return examples
 
 
@@ -133,8 +133,8 @@ def test_sync_takes_a_password_for_the_store_of_the_run(
         used.append(config.tracking.uri)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(tracking, "check_store", used.append)
-    monkeypatch.setattr(tracking, "tracking_logger", tracking_logger)
+    monkeypatch.setattr(mlflow_run, "check_store", used.append)
+    monkeypatch.setattr(mlflow_run, "tracking_logger", tracking_logger)
     with_password = f"http://me:word@{refused_address}"
     with pytest.raises(ZeroDivisionError):
         sync(folder.path, with_password, DEADLINE_S)
