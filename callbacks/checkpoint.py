@@ -36,6 +36,7 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.clock import clock
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.stage import Stage
+from rl_plugins.storage import local_path
 from rl_plugins.strategies.contract import strategy_of
 from rl_plugins.whole_file import append_text, only_printed
 
@@ -71,7 +72,7 @@ class PolicyCheckpoint(Callback):
     """Save a checkpoint every `every` steps and after the last step.
 
     Args:
-        folder: folder of the run.
+        folder: folder of the run, never an address.
         every: number of steps between two checkpoints.
         keep_last: number of newest checkpoints to keep.
         report_to_ray: True if the workers run under Ray Train.
@@ -103,7 +104,8 @@ class PolicyCheckpoint(Callback):
         keep_models: Mapping[str, int] | None = None,
         background_deadline_s: float | None = None,
     ) -> None:
-        self._folder, self._every, self._keep_last = RunFolder(folder), every, keep_last
+        self._folder = RunFolder(local_path("folder", folder))
+        self._every, self._keep_last = every, keep_last
         self._report_to_ray = report_to_ray
         self._keep_models = dict(keep_models or {})
         self.files = CheckpointFiles(background_deadline_s)

@@ -16,6 +16,8 @@ from rl_plugins.tracking.loggers import MLflowTracking, mlflow_loggers
 from rl_plugins.tracking.run import TrackedRun
 from rl_plugins.whole_file import only_printed, write_whole_text
 
+_NO_ATTRIBUTES = ("prompt", "response", "images", "rewards")
+
 
 class SampleTable(Callback):
     """Write the first validation samples of rank 0 to a file such as `step_00000020.json`, and to a table in MLflow.
@@ -78,15 +80,18 @@ class RolloutTraces(Callback):
 def log_trace(run: TrackedRun, step: int, sample: Mapping[str, object]) -> None:
     """Log a sample as a trace: the prompt is the input, the response is the output, other values are attributes.
 
+    The score and the further numbers of the reward are assessments of the trace: `reward`, and `reward/NAME` each.
+
     Args:
         run: run in MLflow.
         step: step of the stage's clock.
-        sample: values of the sample: `prompt`, `response`, `score` and others, with `images` if the prompt has images.
+        sample: values of the sample: `prompt`, `response`, `score` and others, with `images` if the prompt has images,
+            and with `rewards`, the further numbers of the reward by their names.
     """
     import mlflow
 
     attributes: dict[str, Any] = {
-        key: value for key, value in sample.items() if key not in ("prompt", "response", "images") and value is not None
+        key: value for key, value in sample.items() if key not in _NO_ATTRIBUTES and value is not None
     }
     attributes["step"] = step
     span = mlflow.start_span_no_context(
@@ -99,3 +104,8 @@ def log_trace(run: TrackedRun, step: int, sample: Mapping[str, object]) -> None:
         experiment_id=run.experiment_id,
     )
     span.end(outputs={"response": sample["response"]})
+    # An assessment belongs to a recorded trace.
+    details: Any = sample.get("rewards") or {}
+    for name, value in {"reward": sample["score"], **{f"reward/{key}": details[key] for key in details}}.items():
+        if isinstance(value, int | float):
+            mlflow.log_feedback(trace_id=span.trace_id, name=name, value=value)

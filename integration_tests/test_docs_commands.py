@@ -34,6 +34,7 @@ ITS_OWN = "model.path=MODEL 'data.train_files=[train.parquet]'"
 PAGES = (
     "docs/callbacks.md", "docs/commands.md", "docs/data.md", "docs/environments.md", "docs/existing_project.md",
     "docs/mlflow.md", "docs/own_algorithm.md", "docs/planning.md", "docs/recipes.md", "docs/rewards.md",
+    "docs/sweeps.md",
 )  # fmt: skip
 LEFT_OUT = {
     "mlflow ui": "does not end",
@@ -53,6 +54,7 @@ LEFT_OUT = {
     "python -m rl_plugins.recipes.grpo ... run.name=again": "after a step by hand; test_rollout_dump replays a run",
     "python -m rl_plugins.recipes.grpo algorithm=rloo": "test_own_algorithm has it installed",
     "rl-plugins grpo model.path=MODEL": "the same as the module; test_init runs a recipe as a command",
+    "rl-plugins evaluate outputs/first/policy": "two runs; docs/commands.md compares two policies",
     "rl-plugins doctor --imports": "installs nothing and says nothing of the pages; test_doctor runs it",
 }
 SMALL = [

@@ -114,6 +114,11 @@ def test_run_that_ends_with_controller_raylet_or_head_is_resumed_with_the_same_b
     assert last.wait() == 0, last.tail()
     assert "resumed from checkpoint_00000006" in last.log.read_text()
     assert differences(last.run, whole.run) == []
+    trained = last.trained()
+    again = start_recipe("grpo", "broken", *options, *pace.overrides)
+    assert again.wait() == 0, again.tail()
+    assert "broken: the run is finished: step 7 was its last" in again.log.read_text()
+    assert again.trained() == trained and differences(again.run, whole.run) == []
 
 
 def lose(run: Recipe, kind: str) -> None:

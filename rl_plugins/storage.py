@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileInfo, FileSystem
 
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
+_AS_PATH = re.compile(r"([a-z][a-z0-9+.-]+):/+")
+"""Address, also after `pathlib.Path`, which leaves one slash of two."""
 _PART_BYTES = 2**24
 _STREAMS = 8
 """Files that are fetched at the same time."""
@@ -34,6 +36,25 @@ _DIGEST_LENGTH = 8
 def is_address(path: str) -> bool:
     """Return True for an address such as `s3://bucket/folder`, and False for a path."""
     return _ADDRESS.match(path) is not None
+
+
+def local_path(name: str, path: str | Path) -> Path:
+    """Return the path of a local file or folder.
+
+    Args:
+        name: name of the option or the argument, for the message.
+        path: path to check.
+
+    Raises:
+        ConfigError: the path is an address. As a path, the address would be a local folder with the name `s3:`.
+    """
+    if _AS_PATH.match(str(path)) is not None:
+        shown = without_password(_AS_PATH.sub(r"\1://", str(path), count=1)).partition("?")[0]
+        raise ConfigError(
+            f"{name}={shown}: an address cannot be used here: give a local path; run.storage of a recipe copies a run "
+            "to an address"
+        )
+    return Path(path)
 
 
 def folder_in(address: str, name: str) -> str:

@@ -1,11 +1,14 @@
 #!/bin/bash
-# A recipe as a Slurm job: sbatch examples/cluster/slurm.sh. To continue, add run.resume=auto to the command.
+# A recipe as a Slurm job: sbatch examples/cluster/slurm.sh. The same command continues the run, and so does Slurm when the job
+# is put back into the queue. Another run needs another name in the variable `run`.
 #SBATCH --job-name=grpo
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=16
 #SBATCH --gpus-per-node=4
 #SBATCH --time=04:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
 #SBATCH --signal=B:TERM@300
 #SBATCH --output=%x-%j.log
 set -euo pipefail
@@ -31,7 +34,8 @@ trap '[ ! -d "$run" ] || touch "$run/stop"' TERM
 srun ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" \
     --num-cpus "$SLURM_CPUS_PER_TASK" --num-gpus 4 -- \
     env RAY_ADDRESS="$address" python -m rl_plugins.recipes.grpo \
-    run.output_dir="${run%/*}" run.name="${run##*/}" model.path="$shared/models/policy" model.precision=bf16-true \
+    run.output_dir="${run%/*}" run.name="${run##*/}" run.resume=auto \
+    model.path="$shared/models/policy" model.precision=bf16-true \
     "data.train_files=[$shared/data/train.parquet]" "data.val_files=[$shared/data/test.parquet]" reward=gsm8k \
     batch.prompts_per_step=64 placement.num_workers=8 placement.device=cuda "$@" &
 job=$!
@@ -43,6 +47,6 @@ while kill -0 "$job" 2>/dev/null; do
     wait "$job" || status=$?
 done
 if [ "$status" -eq 75 ]; then
-    echo "stopped and saved. To continue, repeat the command with run.resume=auto"
+    echo "stopped and saved. To continue, submit the same job again"
 fi
 exit "$status"

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.commands.generate import add_sampling_arguments
-from rl_plugins.commands.main import number
+from rl_plugins.commands.main import number, output_path
 from rl_plugins.config.judge import JudgeConfig, check_deadline, judge_config, with_judges
 from rl_plugins.config.settings import AT_LEAST_1, FINITE, FROM_0_TO_1, PROCESSES, SECONDS
 from rl_plugins.control_characters import json_without_controls
@@ -89,7 +89,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     policies = parser.add_argument_group("sampling from policies")
     policies.add_argument("--data", nargs="+", default=[], help="parquet files of prompts")
-    policies.add_argument("--output", type=Path, help="folder for the samples")
+    policies.add_argument("--output", type=output_path, help="folder for the samples")
     add_sampling_arguments(parser)
 
 

@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rl_plugins.commands.main import output_path
 from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.hub.push import PushTarget
 from rl_plugins.launch.model_card import model_card
 from rl_plugins.manifest import find_damage
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.storage import local_path
 from rl_plugins.whole_file import write_whole_text
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("checkpoint", type=Path, help="folder of the checkpoint, such as RUN/checkpoint_00000050")
-    parser.add_argument("output", type=Path, help="Hugging Face folder to write; must not exist")
+    parser.add_argument("output", type=output_path, help="Hugging Face folder to write; must not exist")
     parser.add_argument("--model", help="Hugging Face name or folder of the architecture (default: the run's own)")
     parser.add_argument(
         "--lora",
@@ -111,9 +113,9 @@ def export_checkpoint(
         CheckpointError: a file of `checkpoint` is missing or damaged, or a weight is NaN or infinite.
         ConfigError: `checkpoint` is not a checkpoint, or its weights are those of another model; the architecture
             cannot be found; an adapter is requested from a run without one; the average is stored in parts of tensors;
-            `out` exists; or the hub refuses the push.
+            `out` exists or is an address; or the hub refuses the push.
     """
-    if out.exists():
+    if local_path("out", out).exists():
         raise ConfigError(f"{out} exists: give another folder, or remove it")
     state = checkpoint / "state"
     if not state.exists():

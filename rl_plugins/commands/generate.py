@@ -29,7 +29,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.commands.main import number
+from rl_plugins.commands.main import number, output_path
 from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, SEED
 from rl_plugins.errors import ConfigError
 
@@ -50,7 +50,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("policy", help="Hugging Face folder or name, or a model in MLflow, see above")
     parser.add_argument("--data", nargs="+", required=True, help="parquet files of prompts")
-    parser.add_argument("--output", type=Path, required=True, help="the parquet file to write")
+    parser.add_argument("--output", type=output_path, required=True, help="the parquet file to write")
     add_sampling_arguments(parser)
 
 

@@ -13,6 +13,7 @@ import shutil
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from rl_plugins.commands.main import output_path
 from rl_plugins.errors import ConfigError
 from rl_plugins.whole_file import storing
 
@@ -21,7 +22,7 @@ TEMPLATE = Path(__file__).parent / "new_project"
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments of `rl-plugins init`."""
-    parser.add_argument("folder", type=Path, help="folder of the project; it must not exist, or be empty")
+    parser.add_argument("folder", type=output_path, help="folder of the project; it must not exist, or be empty")
 
 
 def run(arguments: Namespace) -> int:

@@ -20,6 +20,7 @@ from rl_plugins.config.settings import Range, shown
 from rl_plugins.errors import ConfigError, UserError
 from rl_plugins.garbage_collection import collector_off
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.storage import local_path
 
 COMMANDS = {
     "doctor": "show the installation, this machine, and what will work",
@@ -155,6 +156,14 @@ def number(kind: type[int] | type[float], allowed: Range) -> Callable[[str], flo
         return value
 
     return read
+
+
+def output_path(text: str) -> Path:
+    """Return the path of a file or a folder that a command writes, for an argument of the command line."""
+    try:
+        return local_path("path", text)
+    except ConfigError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def existing_run(path: Path) -> RunFolder:

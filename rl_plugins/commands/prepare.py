@@ -22,7 +22,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.commands.main import number
+from rl_plugins.commands.main import number, output_path
 from rl_plugins.config.settings import AT_LEAST_1
 from rl_plugins.control_characters import without_controls
 from rl_plugins.data.formats import FORMATS, RowKeys
@@ -87,7 +87,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _add_output(parser: ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, required=True, help="folder for train.parquet and test.parquet")
+    parser.add_argument("--output", type=output_path, required=True, help="folder for train.parquet and test.parquet")
 
 
 def _add_validate(parser: ArgumentParser) -> None:

@@ -9,15 +9,14 @@ A run writes the report when the run ends. This command writes the report again,
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
-from rl_plugins.commands.main import add_run_argument, existing_run
+from rl_plugins.commands.main import add_run_argument, existing_run, output_path
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_argument(parser)
-    parser.add_argument("--output", type=Path, help="file to write (default: report.html in the folder)")
+    parser.add_argument("--output", type=output_path, help="file to write (default: report.html in the folder)")
 
 
 def run(arguments: Namespace) -> int:

@@ -34,7 +34,7 @@ from rl_plugins.config.sampling import EnvironmentOptions, SamplingOptions, Sche
 from rl_plugins.config.settings import AT_LEAST_1, Settings, one_of, shown
 from rl_plugins.errors import ConfigError
 from rl_plugins.redaction import redacted_value, without_password
-from rl_plugins.storage import is_address
+from rl_plugins.storage import is_address, local_path
 from rl_plugins.whole_file import write_whole_text
 
 COLLECTING_STAGES = ("policy_optimization", "prime")
@@ -236,15 +236,19 @@ class RecipeConfig(Settings):
         self.model.precision = self.precision
 
     def make_paths_absolute(self) -> None:
-        """Make the paths of files and folders absolute, because Ray's workers have other working directories."""
+        """Make the paths of files and folders absolute, because Ray's workers have other working directories.
+
+        Raises:
+            ConfigError: a folder that must be local is an address.
+        """
         self.run.output_dir = _absolute(self.run.output_dir)
         if self.run.storage:
             self.run.storage = _absolute(self.run.storage)
         self.data.replace_files(lambda option, path: [_absolute(path)])
         if self.debug.replay:
-            self.debug.replay = _absolute(self.debug.replay)
-        if self.strategy.offload.folder:
-            self.strategy.offload.folder = _absolute(self.strategy.offload.folder)
+            self.debug.replay = str(local_path("debug.replay", self.debug.replay).absolute())
+        if folder := self.strategy.offload.folder:
+            self.strategy.offload.folder = str(local_path("strategy.offload.folder", folder).absolute())
         own = (node.get("config") for node in judges_of(self.reward.functions))
         for options in (vars(self.reward.judge), *(node for node in own if isinstance(node, dict))):
             options |= {name: _absolute(str(options[name])) for name in JUDGE_FILES if options.get(name)}

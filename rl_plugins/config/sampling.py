@@ -71,6 +71,32 @@ VLLM_SAMPLING_ARGUMENTS: Mapping[str, tuple[type, Range]] = {
 }
 """Arguments of vLLM's `SamplingParams` for `sampling.vllm`, each with its type and range. All of these arguments change
 the distribution of the tokens."""
+_WHOLE = "the package reads responses when they are complete"
+_OWN_TEXT = "the package makes the texts of responses from token ids"
+_LOG_PROBS = "training reads the log-prob of each sampled token and no other log-probs"
+REFUSED_SAMPLING_ARGUMENTS: Mapping[str, str] = {
+    "ignore_eos": "a response ends with the end-of-sequence token",
+    "logprobs": _LOG_PROBS,
+    "flat_logprobs": _LOG_PROBS,
+    "logprob_token_ids": _LOG_PROBS,
+    "prompt_logprobs": _LOG_PROBS,
+    "prompt_logprob_token_ids": _LOG_PROBS,
+    "prompt_logprob_start": _LOG_PROBS,
+    "detokenize": _OWN_TEXT,
+    "skip_special_tokens": _OWN_TEXT,
+    "spaces_between_special_tokens": _OWN_TEXT,
+    "include_stop_str_in_output": _OWN_TEXT,
+    "output_kind": _WHOLE,
+    "stream_interval": _WHOLE,
+    "repetition_detection": "training does not know this end of a response",
+    "watermarking": "samples with a watermark do not follow the policy",
+    "trace_decode_token_ids": "the policy would not sample these tokens",
+    "routed_experts_prompt_start": "model.router_replay needs the experts of all tokens",
+    "skip_reading_prefix_cache": "rollout.prefix_caching=false switches the cache off",
+    "skip_clone": "vLLM sets this argument for itself",
+    "output_text_buffer_length": "vLLM sets this argument for itself",
+}
+"""Arguments of vLLM's `SamplingParams` that training does not take, with the reason."""
 _TOP_K = Range("must be at least 1, or -1 to keep all", lambda value: value == -1 or value >= 1)
 
 
@@ -126,6 +152,8 @@ def _check_vllm_arguments(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name in OWN_SAMPLING_ARGUMENTS:
             raise ConfigError(f"vllm.{name}: the package sets this argument: use {OWN_SAMPLING_ARGUMENTS[name]}")
+        if reason := REFUSED_SAMPLING_ARGUMENTS.get(name):
+            raise ConfigError(f"vllm.{name}: {reason}: leave the argument out")
         if name not in VLLM_SAMPLING_ARGUMENTS:
             close = get_close_matches(name, VLLM_SAMPLING_ARGUMENTS, n=1)
             raise ConfigError(

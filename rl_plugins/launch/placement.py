@@ -17,6 +17,7 @@ from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.pool_actor import PoolConfig
+from rl_plugins.planning.layout import DECIMALS, Bundle, role_without_place
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -28,8 +29,6 @@ Resources = Mapping[str, float]
 PlacedPool = tuple[PoolConfig, list[dict[str, Any]]]
 """Configuration of a pool, and Ray's options for each actor of the pool."""
 _KINDS = ("CPU", "GPU")
-# Decimal places of Ray's resource amounts.
-_DECIMALS = 4
 # An earlier run, for example in this process, may still be releasing its resources.
 _BUSY_S = 60.0
 _SAY_EVERY_S = 10.0
@@ -150,9 +149,9 @@ def needed(roles: Iterable[Role]) -> dict[str, float]:
     listed = list(roles)
     whole = sum(role.count * role.gpus for role in listed if role.gpus >= 1)
     shares = [role for role in listed if 0 < role.gpus < 1]
-    bounds = [math.ceil(round(sum(role.count * role.gpus for role in shares), _DECIMALS))]
-    for k in {int(round(1 / role.gpus, _DECIMALS)) for role in shares}:
-        large = sum(role.count for role in shares if round(role.gpus * (k + 1), _DECIMALS) > 1)
+    bounds = [math.ceil(round(sum(role.count * role.gpus for role in shares), DECIMALS))]
+    for k in {int(round(1 / role.gpus, DECIMALS)) for role in shares}:
+        large = sum(role.count for role in shares if round(role.gpus * (k + 1), DECIMALS) > 1)
         bounds.append(math.ceil(large / k))
     return {"CPU": sum(role.count * role.cpus for role in listed), "GPU": whole + max(bounds)}
 
@@ -207,6 +206,29 @@ def check_fit(roles: Sequence[Role], nodes: Sequence[Resources], where: str) -> 
                 f"but {where} has {len(nodes)}. Lower placement.num_workers, or set placement.strategy=SPREAD"
             )
 
+    if (crowded := role_without_place(list(_bundles(roles)), nodes)) is not None:
+        asking = [role for role in roles if role.bundle]
+        (role,) = (role for role in asking if role.name == crowded)
+        others = ", ".join(f"{other.name} {other.count} x {_words(other.bundle)}" for other in asking if other != role)
+        raise ConfigError(
+            f"{role.name} {role.count} x {_words(role.bundle)}: the machines of {where} have no place for all of them "
+            f"beside {others}. Lower {'; '.join(role.options for role in asking)}; or use larger machines"
+        )
+
+
+def _bundles(roles: Sequence[Role]) -> Iterator[Bundle]:
+    """Yield the processes of all roles with resources of their own, each time those of one machine."""
+    sharing = max((role.shared_gpus for role in roles), default=0)
+    for role in roles:
+        together = 1
+        if role.strategy == "STRICT_PACK":
+            together = role.count
+        elif role.name == WORKERS and role.strategy != "STRICT_SPREAD":
+            # An engine over several GPUs shares the GPUs of workers on one machine.
+            together = sharing or 1
+        bundle = Bundle(role.name, role.cpus * together, role.gpus, together, role.strategy == "STRICT_SPREAD")
+        yield from [bundle] * (role.count // together if role.bundle else 0)
+
 
 def _room(node: Resources, amounts: Resources, most: int) -> int:
     """Return the number of processes for which a machine has room, at most `most`. A planned machine has endless CPUs.
@@ -216,7 +238,7 @@ def _room(node: Resources, amounts: Resources, most: int) -> int:
         amounts: Resources of one process.
         most: Largest result.
     """
-    return int(min([most, *(round(node.get(kind, 0.0) / amount, _DECIMALS) for kind, amount in amounts.items())]))
+    return int(min([most, *(round(node.get(kind, 0.0) / amount, DECIMALS) for kind, amount in amounts.items())]))
 
 
 def _part(role: Role, kind: str) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter
+from rl_plugins.storage import local_path
 from rl_plugins.weights.source import WeightSource
 from rl_plugins.whole_file import storing, synchronize
 
@@ -46,8 +47,9 @@ def save_policy(model: nn.Module, source: WeightSource, processor: Processor, fo
         is_writer: True on exactly one rank. This rank holds a full copy of the weights in host memory.
 
     Raises:
-        ConfigError: The model has no method `save_pretrained`.
+        ConfigError: The model has no method `save_pretrained`, or `folder` is an address.
     """
+    local_path("folder", folder)
     if has_adapter(model):
         model = model.get_base_model()
     if not isinstance(model, SavesPretrained):
@@ -90,7 +92,11 @@ def save_adapter(
         processor: Tokenizer, or processor of a vision-language model, to save in the folder.
         folder: Folder to write. An older export in the folder is replaced.
         is_writer: True on exactly one rank.
+
+    Raises:
+        ConfigError: `folder` is an address.
     """
+    local_path("folder", folder)
     if is_writer:
         with _atomic_folder(folder) as partial:
             model.save_pretrained(str(partial), state_dict=weights, save_embedding_layers=False)

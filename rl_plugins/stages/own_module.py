@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from rl_plugins.config.models import LoraConfig
@@ -30,13 +31,15 @@ _WAY_OUT = {
     "backward": "move the code to on_before_backward",
 }
 """Methods that change an optimizer step, which a stage takes by itself."""
+_LEFT_OUT = ("on_validation_", "on_test_", "on_predict_")
+"""Beginnings of the names of hooks around the module's own steps."""
 
 
 def call_hooks_of(module: LightningModule, stage: LightningModule) -> None:
     """Let a stage call the hooks of training that a module overrides, each after the stage's own hook.
 
     Steps, data loaders, and the hooks of validation, test and prediction belong to the module's own steps, and are not
-    called.
+    called. A warning names these hooks.
 
     Args:
         module: module whose model the stage trains.
@@ -51,6 +54,12 @@ def call_hooks_of(module: LightningModule, stage: LightningModule) -> None:
                 f"{type(module).__name__}.{name} is not called, because a stage takes optimizer steps by itself: "
                 f"{way_out}, or pass the .model of the module"
             )
+    hooks = [name for name in dir(LightningModule) if name.startswith(_LEFT_OUT)]
+    if left_out := [name for name in hooks if is_overridden(name, module)]:
+        rank_zero_warn(
+            f"{type(module).__name__}: {', '.join(left_out)} will not be called, because a stage validates, tests and "
+            "predicts by itself: move the code to a callback in Trainer(callbacks=[...])"
+        )
     for name in _CALLED:
         if is_overridden(name, module):
             setattr(stage, name, partial(_call_both, module, stage, getattr(stage, name), getattr(module, name)))

@@ -56,9 +56,11 @@ class ShownSamples:
     validation: list[dict[str, Any]] = field(default_factory=list)
 
     def show_training(self, samples: Experience, scores: Sequence[Score], prompts: PromptBatch) -> None:
-        """Keep the first `limit` samples of a training step."""
+        """Keep the first `limit` samples of a training step, with the further numbers of their rewards."""
         if self.limit:
-            self.training = sample_rows(samples, scores, prompts, self.limit)[: self.limit]
+            rows = sample_rows(samples, scores, prompts, self.limit)
+            shown = zip(rows[: self.limit], scores, strict=False)
+            self.training = [{**row, "rewards": dict(score.details)} for row, score in shown]
 
 
 @dataclass(frozen=True)

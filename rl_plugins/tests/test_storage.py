@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl_plugins.errors import ConfigError, StorageError
-from rl_plugins.storage import Storage, fetch_copy, folder_in, is_address
+from rl_plugins.storage import Storage, fetch_copy, folder_in, is_address, local_path
 from rl_plugins.tests.loops import for_each
 
 
@@ -17,6 +17,18 @@ from rl_plugins.tests.loops import for_each
 )
 def test_is_address_knows_addresses_from_paths(path: str, answer: bool) -> None:
     assert is_address(path) == answer
+
+
+@for_each("path", ["s3://bucket/x", Path("s3://bucket/x"), "s3://:secret-word@bucket/x?key=secret-word"])
+def test_local_path_refuses_addresses_also_as_a_path(path: str | Path) -> None:
+    with pytest.raises(ConfigError, match=r"^folder=s3://\S*bucket/x: an address .* give a local path; ") as refused:
+        local_path("folder", path)
+    assert "secret-word" not in str(refused.value)
+
+
+@for_each("path", ["outputs/run", "/shared/s3:/run", "a:b/c", "runs/a=b", Path("x")])
+def test_local_path_returns_paths(path: str | Path) -> None:
+    assert local_path("folder", path) == Path(path)
 
 
 @for_each(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.stage import Stage
 from rl_plugins.tests.callbacks.training import build_policy
@@ -31,6 +32,11 @@ def trainer_on(device: torch.device, checkpoint: Path) -> Any:
         global_rank=0,
         world_size=1,
     )
+
+
+def test_checkpoint_refuses_a_folder_at_an_address() -> None:
+    with pytest.raises(ConfigError, match="folder=s3://bucket/run: an address cannot be used here: give a local path"):
+        PolicyCheckpoint(Path("s3://bucket/run"), every=1)
 
 
 def test_checkpoint_has_the_random_state_of_the_workers_own_device(

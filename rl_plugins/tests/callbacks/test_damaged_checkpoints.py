@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.callbacks.best_checkpoints import BestCheckpoints
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.commands.export import export_checkpoint
+from rl_plugins.config.models import CriticConfig, OptimizerConfig
 from rl_plugins.errors import CheckpointError, DataError, StorageError
 from rl_plugins.manifest import find_damage, read_manifest
 from rl_plugins.models.tiny import save_tiny_policy
@@ -23,6 +25,7 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.callbacks.training import AfterStep, build_stage, sharded, train
 from rl_plugins.tests.files import Command, flip_byte, limited_file_size, rewrite_manifest
 from rl_plugins.tests.ranks import run_ranks
+from rl_plugins.tests.stages import canned
 
 
 @pytest.fixture
@@ -199,6 +202,37 @@ def test_sharded_strategies_never_run_code_of_a_checkpoint(
         file.write_bytes(content)
         rewrite_manifest(RunFolder(tmp_path).checkpoint(1))
     assert [error for error, _ in run_ranks(resume_sharded, tmp_path, strategy)] == ["", ""]
+
+
+def with_critic(steps: int) -> Any:
+    critic = CriticConfig(canned.other_model(), OptimizerConfig(lr=0.01))
+    return build_stage(steps, algorithm=Algorithm(advantage="gae"), critic=critic)
+
+
+def keep_the_newest_critic(rank: int, run: Path, strategy: str) -> None:
+    checkpoints = PolicyCheckpoint(run, every=1, keep_models={"critic": 1})
+    train(with_critic(2), [checkpoints], strategy=sharded(strategy), **NODES)
+
+
+def resume_with_critic(rank: int, run: Path, strategy: str, step: int) -> str:
+    try:
+        train(with_critic(3), [], strategy=sharded(strategy), **NODES, resume=RunFolder(run).checkpoint(step))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["zero-2", "fsdp"])
+def test_keep_models_removes_the_critic_of_older_checkpoints(tmp_path: Path, strategy: str) -> None:
+    run_ranks(keep_the_newest_critic, tmp_path, strategy)
+    older, newest = (RunFolder(tmp_path).checkpoint(step) for step in (1, 2))
+    models = [[name for name in ("policy", "critic") if (one / "state" / name).is_dir()] for one in (older, newest)]
+    assert models == [["policy"], ["policy", "critic"]]
+    assert not [name for name in read_manifest(older) if "critic" in name]
+    assert find_damage(older) is None and find_damage(newest) is None
+    errors = [error for error, _ in run_ranks(resume_with_critic, tmp_path, strategy, 1)]
+    assert all(f"{older / 'state' / 'critic'} holds no shards of model 'critic'" in error for error in errors), errors
+    assert [error for error, _ in run_ranks(resume_with_critic, tmp_path, strategy, 2)] == ["", ""]
 
 
 def train_one_step(rank: int, run: Path, strategy: str) -> None:

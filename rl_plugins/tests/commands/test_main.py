@@ -34,6 +34,9 @@ def test_main_lists_the_commands(capsys):
             ["generate", "m", "--data", "d", "--output", "x.parquet", "--seed", "9" * 20],
             "2**66 or more: must be",
         ),
+        (["generate", "m", "--data", "d", "--output", "s3://b/x.parquet"], "path=s3://b/x.parquet: an address"),
+        (["export", "checkpoint", "s3://bucket/export"], "give a local path; run.storage of a recipe"),
+        (["evaluate", "m", "--data", "d", "--output", "gs://b/x"], "argument --output: path=gs://b/x: "),
         (["generate", "m"], "the following arguments are required: --data, --output; `rl-plugins generate --help`"),
         (
             ["evaluate", "m", "--reward", "gsm8k", "--deadline", "inf"],

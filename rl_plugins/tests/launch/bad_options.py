@@ -177,6 +177,8 @@ CHECKS: dict[str, list[Case]] = {
             ["strategy.name=fsdp", "strategy.offload.policy=nvme", "strategy.offload.folder=files"],
             ["strategy.offload.policy=nvme", "strategy.name=zero, or cpu"],
         ),
+        (["strategy.offload.folder='s3://bucket/x'"], ["strategy.offload.folder=s3://bucket/x: ", "a local path"]),
+        (["debug.replay='s3://bucket/x'"], ["debug.replay=s3://bucket/x: ", "a local path"]),
         (["strategy.offload.policy=nvme"], ["strategy.offload.policy=nvme", "strategy.offload.folder"]),
         (
             ["strategy.offload.critic=nvme", "strategy.zero_stage=2"],

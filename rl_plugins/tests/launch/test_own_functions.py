@@ -58,6 +58,14 @@ def test_partial_node_replaces_the_policy_loss_and_has_arguments() -> None:
     assert config.algorithm["advantage_options"] == {"scale": "group"}
 
 
+def test_partial_node_replaces_the_advantage_and_leaves_no_options_behind() -> None:
+    config = composed("algorithm.advantage={_target_: own_algorithm.median_baseline, _partial_: true}")
+    check_algorithm(config)
+    function: Any = algorithm_of(config).advantage_function
+    assert isinstance(function, partial) and function.func.__name__ == "median_baseline"
+    assert config.algorithm["advantage_options"] == {} and "dual_clip" in config.algorithm["policy_loss_options"]
+
+
 def test_options_of_a_replaced_function_do_not_stay_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["grpo", MODEL, "algorithm.advantage=rloo", "+algorithm.kl.own=1"])
     ((config, recipe),) = compose_for_command_line("grpo")

@@ -108,6 +108,37 @@ TEACHER = Role("teacher", 2, 3.0, 1.0, "PACK", "placement.teacher.actors=2")
 ENGINES = Role("rollout engines", 1, 0.0, 0.0, None, "rollout.engines=1")
 
 
+def test_check_fit_names_the_role_that_finds_no_place_beside_the_others():
+    teacher = Role("teacher", 2, 3.0, 0.0, "PACK", "placement.teacher.actors=2")
+    critic = Role("critic", 1, 2.0, 0.0, "PACK", "placement.critic.actors=1")
+    machines = [{"CPU": 4.0}] * 2
+    for alone in (teacher, critic):
+        check_fit([alone], machines, "the cluster")
+    with pytest.raises(ConfigError) as refused:
+        check_fit([teacher, critic, ENGINES], machines, "the cluster")
+    assert str(refused.value) == (
+        "critic 1 x 2 CPUs: the machines of the cluster have no place for all of them beside teacher 2 x 3 CPUs. Lower "
+        "placement.teacher.actors=2; placement.critic.actors=1; or use larger machines"
+    )
+    check_fit([teacher, critic], [{"CPU": 4.0}, {"CPU": 5.0}], "the cluster")
+
+
+def test_check_fit_keeps_the_workers_of_an_engine_on_one_machine():
+    workers = Role("training workers", 8, 1.0, 1.0, "PACK", "placement.num_workers=8")
+    engines = Role("rollout engines", 2, 0.0, 0.0, None, "rollout.engines=2", 4)
+    reward = Role("reward workers", 4, 0.0, 1.0, None, "reward.gpus")
+    machines = [{"CPU": 8.0, "GPU": gpus} for gpus in (6.0, 6.0)]
+    check_fit([workers, engines, reward], machines, "the cluster")
+    with pytest.raises(
+        ConfigError, match=r"reward workers 3 x 2 GPUs: .* beside training workers 8 x 1 CPUs and 1 GPUs"
+    ):
+        check_fit(
+            [workers, engines, Role("reward workers", 3, 0.0, 2.0, None, "reward.gpus")],
+            [{"CPU": 8.0, "GPU": gpus} for gpus in (7.0, 7.0)],
+            "the cluster",
+        )
+
+
 def test_check_fit_accepts_roles_that_fit():
     assert needed([WORKERS, TEACHER]) == {"CPU": 10, "GPU": 2}
     check_fit([WORKERS, TEACHER, ENGINES], [{"CPU": 4.0, "memory": 1.0}, {"CPU": 6.0, "GPU": 2.0}], "the cluster")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from benchmarks.tiny_families import save_tiny_family
 from rl_plugins.config.models import LoraConfig
-from rl_plugins.models.export import save_policy
+from rl_plugins.errors import ConfigError
+from rl_plugins.models.export import save_adapter, save_policy
 from rl_plugins.models.lora import add_adapter, plain_weights
 from rl_plugins.models.tiny import build_tokenizer
 from rl_plugins.weights.source import ModuleWeightSource
@@ -30,3 +32,13 @@ def test_save_policy_keeps_the_buffers_of_a_router(tmp_path: Path) -> None:
         assert all(torch.equal(files[key], start[key]) for key in start)
         (bias,) = [tensor for key, tensor in files.items() if key.endswith("e_score_correction_bias")]
         assert (bias == 0.25).all() and any(key.endswith("e_score_correction_bias") for key in before)
+
+
+def test_export_to_an_address_is_refused_on_every_rank() -> None:
+    model: Any = torch.nn.Linear(1, 1)
+    tokenizer, folder = build_tokenizer(), Path("s3://bucket/policy")
+    for is_writer in (True, False):
+        with pytest.raises(ConfigError, match="folder=s3://bucket/policy: an address cannot be used here"):
+            save_policy(model, ModuleWeightSource(model), tokenizer, folder, is_writer)
+        with pytest.raises(ConfigError, match="folder=s3://bucket/policy: an address cannot be used here"):
+            save_adapter(model, {}, tokenizer, folder, is_writer)

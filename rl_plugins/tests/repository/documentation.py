@@ -28,7 +28,20 @@ WRITTEN = {page: text for page, text in PAGES.items() if page not in MADE}
 
 _PIPELINES = {"sft_rm_ppo"}
 # Programs of other projects: their arguments are not checked.
-_FOREIGN = {".", ".venv/bin/pre-commit", "cp", "docker", "kubectl", "mlflow", "pip", "ray", "rm", "sbatch"}
+_FOREIGN = {
+    ".",
+    ".venv/bin/pre-commit",
+    "cp",
+    "curl",
+    "docker",
+    "kubectl",
+    "mlflow",
+    "pip",
+    "ray",
+    "rm",
+    "sbatch",
+    "vllm",
+}
 # Words in place of a reader's words.
 _PLACEHOLDERS = {"...", "key=value"}
 

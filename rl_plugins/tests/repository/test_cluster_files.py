@@ -33,7 +33,7 @@ def job(manifest) -> dict:
 def test_rayjob_manifest_is_a_job_of_kuberay(job):
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     fields = {"entrypoint", "submissionMode", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec"}
-    assert set(job["spec"]) == fields
+    assert set(job["spec"]) == fields | {"backoffLimit"}
     check_command(shlex.split(job["spec"]["entrypoint"]))
     version = job["spec"]["rayClusterSpec"]["rayVersion"]
     assert f"\nray=={version} " in (ROOT / "requirements" / "cpu.lock.txt").read_text(encoding="utf-8")
@@ -51,6 +51,15 @@ def test_rayjob_groups_have_the_fields_of_kuberay(job):
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
     assert isinstance(job["spec"]["shutdownAfterJobFinishes"], bool)
     assert isinstance(job["spec"]["ttlSecondsAfterFinished"], int)
+
+
+def test_jobs_that_start_again_continue_their_run(job):
+    assert job["spec"]["backoffLimit"] > 0
+    assert "run.resume=auto" in shlex.split(job["spec"]["entrypoint"])
+    text = (FOLDER / "slurm.sh").read_text(encoding="utf-8")
+    assert "\n#SBATCH --requeue\n" in text and "\n#SBATCH --open-mode=append\n" in text
+    command = text.partition("srun ")[2].partition('"$@"')[0]
+    assert " run.resume=auto " in command
 
 
 def placed(command: list[str]) -> list[Role]:
@@ -180,6 +189,6 @@ def test_slurm_script_asks_the_run_to_stop_on_sigterm(tmp_path):
     assert said.splitlines() == [
         "machine-1:6379",
         "token 600 64",
-        "stopped and saved. To continue, repeat the command with run.resume=auto",
+        "stopped and saved. To continue, submit the same job again",
     ]
     assert list(tmp_path.glob("ray-token-*")) == []

@@ -17,3 +17,13 @@ def test_makefile_takes_an_absolute_or_a_relative_folder_of_the_environment(venv
     shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout.split()
     folder = ROOT / venv
     assert shown == [str(folder / "torch_extensions"), str(folder / "bin")]
+
+
+def test_docs_install_a_missing_environment_first(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    command = ["make", "--dry-run", "docs", f"VENV={missing}"]
+    outcome = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60)
+    lines = outcome.stdout.splitlines()
+    announced = next(number for number, line in enumerate(lines) if f"Installing into {missing}" in line)
+    built = next(number for number, line in enumerate(lines) if "mkdocs build" in line)
+    assert announced < built and not missing.exists()

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from rl_plugins.config.rollout import OWN_ARGUMENTS, RolloutConfig, check_engine_arguments, engine_argument_names
-from rl_plugins.config.sampling import OWN_SAMPLING_ARGUMENTS, VLLM_SAMPLING_ARGUMENTS, SamplingConfig
+from rl_plugins.config.sampling import (
+    OWN_SAMPLING_ARGUMENTS,
+    REFUSED_SAMPLING_ARGUMENTS,
+    VLLM_SAMPLING_ARGUMENTS,
+    SamplingConfig,
+)
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.requests import sampling_parameters
+from rl_plugins.tests.loops import for_each
 
 
 def test_engine_argument_names_are_the_fields_of_vllm_and_cover_the_arguments_of_each_engine() -> None:
@@ -51,10 +58,22 @@ def test_vllm_config_refuses_arguments_with_a_fixed_value_on_cpu() -> None:
         VLLMConfig("model", vllm={"quantization": "fp8"})
 
 
-def test_sampling_arguments_are_fields_of_vllm_and_reach_vllm() -> None:
+def test_each_sampling_argument_of_vllm_is_an_option_or_allowed_or_refused() -> None:
     sampling_params = pytest.importorskip("vllm.sampling_params")
-    names = {*OWN_SAMPLING_ARGUMENTS, *VLLM_SAMPLING_ARGUMENTS}
-    assert names <= {*sampling_params.SamplingParams.__struct_fields__}
+    fields = {name for name in sampling_params.SamplingParams.__struct_fields__ if not name.startswith("_")}
+    groups = [{*OWN_SAMPLING_ARGUMENTS}, {*VLLM_SAMPLING_ARGUMENTS}, {*REFUSED_SAMPLING_ARGUMENTS}]
+    assert set().union(*groups) == fields, "put a new argument of vLLM into one of the three tables"
+    assert sum(map(len, groups)) == len(fields), "an argument is in one table only"
+
+
+@for_each(("name", "reason"), [*REFUSED_SAMPLING_ARGUMENTS.items(), *OWN_SAMPLING_ARGUMENTS.items()])
+def test_refused_sampling_arguments_name_the_reason_or_the_option(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"vllm\.{name}: .*{re.escape(reason)}"):
+        SamplingConfig(vllm={name: 1})
+
+
+def test_sampling_arguments_reach_vllm() -> None:
+    pytest.importorskip("vllm")
     passed = {
         "presence_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 4, "logit_bias": {5: 1.0},
         "structured_outputs": {"choice": ["yes", "no"]},

@@ -135,6 +135,7 @@ def test_remax_takes_the_score_of_the_greedy_response_as_baseline() -> None:
     torch.testing.assert_close(filled(experience.baseline_scores)[::3], torch.tensor(firsts))
     # The samples for readers are those of training.
     assert len(stage.shown_samples.training) == len(experience)
+    assert all(row["rewards"]["correct"] == row["score"] for row in stage.shown_samples.training if not row["failure"])
 
 
 def save_reward_model(folder: Path) -> Any:

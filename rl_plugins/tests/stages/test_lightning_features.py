@@ -28,20 +28,23 @@ from typing_extensions import override
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.datamodule import PromptDataModule
+from rl_plugins.data.preferences import PreferenceDataModule
 from rl_plugins.data.prepare.files import write_splits
-from rl_plugins.data.prepare.tasks import addition_rows
+from rl_plugins.data.prepare.tasks import addition_rows, preference_rows
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization, PreferenceOptimization
+from rl_plugins.stages.reward_modeling import RewardModeling
 from rl_plugins.stages.sft import SFT
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
 
 BATCH = canned.prompt_batch(canned.PROMPTS)
+SCORER = {"_target_": "rl_plugins.rewards.scorers.exact_match"}
 
 
 def stage(policy: Any = None, **options: Any) -> PolicyOptimization:
@@ -175,6 +178,32 @@ def test_test_and_predict_of_the_trainer_answer_the_validation_prompts(tmp_path:
     assert all(row["score"] == 0.25 and isinstance(row["response"], str) for row in answers)
 
 
+@pytest.mark.parametrize(("own", "source"), [(SFT, SFTDataModule), (PreferenceOptimization, PreferenceDataModule)])
+def test_test_and_predict_of_the_trainer_answer_prompts_in_other_stages(tmp_path: Path, own: Any, source: Any) -> None:
+    rows = addition_rows(below=10, num_train=1, num_test=2, seed=0)["test"]
+    path = str(save_tiny_policy(tmp_path / "policy"))
+    strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(path))
+    trainer = make_trainer(tmp_path, strategy=strategy, logger=False, enable_checkpointing=False)
+    module = own(path, scorer=lambda solution_str: 0.25, eval_sampling=SamplingConfig(max_tokens=3))
+    data = source(None, rows, tokenizer=path, prompts_per_step=2)
+    (tested,) = trainer.test(module, data, verbose=False)
+    assert tested["test/reward"] == 0.25 and not [name for name in tested if name.startswith("val/")]
+    batches = trainer.predict(module, data)
+    assert batches is not None and [row["score"] for batch in batches for row in batch] == [0.25, 0.25]
+
+
+def test_test_of_a_reward_model_has_its_own_metrics_and_predict_is_refused(tmp_path: Path) -> None:
+    rows = preference_rows(addition_rows(below=10, num_train=1, num_test=3, seed=0)["test"], seed=0)
+    path = str(save_tiny_policy(tmp_path / "policy"))
+    data = PreferenceDataModule(None, rows, tokenizer=path, prompts_per_step=2, validate_on="pairs")
+    options = {"strategy": SingleDeviceRolloutStrategy(), "logger": False, "enable_checkpointing": False}
+    trainer, module = make_trainer(tmp_path, **options), RewardModeling(path)
+    (tested,) = trainer.test(module, data, verbose=False)
+    assert "test/accuracy" in tested and not [name for name in tested if name.startswith("val/")]
+    with pytest.raises(ConfigError, match=r"RewardModeling generates no responses: use trainer\.validate"):
+        trainer.predict(module, data)
+
+
 def test_test_without_validation_rows_is_refused(tmp_path: Path) -> None:
     data = PromptDataModule(None, tokenizer=canned.tokenizer, prompts_per_step=1)
     for run in (Trainer.test, Trainer.predict):
@@ -182,12 +211,25 @@ def test_test_without_validation_rows_is_refused(tmp_path: Path) -> None:
             run(make_trainer(tmp_path, logger=False), stage(), datamodule=data)
 
 
-def test_lightning_cli_runs_a_stage(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("own", "source", "model"),
+    [
+        (SFT, SFTDataModule, {"policy": "PATH", "scorer": SCORER, "eval_sampling": {"max_tokens": 3}}),
+        (
+            PreferenceOptimization, PreferenceDataModule,
+            {"policy": "PATH", "reference": "PATH", "scorer": SCORER, "eval_sampling": {"max_tokens": 3}},
+        ),
+        (RewardModeling, PreferenceDataModule, {"model": "PATH"}),
+    ],
+    ids=["SFT", "PreferenceOptimization", "RewardModeling"],
+)  # fmt: skip
+def test_lightning_cli_runs_a_stage(tmp_path: Path, own: Any, source: Any, model: dict[str, Any]) -> None:
     pytest.importorskip("jsonargparse")
     from lightning.pytorch.cli import LightningCLI
 
     path = str(save_tiny_policy(tmp_path / "policy"))
-    write_splits(addition_rows(below=10, num_train=8, num_test=1, seed=0), tmp_path)
+    rows = addition_rows(below=10, num_train=8, num_test=1, seed=0)
+    write_splits({split: preference_rows(of_split, seed=0) for split, of_split in rows.items()}, tmp_path)
     options: dict[str, Any] = {
         "trainer": {
             "strategy": {"class_path": "rl_plugins.SingleDeviceRolloutStrategy"},
@@ -195,14 +237,12 @@ def test_lightning_cli_runs_a_stage(tmp_path: Path) -> None:
             **{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False},
         },
         "model": {
-            "policy": path,
-            "scorer": {"_target_": "rl_plugins.rewards.scorers.exact_match"},
-            "eval_sampling": {"max_tokens": 3},
+            **{name: path if value == "PATH" else value for name, value in model.items()},
             "optimizer": {"lr": 0.01},
         },
         "data": {"train": str(tmp_path / "train.parquet"), "tokenizer": path, "prompts_per_step": 4},
     }
-    cli = LightningCLI(SFT, SFTDataModule, args={"subcommand": "fit", "fit": options}, save_config_callback=None)
+    cli = LightningCLI(own, source, args={"subcommand": "fit", "fit": options}, save_config_callback=None)
     assert cli.model.step == 2 and cli.trainer.optimizers[0].param_groups[0]["lr"] == 0.01
 
 

@@ -92,6 +92,16 @@ def fit(stage, path, steps, **options):
     return trainer
 
 
+def test_hooks_of_validation_of_a_lightning_module_are_named_in_a_warning(path, recwarn):
+    PolicyOptimization(Own(path), scorer=length, sampling=SAMPLING)
+    assert not [one for one in recwarn if "will not be called" in str(one.message)]
+    with pytest.warns(
+        UserWarning, match=r"WithHooks: on_validation_epoch_end will not be called, .*Trainer\(callbacks="
+    ):
+        PolicyOptimization(WithHooks(path), scorer=length, sampling=SAMPLING)
+
+
+@pytest.mark.filterwarnings("ignore:WithHooks. on_validation_epoch_end will not be called")
 def test_hooks_of_training_of_a_lightning_module_are_called(path, tmp_path):
     own = WithHooks(path)
     stage = PolicyOptimization(own, scorer=length, sampling=SAMPLING)
@@ -122,6 +132,7 @@ def test_methods_that_change_an_optimizer_step_are_refused(path, name):
         PolicyOptimization(own, scorer=length, sampling=SAMPLING)
 
 
+@pytest.mark.filterwarnings("ignore:WithHooks. on_validation_epoch_end will not be called")
 def test_hyperparameters_of_a_lightning_module_are_logged(path, tmp_path):
     own = WithHooks(path, width=3)
     fit(PolicyOptimization(own, scorer=length, sampling=SAMPLING), path, 1, logger=CSVLogger(tmp_path, "logs"))
