@@ -35,6 +35,7 @@ from rl_plugins.data.sft import SFTDataModule as SFTDataModule
 from rl_plugins.environments.agent import AgentEnvironment as AgentEnvironment
 from rl_plugins.environments.stateful import StatefulEnvironment as StatefulEnvironment
 from rl_plugins.environments.step_result import StepResult as StepResult
+from rl_plugins.environments.tool_functions import ToolResult as ToolResult
 from rl_plugins.environments.tools import ToolEnvironment as ToolEnvironment
 from rl_plugins.errors import CheckpointError as CheckpointError
 from rl_plugins.errors import ConfigError as ConfigError
@@ -43,6 +44,7 @@ from rl_plugins.errors import DeadlineExceeded as DeadlineExceeded
 from rl_plugins.errors import RewardError as RewardError
 from rl_plugins.errors import TrainingDiverged as TrainingDiverged
 from rl_plugins.errors import UserError as UserError
+from rl_plugins.process_group import PrivateTorchConfig as PrivateTorchConfig
 from rl_plugins.rewards.inline import InlineScorer as InlineScorer
 from rl_plugins.rewards.judge import Judge as Judge
 from rl_plugins.rewards.mixing import WeightedSum as WeightedSum

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from rl_plugins.environments.task_process import GRACE_S, end_with_children, sta
 from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
 from rl_plugins.rewards.child_process import START_S
+from rl_plugins.rewards.records import Score
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +36,12 @@ class Result:
     Attributes:
         kind: kind of the failure; empty for a success.
         text: result, or description of the failure.
+        reward: reward of the turn, or the failure of the reward.
     """
 
     kind: Outcome
     text: str
+    reward: Score = field(default_factory=lambda: Score(0.0))
 
 
 @dataclass
@@ -176,7 +179,7 @@ class ToolHost:
                 f"the process of the tools was replaced, and the new process cannot load the tools: {message['error']}"
             )
         if self._running.pop(message["number"], None) is not None:
-            self._results[message["number"]] = Result(message["kind"], message["text"])
+            self._results[message["number"]] = Result(message["kind"], message["text"], Score(**message["reward"]))
         return int(message["stuck"])
 
     def _is_overdue(self, call: _Call, now: float) -> bool:

@@ -28,6 +28,8 @@ _LONG_S = 1.0
 class Environment(Protocol):
     """Answers responses of the policy with replies or scores. Answers may come in any order.
 
+    A reply may reward the turn. The score of a conversation is the sum of all its rewards.
+
     Attributes:
         max_failure_rate: share of failed scores above which the run ends.
         counted: names of the events that replies count.
@@ -53,10 +55,7 @@ class Environment(Protocol):
 
 @runtime_checkable
 class StartingEnvironment(Environment, Protocol):
-    """Starts each conversation with messages of its own, and may reward each turn.
-
-    The score of a conversation is the sum of all its rewards.
-    """
+    """Starts each conversation with messages of its own, in one or several sequences."""
 
     def start(self, key: int, request: ScoringRequest, seed: int) -> None:
         """Start a conversation, without waiting. The answer is a `Start`, or a score of a failure.
@@ -116,7 +115,7 @@ class Conversations:
 
     @property
     def starts_itself(self) -> bool:
-        """True if the environment starts the conversations, so it may reward turns and begin sequences."""
+        """True if the environment starts the conversations, so it may begin sequences."""
         return isinstance(self._environment, StartingEnvironment)
 
     def by(self, engine: GroupSampler) -> Conversations:

@@ -201,7 +201,7 @@ class SampleScorer:
     phase_log: PhaseLog
 
     def score(self, samples: Experience) -> list[Score]:
-        """Fill `scores` and `valid`, and `turn_rewards` and `sequences` if the environment starts the conversations.
+        """Fill `scores` and `valid`; in conversations `turn_rewards`, and with a `StartingEnvironment` `sequences`.
 
         A sample without a score is not valid, and its response mask becomes 0.
         """
@@ -211,8 +211,10 @@ class SampleScorer:
         samples.scores = torch.tensor([score.value or 0.0 for score in scores])
         samples.valid = torch.tensor([score.failure is None for score in scores])
         samples.response_mask = samples.response_mask * samples.valid[:, None]
-        if self.conversations is not None and self.conversations.starts_itself:
-            samples.turn_rewards, samples.sequences = turn_rewards(samples), sequences(samples)
+        if self.conversations is not None:
+            samples.turn_rewards = turn_rewards(samples)
+            if self.conversations.starts_itself:
+                samples.sequences = sequences(samples)
         return scores
 
     def _scores(self, columns: Mapping[str, list[Any]]) -> list[Score]:
