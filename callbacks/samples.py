@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from rl_plugins.callbacks.turn_spans import add_turn_spans, limits_ns
 from rl_plugins.control_characters import json_without_controls
 from rl_plugins.stages.stage import Stage
 from rl_plugins.tracking.loggers import MLflowTracking, mlflow_loggers
@@ -75,20 +76,26 @@ class RolloutTraces(Callback):
                 logger.submit(lambda run, sample=sample: log_trace(run, step, sample))  # type: ignore[misc]
 
 
+_NOT_ATTRIBUTES = ("prompt", "response", "images", "turns")
+
+
 def log_trace(run: TrackedRun, step: int, sample: Mapping[str, object]) -> None:
     """Log a sample as a trace: the prompt is the input, the response is the output, other values are attributes.
 
     Args:
         run: run in MLflow.
         step: step of the stage's clock.
-        sample: values of the sample: `prompt`, `response`, `score` and others, with `images` if the prompt has images.
+        sample: values of the sample: `prompt`, `response`, `score` and others, with `images` if the prompt has images,
+            and `turns` of a conversation, which get spans of their own.
     """
     import mlflow
 
     attributes: dict[str, Any] = {
-        key: value for key, value in sample.items() if key not in ("prompt", "response", "images") and value is not None
+        key: value for key, value in sample.items() if key not in _NOT_ATTRIBUTES and value is not None
     }
     attributes["step"] = step
+    turns: Any = sample.get("turns", ())
+    start_ns, end_ns = limits_ns(turns)
     span = mlflow.start_span_no_context(
         "rollout",
         span_type="LLM",
@@ -97,5 +104,7 @@ def log_trace(run: TrackedRun, step: int, sample: Mapping[str, object]) -> None:
         tags={"step": str(step), "score": str(sample["score"])},
         metadata={"mlflow.sourceRun": run.run_id},
         experiment_id=run.experiment_id,
+        start_time_ns=start_ns,
     )
-    span.end(outputs={"response": sample["response"]})
+    add_turn_spans(span, turns)
+    span.end(outputs={"response": sample["response"]}, end_time_ns=end_ns)

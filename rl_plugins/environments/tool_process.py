@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import pickle
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -105,9 +106,11 @@ class _Server:
             ended.set()
 
     async def _call(self, number: int, name: str, arguments: Mapping[str, Any]) -> None:
+        start = time.monotonic()
         kind, text, reward = await self._outcome(self._tools[name], arguments)
         text = shortened(text, self._task.max_characters)
-        self._answer(number=number, kind=kind, text=text, reward=vars(reward), stuck=self._threads.stuck)
+        times = {"start": start, "seconds": time.monotonic() - start}
+        self._answer(number=number, kind=kind, text=text, reward=vars(reward), stuck=self._threads.stuck, **times)
 
     async def _outcome(self, tool: Tool, arguments: Mapping[str, Any]) -> tuple[str, str, Score]:
         """Return the kind of the failure, or an empty text; the text for the policy; and the reward of the turn."""

@@ -281,7 +281,8 @@ class ToolConversations:
             return self._rewards.ended(key, faults[0])
         reward = sum(result.reward.value or 0.0 for result in results)
         self._rewards.add(key, reward)
-        return Reply(self._messages.messages(names, texts), tokens, counts=counts, reward=reward)
+        work = tuple(result.work for result in results if result.work is not None)
+        return Reply(self._messages.messages(names, texts), tokens, counts=counts, reward=reward, work=work)
 
     def _check_prompt(self, turn: Turn) -> None:
         """Look for the names of all tools in a prompt.

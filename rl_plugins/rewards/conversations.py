@@ -20,6 +20,8 @@ from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, R
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# The engine and the environment cannot be awaited together, because the references of Ray have no file descriptor. A
+# finished response therefore waits up to 5 ms, while the environment works on other responses.
 _POLL_S = 0.005
 # Environments have deadlines of their own.
 _LONG_S = 1.0
@@ -210,6 +212,8 @@ class Conversations:
     ) -> GroupRequest:
         self._tickets += 1
         own = replace(request, ticket=self._tickets)
+        for trajectory in trajectories:
+            trajectory.ask()
         self._asked[own.ticket] = _Asked(trajectories, own, sampling, ticket)
         return own
 
@@ -238,7 +242,6 @@ class Conversations:
             return bool(responses)
         wait_s = 0.0
         if wait and not responses:
-            # The engine and the environment cannot be awaited together.
             wait_s = _POLL_S if self._asked else _LONG_S
         answers = self._environment.answers(wait_s)
         next_turns: list[tuple[GroupRequest, SamplingConfig]] = []

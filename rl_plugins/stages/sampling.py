@@ -29,7 +29,7 @@ from rl_plugins.rollout.engine import (
     padded_routes,
     sample_seed,
 )
-from rl_plugins.stages.turns import sequences, turn_rewards
+from rl_plugins.stages.turns import sequences, timed_turns, turn_rewards
 from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.phase_log import PhaseLog
 
@@ -337,6 +337,8 @@ def sample_rows(
             *(columns[name] for name in ("prompt", "response", "reward_model")), scores, strict=True
         )
     ]
+    for row, ending in zip(rows, columns.get("ending", ()), strict=False):
+        row["turns"] = timed_turns(ending)
     if PROMPT_IMAGES in prompts.columns:
         for place, row in enumerate(rows):
             of_prompt = place * len(prompts) // len(rows)

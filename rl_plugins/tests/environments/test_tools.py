@@ -88,6 +88,9 @@ def test_results_come_back_as_tokens_of_the_tool_role_under_mask_0(environment: 
         ("tool", "5"), ("tool", "2"), ("assistant", "5"),
     ]  # fmt: skip
     assert (ending.turns, ending.score.value, ending.counts["tools/calls"]) == (2, 1.0, 2)
+    called, last = ending.times
+    assert [work.name for work in called.work] == ["add", "add"] and not last.work
+    assert called.asked <= called.sampled <= called.work[0].start <= called.answered <= last.asked <= last.answered
 
 
 def test_reward_of_a_tool_is_the_reward_of_its_turn_and_part_of_the_score() -> None:
