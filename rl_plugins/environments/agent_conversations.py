@@ -161,7 +161,7 @@ class AgentConversations:
                     self._results[key] = result
         self._take_calls(answers)
         results, self._results = self._results, {}
-        scores = {key: _score(self._talks[key], result) for key, result in results.items()}
+        scores = {key: _score(self._limits.name, self._talks[key], result) for key, result in results.items()}
         self.forget(list(scores))
         return {**answers, **scores}
 
@@ -375,7 +375,7 @@ class AgentConversations:
         return _Tools(parser, options, FollowingMessages(self._tokenizer, options))
 
 
-def _score(talk: _AgentTalk, result: Answer) -> Score:
+def _score(name: str, talk: _AgentTalk, result: Answer) -> Score:
     """Return the score of an agent that has ended, with counts of its calls."""
     counts = {**talk.counts, "sequences": len(talk.sequences)}
     if result.failure is not None:
@@ -384,7 +384,7 @@ def _score(talk: _AgentTalk, result: Answer) -> Score:
         counts["without_call"] = 1
         score = failed(
             "raised",
-            "the agent returned a reward without an answer of the policy: call the policy at `base_url`",
+            f"{name}: the agent returned a reward without an answer of the policy: call the policy at `base_url`",
         )
     else:
         assert result.score is not None, "an agent without a failure has a score"
