@@ -10,13 +10,14 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from rl_plugins.callbacks.turn_spans import add_turn_spans, limits_ns
 from rl_plugins.control_characters import json_without_controls
 from rl_plugins.stages.stage import Stage
 from rl_plugins.tracking.loggers import MLflowTracking, mlflow_loggers
 from rl_plugins.tracking.run import TrackedRun
 from rl_plugins.whole_file import only_printed, write_whole_text
 
-_NO_ATTRIBUTES = ("prompt", "response", "images", "rewards")
+_NOT_ATTRIBUTES = ("prompt", "response", "images", "rewards", "turns")
 
 
 class SampleTable(Callback):
@@ -74,7 +75,7 @@ class RolloutTraces(Callback):
         step = pl_module.step
         for sample in pl_module.shown_samples.training:
             for logger in mlflow_loggers(trainer.loggers):
-                logger.submit(lambda run, sample=sample: log_trace(run, step, sample))  # type: ignore[misc]
+                logger.offer(lambda run, sample=sample: log_trace(run, step, sample))  # type: ignore[misc]
 
 
 def log_trace(run: TrackedRun, step: int, sample: Mapping[str, object]) -> None:
@@ -86,14 +87,17 @@ def log_trace(run: TrackedRun, step: int, sample: Mapping[str, object]) -> None:
         run: run in MLflow.
         step: step of the stage's clock.
         sample: values of the sample: `prompt`, `response`, `score` and others, with `images` if the prompt has images,
-            and with `rewards`, the further numbers of the reward by their names.
+            with `rewards`, the further numbers of the reward by their names, and with `turns` of a conversation, which get
+            spans of their own.
     """
     import mlflow
 
     attributes: dict[str, Any] = {
-        key: value for key, value in sample.items() if key not in _NO_ATTRIBUTES and value is not None
+        key: value for key, value in sample.items() if key not in _NOT_ATTRIBUTES and value is not None
     }
     attributes["step"] = step
+    turns: Any = sample.get("turns", ())
+    start_ns, end_ns = limits_ns(turns)
     span = mlflow.start_span_no_context(
         "rollout",
         span_type="LLM",
@@ -102,8 +106,10 @@ def log_trace(run: TrackedRun, step: int, sample: Mapping[str, object]) -> None:
         tags={"step": str(step), "score": str(sample["score"])},
         metadata={"mlflow.sourceRun": run.run_id},
         experiment_id=run.experiment_id,
+        start_time_ns=start_ns,
     )
-    span.end(outputs={"response": sample["response"]})
+    add_turn_spans(span, turns)
+    span.end(outputs={"response": sample["response"]}, end_time_ns=end_ns)
     # An assessment belongs to a recorded trace.
     details: Any = sample.get("rewards") or {}
     for name, value in {"reward": sample["score"], **{f"reward/{key}": details[key] for key in details}}.items():

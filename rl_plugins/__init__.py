@@ -81,6 +81,7 @@ PUBLIC: dict[str, dict[str, str]] = {
     "Environments": {
         "EnvironmentConfig": "config.sampling",
         "ToolEnvironment": "environments.tools",
+        "ToolResult": "environments.tool_functions",
         "StatefulEnvironment": "environments.stateful",
         "StepResult": "environments.step_result",
         "AgentEnvironment": "environments.agent",

@@ -51,6 +51,7 @@ from rl_plugins.data.sft import SFTDataModule as SFTDataModule
 from rl_plugins.environments.agent import AgentEnvironment as AgentEnvironment
 from rl_plugins.environments.stateful import StatefulEnvironment as StatefulEnvironment
 from rl_plugins.environments.step_result import StepResult as StepResult
+from rl_plugins.environments.tool_functions import ToolResult as ToolResult
 from rl_plugins.environments.tools import ToolEnvironment as ToolEnvironment
 from rl_plugins.errors import CheckpointError as CheckpointError
 from rl_plugins.errors import ConfigError as ConfigError

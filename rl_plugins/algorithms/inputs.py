@@ -49,8 +49,8 @@ INPUTS: dict[str, str] = {
     "costs_B": "cost of each sample, for a bound on the mean cost (`Algorithm.constraint`).",
     "component_rewards_BK": "K rewards of each sample, the numbers named in `Algorithm.reward_components`.",
     "turn_rewards_BT": (
-        "reward of each turn of a conversation on its last token, if the environment rewards turns; the sum is the "
-        "score by the environment."
+        "reward of each turn of a conversation on its last token, with the final score in the last turn; the sum is "
+        "the score by the environment. Without an environment there is no such input."
     ),
     "turns_BT": "int64 number of the turn of each token in its conversation, from 0.",
     "states_BT": (

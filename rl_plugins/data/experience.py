@@ -138,7 +138,7 @@ class Experience(TensorClass, shadow=True):
         cost_values: float32 [B, T], the cost critic's value before each token.
         process_rewards: float32 [B, T], a process reward model's reward of each token.
         turn_rewards: float32 [B, T], reward of each turn at its last token, with the final score at the last turn; None
-            without an environment that rewards turns.
+            without an environment.
         turns: int64 [B, T], number of the turn of each token.
         states: int64 [B, T], number of the state in which the turn of each token begins.
         sequences: int64 [B, T], number of the sequence of each token: 0 continues the prompt, and every other number

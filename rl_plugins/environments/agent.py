@@ -18,7 +18,7 @@ from rl_plugins.environments.object_host import ObjectHost
 from rl_plugins.environments.tools import Parser, load_parser
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.limits import WorkerLimits
-from rl_plugins.rewards.loading import plain
+from rl_plugins.rewards.loading import name_of, plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,6 +65,7 @@ class AgentEnvironment:
         template_options: further variables of the chat template.
 
     Attributes:
+        name: name of the function for messages.
         host: processes of the agents.
 
     Raises:
@@ -104,6 +105,7 @@ class AgentEnvironment:
         self._endpoint: Endpoint | None = None
         limits = WorkerLimits.of(pass_env, memory_mb, option="pass_env")
         config = plain(agent) if isinstance(agent, Mapping) else {"_target_": agent}
+        self.name = name_of(config)
         self.host = ObjectHost(AgentTask(config, limits, deadline_s), max_objects, load_timeout_s, grace_s=0.0)
 
     def connect(self, tokenizer: PreTrainedTokenizerBase) -> AgentConversations:

@@ -27,6 +27,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.loading import plain
 from rl_plugins.rewards.records import AGENT_DETAILS, Score, ScoringRequest, failed
 from rl_plugins.rewards.trajectory import LastWords, Reply, Start, Turn
+from rl_plugins.rewards.turn_times import Work, unix_time
 from rl_plugins.rollout.chat import ChatAnswer, ChatCall, Message, NotContinued, Refused, continuation, for_template
 from rl_plugins.rollout.tool_calls import ParsedResponse, ResponseParser, decoded
 from rl_plugins.rollout.vllm.chat_protocol import completion, read_chat_call
@@ -160,7 +161,7 @@ class AgentConversations:
                     self._results[key] = result
         self._take_calls(answers)
         results, self._results = self._results, {}
-        scores = {key: _score(self._talks[key], result) for key, result in results.items()}
+        scores = {key: _score(self._limits.name, self._talks[key], result) for key, result in results.items()}
         self.forget(list(scores))
         return {**answers, **scores}
 
@@ -206,7 +207,7 @@ class AgentConversations:
         talk.counts["calls"] += 1
         try:
             call = read_chat_call(received.body)
-            answers[key] = self._read(talk, call)
+            turn = self._read(talk, call)
         except (Refused, TypeError, ValueError) as error:
             # Templates and tools are not the package's.
             reason = f"the chat template refuses the messages or the tools: {str(error) or type(error).__name__}"
@@ -214,6 +215,11 @@ class AgentConversations:
             self._count(talk, refused)
             self._endpoint.refuse(received, str(refused))
             return
+        if isinstance(turn, Reply):
+            # The agent worked from the last answer to this call, which may have waited for another call since.
+            seconds = max(0.0, received.at - talk.answered_at)
+            turn = replace(turn, work=[Work("agent", unix_time(talk.answered_at), seconds)])
+        answers[key] = turn
         talk.received, talk.call, talk.is_sampling = received, call, True
         # The time in which a call waited for the call before is already left out.
         self._host.pause(key, since=max(received.at, talk.answered_at))
@@ -369,7 +375,7 @@ class AgentConversations:
         return _Tools(parser, options, FollowingMessages(self._tokenizer, options))
 
 
-def _score(talk: _AgentTalk, result: Answer) -> Score:
+def _score(name: str, talk: _AgentTalk, result: Answer) -> Score:
     """Return the score of an agent that has ended, with counts of its calls."""
     counts = {**talk.counts, "sequences": len(talk.sequences)}
     if result.failure is not None:
@@ -377,7 +383,8 @@ def _score(talk: _AgentTalk, result: Answer) -> Score:
     elif not talk.turns:
         counts["without_call"] = 1
         score = failed(
-            "raised", "the agent returned a reward without an answer of the policy: call the policy at `base_url`"
+            "raised",
+            f"{name}: the agent returned a reward without an answer of the policy: call the policy at `base_url`",
         )
     else:
         assert result.score is not None, "an agent without a failure has a score"

@@ -30,7 +30,6 @@ _MOST_BYTES = 16 * 2**20
 """Largest body of a call. A context of a million tokens has some 5 MiB."""
 _CLOSE_S = 10.0
 """Longest wait for the end of the server, in seconds."""
-_ENDED = "the trajectory of this key has ended: an agent makes no call after the return of its reward"
 _CLOSED = "the endpoint is closed"
 
 
@@ -91,7 +90,8 @@ class Endpoint:
         self._lock = threading.Lock()
         self._trajectories: dict[str, int] = {}
         self._keys: dict[int, str] = {}
-        self._ended: deque[str] = deque(maxlen=_ENDED_KEYS)
+        # Trajectories by key, the oldest first.
+        self._ended: dict[str, int] = {}
         self._waiting: dict[int, list[Received]] = {}
         self._inbox: deque[Received] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -153,9 +153,11 @@ class Endpoint:
             waiting = self._waiting.pop(trajectory, [])
             if key is not None:
                 del self._trajectories[key]
-                self._ended.append(key)
+                self._ended[key] = trajectory
+                if len(self._ended) > _ENDED_KEYS:
+                    del self._ended[next(iter(self._ended))]
         for call in waiting:
-            self._set(call, self._error(410, _ENDED))
+            self._set(call, self._has_ended(trajectory))
 
     def close(self) -> None:
         """End all trajectories and the server."""
@@ -216,7 +218,7 @@ class Endpoint:
         call = Received(trajectory, body, is_repeated, asyncio.get_running_loop().create_future())
         with self._lock:
             if trajectory not in self._waiting:
-                return _response(self._error(410, _ENDED))
+                return _response(self._has_ended(trajectory))
             self._waiting[trajectory].append(call)
             self._inbox.append(call)
         os.eventfd_write(self._wake, 1)
@@ -228,11 +230,11 @@ class Endpoint:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         with self._lock:
             trajectory = self._trajectories.get(key) if scheme.lower() == "bearer" else None
-            has_ended = trajectory is None and key in self._ended
+            ended = self._ended.get(key)
         if trajectory is not None:
             return trajectory
-        if has_ended:
-            return self._error(410, _ENDED)
+        if ended is not None:
+            return self._has_ended(ended)
         return self._error(401, "no trajectory has this key: send the api_key that the agent got")
 
     def _set(self, call: Received, answer: HttpAnswer) -> None:
@@ -243,6 +245,11 @@ class Endpoint:
 
         assert self._loop is not None, "a call came through the loop"
         self._loop.call_soon_threadsafe(set_answer)
+
+    def _has_ended(self, trajectory: int) -> HttpAnswer:
+        return self._error(
+            410, f"trajectory {trajectory} has ended: an agent makes no call after the return of its reward"
+        )
 
     def _error(self, status: int, reason: str) -> HttpAnswer:
         return HttpAnswer(status, "application/json", self._error_body(status, reason))

@@ -13,7 +13,7 @@ from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.step_result import Answer
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.loading import plain
-from rl_plugins.rewards.records import Message, Score, ScoringRequest, failed
+from rl_plugins.rewards.records import Message, Score, ScoringRequest, failed, infinite_sum
 from rl_plugins.rewards.trajectory import LastWords, Reply, Start, Turn
 
 if TYPE_CHECKING:
@@ -149,5 +149,5 @@ class StatefulConversations:
 def _finite(value: float, details: Mapping[str, float]) -> Score:
     """Return the score of a value; the sum of finite rewards may be infinite."""
     if abs(value) == float("inf"):
-        return failed("not_finite", f"the sum of the rewards is {value}")
+        return infinite_sum(value)
     return Score(value, dict(details))

@@ -18,6 +18,19 @@ _THREADS = 1024
 
 
 @dataclass(frozen=True)
+class ToolResult:
+    """Result of a tool with a reward of the turn.
+
+    Attributes:
+        content: result for the policy: a text, or a value that becomes JSON.
+        reward: reward of the turn with the call.
+    """
+
+    content: object
+    reward: float = 0.0
+
+
+@dataclass(frozen=True)
 class Tool:
     """Tool inside the process of the tools.
 

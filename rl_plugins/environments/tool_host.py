@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
@@ -20,6 +20,8 @@ from rl_plugins.environments.task_process import GRACE_S, end_with_children, sta
 from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
 from rl_plugins.rewards.child_process import START_S
+from rl_plugins.rewards.records import Score
+from rl_plugins.rewards.turn_times import Work, unix_time
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +37,14 @@ class Result:
     Attributes:
         kind: kind of the failure; empty for a success.
         text: result, or description of the failure.
+        reward: reward of the turn, or the failure of the reward.
+        work: times of the call; None for a call that did not run to its end.
     """
 
     kind: Outcome
     text: str
+    reward: Score = field(default_factory=lambda: Score(0.0))
+    work: Work | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -175,8 +181,11 @@ class ToolHost:
             raise RewardError(
                 f"the process of the tools was replaced, and the new process cannot load the tools: {message['error']}"
             )
-        if self._running.pop(message["number"], None) is not None:
-            self._results[message["number"]] = Result(message["kind"], message["text"])
+        if (call := self._running.pop(message["number"], None)) is not None:
+            # All processes of a machine have the same monotonic clock.
+            work = Work(call.name, unix_time(message["start"]), message["seconds"])
+            reward = Score(**message["reward"])
+            self._results[message["number"]] = Result(message["kind"], message["text"], reward, work)
         return int(message["stuck"])
 
     def _is_overdue(self, call: _Call, now: float) -> bool:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import pickle
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -18,10 +19,13 @@ from typing import Any
 
 from rl_plugins.environments.mcp_tools import ToolError, connect
 from rl_plugins.environments.outbox import Outbox
-from rl_plugins.environments.tool_functions import Threads, Tool, shortened, text_of, tool_of
+from rl_plugins.environments.tool_functions import Threads, Tool, ToolResult, shortened, text_of, tool_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.rewards.loading import load_callable
+from rl_plugins.rewards.records import Score, read_score
+
+_NO_REWARD = Score(0.0)
 
 
 @dataclass(frozen=True)
@@ -102,24 +106,30 @@ class _Server:
             ended.set()
 
     async def _call(self, number: int, name: str, arguments: Mapping[str, Any]) -> None:
-        kind, text = await self._outcome(self._tools[name], arguments)
+        start = time.monotonic()
+        kind, text, reward = await self._outcome(self._tools[name], arguments)
         text = shortened(text, self._task.max_characters)
-        self._answer(number=number, kind=kind, text=text, stuck=self._threads.stuck)
+        times = {"start": start, "seconds": time.monotonic() - start}
+        self._answer(number=number, kind=kind, text=text, reward=vars(reward), stuck=self._threads.stuck, **times)
 
-    async def _outcome(self, tool: Tool, arguments: Mapping[str, Any]) -> tuple[str, str]:
-        """Return the kind of the failure, or an empty text; and the text for the policy."""
+    async def _outcome(self, tool: Tool, arguments: Mapping[str, Any]) -> tuple[str, str, Score]:
+        """Return the kind of the failure, or an empty text; the text for the policy; and the reward of the turn."""
         try:
             if fault := tool.fault(arguments):
-                return "malformed", f"{tool.name}: {fault}"
+                return "malformed", f"{tool.name}: {fault}", _NO_REWARD
             async with asyncio.timeout(self._task.deadline_s) as deadline:
-                return "", text_of(await tool.call(arguments))
+                result = await tool.call(arguments)
+            if isinstance(result, ToolResult):
+                reward = read_score({"score": result.reward}, f"{tool.name}: reward")
+                return "", text_of(result.content), reward
+            return "", text_of(result), _NO_REWARD
         except TimeoutError as error:
             if deadline.expired():
-                return "late", f"{tool.name}: no result within {self._task.deadline_s:g} s"
-            return "raised", _described(error)
+                return "late", f"{tool.name}: no result within {self._task.deadline_s:g} s", _NO_REWARD
+            return "raised", _described(error), _NO_REWARD
         # The border to the code of the user; the policy reads the error.
         except (Exception, SystemExit) as error:
-            return "raised", _described(error)
+            return "raised", _described(error), _NO_REWARD
 
     def _answer(self, **message: Any) -> None:
         self._outbox.put(json.dumps(message).encode())

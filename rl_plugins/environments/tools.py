@@ -22,7 +22,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.rewards.loading import load_callable
 from rl_plugins.rewards.records import Score, failed
-from rl_plugins.rewards.replies import ReplyingScorer, replying
+from rl_plugins.rewards.replies import ReplyingScorer, TurnRewards, replying
 from rl_plugins.rewards.trajectory import Reply, Turn
 from rl_plugins.rollout.tool_calls import FunctionParser, ResponseParser, ToolCall
 
@@ -51,6 +51,8 @@ class ToolEnvironment:
         tools = rl.ToolEnvironment([search, {"mcp": "http://localhost:8000/mcp"}])
         data = rl.PromptDataModule(..., chat_template_kwargs=tools.template_options)
         stage = rl.PolicyOptimization(..., environment=tools)
+
+    A result with a reward of the turn is a `ToolResult`.
 
     Args:
         tools: functions with type hints and docstrings, plain or async; dotted names of functions; or mappings:
@@ -206,6 +208,7 @@ class ToolConversations:
         self._open: dict[int, _Calls] = {}
         # Key of the response, and place of the call in the response, by the number of the call.
         self._places: dict[int, tuple[int, int]] = {}
+        self._rewards = TurnRewards()
         self._prompt_checked = False
 
     def begin(self, key: int, turn: Turn) -> None:
@@ -233,7 +236,7 @@ class ToolConversations:
                 if key in self._open:
                     self._open[key].results[place] = result
         done = [key for key, opened in self._open.items() if len(opened.results) == len(opened.calls)]
-        return {**answers, **{key: self._reply(self._open.pop(key)) for key in done}}
+        return {**answers, **{key: self._reply(key, self._open.pop(key)) for key in done}}
 
     def forget(self, keys: Sequence[int]) -> None:
         """Drop the calls of responses."""
@@ -245,12 +248,14 @@ class ToolConversations:
         for key in gone:
             self._open.pop(key, None)
             self._ended.pop(key, None)
+        self._rewards.forget(keys)
 
     def _scores(self) -> Mapping[int, Score]:
         turns, self._ended = self._ended, {}
         # The reward function has the last word, so it may not reply.
         requests = [replace(turn.request, turns_left=0) for turn in turns.values()]
-        return dict(zip(turns, self._scorer.answer(requests) if requests else [], strict=True))
+        scores = self._scorer.answer(requests) if requests else []
+        return {key: self._rewards.ended(key, score) for key, score in zip(turns, scores, strict=True)}
 
     def _fault(self, call: ToolCall) -> Result | None:
         if call.fault:
@@ -260,18 +265,24 @@ class ToolConversations:
         known = get_close_matches(call.name, self._names, n=1) or self._names[:_NAMES_SHOWN]
         return Result("unknown", f"there is no tool {call.name!r}, but {', '.join(known)}")
 
-    def _reply(self, opened: _Calls) -> Reply | Score:
+    def _reply(self, key: int, opened: _Calls) -> Reply | Score:
         results = [opened.results[place] for place in range(len(opened.calls))]
         texts = [f"error: {result.text}" if result.kind else result.text for result in results]
         # A template may look for the name of the tool, so a call without a name gets one.
         names = [call.name if call.name in self._names else self._names[0] for call in opened.calls]
         counts = Counter({"tools/calls": len(results)})
         counts.update(f"tools/{result.kind}" for result in results if result.kind)
+        faults = [result.reward for result in results if result.reward.value is None]
         try:
             tokens = self._messages.tokens(names, texts, opened.turn.tokens[-1])
         except ConfigError as error:
-            return failed("raised", str(error))
-        return Reply(self._messages.messages(names, texts), tokens, counts=counts)
+            faults.append(failed("raised", str(error)))
+        if faults:
+            return self._rewards.ended(key, faults[0])
+        reward = sum(result.reward.value or 0.0 for result in results)
+        self._rewards.add(key, reward)
+        work = tuple(result.work for result in results if result.work is not None)
+        return Reply(self._messages.messages(names, texts), tokens, counts=counts, reward=reward, work=work)
 
     def _check_prompt(self, turn: Turn) -> None:
         """Look for the names of all tools in a prompt.

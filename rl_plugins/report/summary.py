@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from rl_plugins.report.charts import Series
 from rl_plugins.run_folder import RunFolder, read_metrics
@@ -71,6 +71,7 @@ class ValidationSample(TypedDict):
     ground_truth: object
     failure: str | None
     images: NotRequired[list[str]]
+    turns: NotRequired[list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)

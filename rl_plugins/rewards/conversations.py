@@ -20,6 +20,8 @@ from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, R
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# The engine and the environment cannot be awaited together, because the references of Ray have no file descriptor. A
+# finished response therefore waits up to 5 ms, while the environment works on other responses.
 _POLL_S = 0.005
 # Environments have deadlines of their own.
 _LONG_S = 1.0
@@ -27,6 +29,8 @@ _LONG_S = 1.0
 
 class Environment(Protocol):
     """Answers responses of the policy with replies or scores. Answers may come in any order.
+
+    A reply may reward the turn. The score of a conversation is the sum of all its rewards.
 
     Attributes:
         max_failure_rate: share of failed scores above which the run ends.
@@ -53,10 +57,7 @@ class Environment(Protocol):
 
 @runtime_checkable
 class StartingEnvironment(Environment, Protocol):
-    """Starts each conversation with messages of its own, and may reward each turn.
-
-    The score of a conversation is the sum of all its rewards.
-    """
+    """Starts each conversation with messages of its own, in one or several sequences."""
 
     def start(self, key: int, request: ScoringRequest, seed: int) -> None:
         """Start a conversation, without waiting. The answer is a `Start`, or a score of a failure.
@@ -116,7 +117,7 @@ class Conversations:
 
     @property
     def starts_itself(self) -> bool:
-        """True if the environment starts the conversations, so it may reward turns and begin sequences."""
+        """True if the environment starts the conversations, so it may begin sequences."""
         return isinstance(self._environment, StartingEnvironment)
 
     def by(self, engine: GroupSampler) -> Conversations:
@@ -211,6 +212,8 @@ class Conversations:
     ) -> GroupRequest:
         self._tickets += 1
         own = replace(request, ticket=self._tickets)
+        for trajectory in trajectories:
+            trajectory.ask()
         self._asked[own.ticket] = _Asked(trajectories, own, sampling, ticket)
         return own
 
@@ -239,7 +242,6 @@ class Conversations:
             return bool(responses)
         wait_s = 0.0
         if wait and not responses:
-            # The engine and the environment cannot be awaited together.
             wait_s = _POLL_S if self._asked else _LONG_S
         answers = self._environment.answers(wait_s)
         next_turns: list[tuple[GroupRequest, SamplingConfig]] = []

@@ -70,6 +70,7 @@ class Score:
             "died" (the worker process ended), or "memory" (no memory was left to the worker).
         message: For a failure: the exception, or the fault of the result.
         reply: Message of an environment to the policy. The policy responds again before there is a value.
+        reward: Reward of the turn before a reply.
     """
 
     value: float | None
@@ -77,6 +78,7 @@ class Score:
     failure: Failure | None = None
     message: str = ""
     reply: Message | None = None
+    reward: float = 0.0
 
 
 def failed(failure: Failure, message: str) -> Score:
@@ -84,12 +86,18 @@ def failed(failure: Failure, message: str) -> Score:
     return Score(value=None, failure=failure, message=message[:_MESSAGE_LIMIT])
 
 
+def infinite_sum(value: float) -> Score:
+    """Return the failure of a conversation whose finite rewards have an infinite sum."""
+    return failed("not_finite", f"the sum of the rewards is {value}")
+
+
 def read_scores(outcome: object, name: str, batch: int | None) -> list[Score]:
     """Turn the outcome of one call into scores.
 
     Args:
         outcome: Result of the reward function, or the exception it raised. A result is a number (also a 0-d array or
-            tensor), a mapping with "score" and further numbers, or a reply. A batched call returns a list of results.
+            tensor), a mapping with "score" and further numbers, or a reply, which may have the "reward" of the turn. A
+            batched call returns a list of results.
         name: Name of the reward, for messages.
         batch: Number of samples of a batched call. None for a call with one sample.
     """
@@ -112,7 +120,9 @@ def read_score(result: object, name: str) -> Score:
     if isinstance(result, Mapping) and {"role", "content"} <= result.keys():
         if not isinstance(result["content"], str):
             return failed("raised", f"{name}: the content of the reply is {_type(result['content'])}, not text")
-        return Score(None, reply=dict(result))
+        of_turn = read_score({"score": result.get("reward", 0.0)}, f"{name}: reward")
+        message = {key: value for key, value in result.items() if key != "reward"}
+        return of_turn if of_turn.value is None else Score(None, reply=message, reward=of_turn.value)
     values: dict[Any, Any] = dict(result) if isinstance(result, Mapping) else {"score": result}
     if "score" not in values:
         return failed("raised", f"{name}: the returned mapping has no 'score', only {list(map(str, values))}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rl_plugins.config.sampling import EnvironmentConfig
 from rl_plugins.data.tokenization import TurnTokenizer
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.records import Score, ScoringRequest, failed
+from rl_plugins.rewards.records import Score, ScoringRequest, failed, infinite_sum
 from rl_plugins.rewards.trajectory import Reply, Turn
 
 if TYPE_CHECKING:
@@ -38,6 +40,30 @@ def replying(scorer: Any, max_turns: int) -> ReplyingScorer:
     return scorer
 
 
+class TurnRewards:
+    """Rewards of the turns of conversations whose scores come from a reward function."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, float] = {}
+
+    def add(self, key: int, reward: float) -> None:
+        """Add the reward of a turn of a conversation."""
+        self._sums[key] = self._sums.get(key, 0.0) + reward
+
+    def ended(self, key: int, score: Score) -> Score:
+        """Return the score of a finished conversation with the rewards of its turns."""
+        reward = self._sums.pop(key, 0.0)
+        if score.value is None:
+            return score
+        value = score.value + reward
+        return replace(score, value=value) if math.isfinite(value) else infinite_sum(value)
+
+    def forget(self, keys: Sequence[int]) -> None:
+        """Drop conversations."""
+        for key in keys:
+            self._sums.pop(key, None)
+
+
 class ReplyingReward:
     """The `Environment` of a reward function. All responses that wait are answered in one call of the scorer.
 
@@ -57,6 +83,7 @@ class ReplyingReward:
         self.max_failure_rate = self._scorer.max_failure_rate
         self._tokenizer = TurnTokenizer(tokenizer, config.template_options)
         self._turns: dict[int, Turn] = {}
+        self._rewards = TurnRewards()
 
     def begin(self, key: int, turn: Turn) -> None:
         """Let the next call of `answers` answer a response."""
@@ -66,19 +93,20 @@ class ReplyingReward:
         """Return the answers to all responses."""
         turns, self._turns = self._turns, {}
         scores = self._scorer.answer([turn.request for turn in turns.values()])
-        return {
-            key: score if score.reply is None else self._reply(turn, score.reply)
-            for (key, turn), score in zip(turns.items(), scores, strict=True)
-        }
+        return {key: self._answer(key, turn, score) for (key, turn), score in zip(turns.items(), scores, strict=True)}
 
-    def _reply(self, turn: Turn, message: Mapping[str, Any]) -> Reply | Score:
+    def _answer(self, key: int, turn: Turn, score: Score) -> Reply | Score:
+        if score.reply is None:
+            return self._rewards.ended(key, score)
         try:
-            tokens, was_cut = self._tokenizer.tokens([message], turn.tokens[-1], self._max_tokens)
+            tokens, was_cut = self._tokenizer.tokens([score.reply], turn.tokens[-1], self._max_tokens)
         except ConfigError as error:
-            return failed("raised", str(error))
-        return Reply([message], tokens, was_cut)
+            return self._rewards.ended(key, failed("raised", str(error)))
+        self._rewards.add(key, score.reward)
+        return Reply([score.reply], tokens, was_cut, reward=score.reward)
 
     def forget(self, keys: Sequence[int]) -> None:
         """Drop responses without an answer."""
         for key in keys:
             self._turns.pop(key, None)
+        self._rewards.forget(keys)

@@ -16,6 +16,7 @@ import numpy as np
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.control_characters import whole_characters
 from rl_plugins.rewards.records import Message, Score, ScoringRequest
+from rl_plugins.rewards.turn_times import TurnTimes, Work, unix_time
 from rl_plugins.rollout.engine import Generations, padded_routes
 
 
@@ -58,6 +59,7 @@ class Reply:
         max_tokens: longest next response in tokens, if shorter than the rest of the conversation's tokens.
         sequence: number of the sequence that the messages continue. The first sequence is 0, and the messages begin the
             sequence of a new number, so `tokens` are its prompt.
+        work: work of the environment on the response; empty if the environment does not report its work.
     """
 
     messages: Sequence[Message]
@@ -67,6 +69,7 @@ class Reply:
     reward: float = 0.0
     max_tokens: int | None = None
     sequence: int = 0
+    work: Sequence[Work] = ()
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ class Ending:
         turn_rewards: reward of each turn, with the final score in the last; their sum is the score.
         sequence_changes: position and new sequence of each token whose sequence is not that of the token before,
             counted from the end of the prompt.
+        times: times of each turn.
     """
 
     score: Score
@@ -125,6 +129,7 @@ class Ending:
     turn_ends: Sequence[int] = ()
     turn_rewards: Sequence[float] = ()
     sequence_changes: Sequence[tuple[int, int]] = ()
+    times: Sequence[TurnTimes] = field(default=(), compare=False)
 
     @property
     def last(self) -> str:
@@ -138,7 +143,7 @@ class Ending:
         return "\n".join([*(message["content"] for message in self.said[:1]), *said[1:]])
 
 
-RECORDS = (Score, Ending)
+RECORDS = (Score, Ending, TurnTimes, Work)
 """Classes in files of samples, beside plain values."""
 
 
@@ -173,6 +178,8 @@ class Trajectory:
         # Routes of the last request of each sequence: they are the routes of the whole sequence before.
         self._experts: dict[int, np.ndarray] = {}
         self._said: list[Message] = []
+        self._asked = unix_time()
+        self._times: list[TurnTimes] = []
         self._cut = 0
         self._counts = Counter(dict.fromkeys(counted, 0))
         self._length = 0
@@ -198,6 +205,10 @@ class Trajectory:
         self._start, self._prompt = replace(start, messages=_whole(start.messages)), list(start.tokens)
         self._request = replace(self._request, prompt=self._start.messages)
 
+    def ask(self) -> None:
+        """Keep the time of the request for the next response."""
+        self._asked = unix_time()
+
     def respond(self, response: Generations, text: str, max_turns: int) -> Turn:
         """Add a response of the policy, and return the response for the environment.
 
@@ -215,6 +226,8 @@ class Trajectory:
         if response.experts:
             (self._experts[self._sequence],) = response.experts
         (self._finish_reason,) = response.finish_reasons
+        now = unix_time()
+        self._times.append(TurnTimes(len(self._said), self._asked, now, now))
         self._said.append({"role": "assistant", "content": text})
         self._turn_ends.append(len(self._token_ids) - 1)
         self._turn_rewards.append(0.0)
@@ -239,6 +252,7 @@ class Trajectory:
         """
         self._counts.update(reply.counts)
         self._turn_rewards[-1] += reply.reward
+        self._answered(reply.work)
         if len(reply.tokens) >= self.room:
             self._finish_reason = "length"
             return False
@@ -257,6 +271,7 @@ class Trajectory:
         score, messages = (answer.score, answer.messages) if isinstance(answer, LastWords) else (answer, ())
         if self._turn_rewards:
             self._turn_rewards[-1] += (score.value or 0.0) - sum(self._turn_rewards)
+            self._answered(())
         else:
             self._finish_reason = "abort"
         self.ending = Ending(
@@ -274,7 +289,12 @@ class Trajectory:
                 for position, (before, number) in enumerate(pairwise([0, *self._sequences]))
                 if number != before
             ),
+            times=tuple(self._times),
         )
+
+    def _answered(self, work: Sequence[Work]) -> None:
+        turn = self._times[-1]
+        self._times[-1] = replace(turn, answered=unix_time(), work=(*turn.work, *work))
 
     def generations(self) -> Generations:
         """Return the whole conversation as one response."""

@@ -29,7 +29,7 @@ from rl_plugins.rollout.engine import (
     padded_routes,
     sample_seed,
 )
-from rl_plugins.stages.turns import sequences, turn_rewards
+from rl_plugins.stages.turns import sequences, timed_turns, turn_rewards
 from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.phase_log import PhaseLog
 
@@ -203,7 +203,7 @@ class SampleScorer:
     phase_log: PhaseLog
 
     def score(self, samples: Experience) -> list[Score]:
-        """Fill `scores` and `valid`, and `turn_rewards` and `sequences` if the environment starts the conversations.
+        """Fill `scores` and `valid`; in conversations `turn_rewards`, and with a `StartingEnvironment` `sequences`.
 
         A sample without a score is not valid, and its response mask becomes 0.
         """
@@ -213,8 +213,10 @@ class SampleScorer:
         samples.scores = torch.tensor([score.value or 0.0 for score in scores])
         samples.valid = torch.tensor([score.failure is None for score in scores])
         samples.response_mask = samples.response_mask * samples.valid[:, None]
-        if self.conversations is not None and self.conversations.starts_itself:
-            samples.turn_rewards, samples.sequences = turn_rewards(samples), sequences(samples)
+        if self.conversations is not None:
+            samples.turn_rewards = turn_rewards(samples)
+            if self.conversations.starts_itself:
+                samples.sequences = sequences(samples)
         return scores
 
     def _scores(self, columns: Mapping[str, list[Any]]) -> list[Score]:
@@ -337,6 +339,8 @@ def sample_rows(
             *(columns[name] for name in ("prompt", "response", "reward_model")), scores, strict=True
         )
     ]
+    for row, ending in zip(rows, columns.get("ending", ()), strict=False):
+        row["turns"] = timed_turns(ending)
     if PROMPT_IMAGES in prompts.columns:
         for place, row in enumerate(rows):
             of_prompt = place * len(prompts) // len(rows)

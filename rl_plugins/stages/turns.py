@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,27 @@ def sequences(samples: Experience) -> Tensor:
         for position, number in ending.sequence_changes:
             row_T[position:] = number
     return sequences_BT
+
+
+def timed_turns(ending: Ending) -> list[dict[str, Any]]:
+    """Return texts and times of the turns of a conversation in plain values, with Unix times and seconds."""
+    rows: list[dict[str, Any]] = []
+    reached = 0
+    for turn in ending.times:
+        # Other keys of a message may have values that JSON does not have.
+        before = [{key: message[key] for key in ("role", "content")} for message in ending.said[reached : turn.place]]
+        rows.append({
+            "messages": before,
+            "response": ending.said[turn.place]["content"],
+            "start": turn.asked,
+            "end": turn.answered,
+            "sampling_s": turn.sampling_s,
+            "environment_s": turn.environment_s,
+            "queue_s": turn.queue_s,
+            "work": [vars(work) for work in turn.work],
+        })  # fmt: skip
+        reached = turn.place + 1
+    return rows
 
 
 def add_turns(samples: Experience) -> None:

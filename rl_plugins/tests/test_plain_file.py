@@ -17,6 +17,7 @@ from rl_plugins.errors import CheckpointError, DataError
 from rl_plugins.plain_file import load_plain, read_record, save_plain
 from rl_plugins.rewards.records import Score
 from rl_plugins.rewards.trajectory import RECORDS, Ending
+from rl_plugins.rewards.turn_times import TurnTimes, Work
 from rl_plugins.tests.equality import same
 from rl_plugins.tests.files import Command, limited_file_size
 from rl_plugins.tests.loops import for_each
@@ -27,7 +28,16 @@ VALUES: dict[str, Any] = {
     "plain": [None, True, 1, 2.5, "text", b"bytes", (1, 2), {3, 4}, frozenset([5]), {"a": {"b": []}}],
     "dates": [datetime.datetime(2020, 1, 2, tzinfo=datetime.UTC), datetime.timedelta(1), decimal.Decimal("1.5")],
     "random": [random.getstate(), np.random.get_state()],
-    "records": [Ending(Score(1.0, {"length": 2.0}), [{"role": "user", "content": "a"}], 0, 1), Score(None)],
+    "records": [
+        Ending(
+            Score(1.0, {"length": 2.0}),
+            [{"role": "user", "content": "a"}],
+            0,
+            1,
+            times=(TurnTimes(0, 1.0, 2.0, 3.0, (Work("add", 2.0, 0.5),)),),
+        ),
+        Score(None),
+    ],
 }
 
 

@@ -25,3 +25,22 @@ def test_log_trace_records_rewards_as_assessments(run: TrackedRun) -> None:
     assert {one.name: one.value for one in scored.info.assessments} == rewards
     assert {one.source.source_type for one in scored.info.assessments} == {"CODE"}
     assert failed.info.assessments == [] and failed.data.spans[0].get_attribute("failure") == "timeout"
+
+
+def test_log_trace_has_spans_of_the_turns_and_calls_of_a_conversation(run: TrackedRun) -> None:
+    call = {"name": "add", "start": 1002.25, "seconds": 0.5}
+    seconds = {"sampling_s": 2.0, "environment_s": 0.5, "queue_s": 0.5}
+    turns = [
+        {"messages": [], "response": "add", "start": 1000.0, "end": 1003.0, "work": [call], **seconds},
+        {"messages": [{"role": "tool", "content": "5"}], "response": "5", "start": 1003.0, "end": 1005.5, "work": [],
+         **seconds},
+    ]  # fmt: skip
+    log_trace(run, 3, {"prompt": "2+3", "response": "add 5", "score": 1.0, "turns": turns})
+    (trace,) = run.client.search_traces(locations=[run.experiment_id], run_id=run.run_id)
+    (whole, *spans) = sorted(trace.data.spans, key=lambda span: (span.parent_id is not None, span.start_time_ns))
+    assert [span.name for span in spans] == ["policy", "add", "policy", "environment"]
+    assert {span.parent_id for span in spans} == {whole.span_id}
+    times = [(span.start_time_ns / 1e9, span.end_time_ns / 1e9) for span in (whole, *spans)]
+    assert times == [(1000.0, 1005.5), (1000.0, 1002.0), (1002.25, 1002.75), (1003.0, 1005.0), (1005.0, 1005.5)]
+    assert (spans[2].inputs, spans[2].outputs) == ({"messages": turns[1]["messages"]}, {"response": "5"})
+    assert spans[1].get_attribute("queue_s") == 0.5 and whole.get_attribute("turns") is None

@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rl_plugins.environments.tool_functions import ToolResult
+
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 MEETING = threading.Barrier(3)
 
@@ -73,6 +75,15 @@ async def block() -> str:
 def refuse() -> None:
     """Raise an error."""
     raise ValueError("no")
+
+
+def guess(number: float) -> ToolResult:
+    """Guess a number.
+
+    Args:
+        number: The number, which is also the reward.
+    """
+    return ToolResult("wrong", reward=number if number < 1e6 else float("inf"))
 
 
 class Shop:

@@ -165,7 +165,7 @@ def test_agents_that_fail_lose_one_trajectory_each_and_are_counted_by_kind() -> 
     scores = dict(zip(kinds, [group.endings[0].score for group in groups], strict=True))
     assert {act: score.failure for act, score in scores.items()} == kinds
     assert {score.value for score in scores.values()} == {None, 0.5}
-    assert "without an answer of the policy" in scores["silent"].message
+    assert f"{HERE}.obey: the agent returned a reward without an answer of the policy" in scores["silent"].message
     assert "the agent returned no reward" in scores["nothing"].message
     assert "ValueError: no such act" in scores["raise"].message
     assert {act: score.details["agent/without_call"] for act, score in scores.items()} == {
@@ -191,7 +191,7 @@ def test_call_after_the_end_of_a_trajectory_gets_a_clear_error() -> None:
         client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.open(3), max_retries=0)
         assert [model.id for model in client.models.list()] == ["policy"]
         endpoint.end(3)
-        with pytest.raises(openai.APIStatusError, match="the trajectory of this key has ended") as ended:
+        with pytest.raises(openai.APIStatusError, match="trajectory 3 has ended: an agent makes no call") as ended:
             client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
         client.close()
     assert ended.value.status_code == 410

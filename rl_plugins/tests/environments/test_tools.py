@@ -62,12 +62,14 @@ def environment_of(deadline_s: float) -> ToolEnvironment:
     return ToolEnvironment(tools, parser=sample_tools.read_calls, max_turns=3, deadline_s=deadline_s)
 
 
-def converse(environment: ToolEnvironment, said: dict[str, list[str]], max_tokens: int = 400) -> Generations:
+def converse(
+    environment: ToolEnvironment, said: dict[str, list[str]], max_tokens: int = 400, prompt: str = PROMPT
+) -> Generations:
     scorer = InlineScorer({"_target_": "rl_plugins.tests.rewards.sample_rewards.length"})
     talk = Conversations(environment.connect(scorer, tokenizer), tokenizer, environment.max_turns).by(Speaker(said))
     about = ScoringRequest("s", "", None, {}, [{"role": "user", "content": "2+3"}])
-    opening = Opening(7, tokenizer.encode(PROMPT), 5, about=about)
-    talk.submit([opening], SamplingConfig(max_tokens=max_tokens, num_samples=len(said[PROMPT])))
+    opening = Opening(7, tokenizer.encode(prompt), 5, about=about)
+    talk.submit([opening], SamplingConfig(max_tokens=max_tokens, num_samples=len(said[prompt])))
     return talk.collect([7], 0)[7]
 
 
@@ -86,6 +88,22 @@ def test_results_come_back_as_tokens_of_the_tool_role_under_mask_0(environment: 
         ("tool", "5"), ("tool", "2"), ("assistant", "5"),
     ]  # fmt: skip
     assert (ending.turns, ending.score.value, ending.counts["tools/calls"]) == (2, 1.0, 2)
+    called, last = ending.times
+    assert [work.name for work in called.work] == ["add", "add"] and not last.work
+    assert called.asked <= called.sampled <= called.work[0].start <= called.answered <= last.asked <= last.answered
+
+
+def test_reward_of_a_tool_is_the_reward_of_its_turn_and_part_of_the_score() -> None:
+    guess = call("guess", '{"number": 0.25}') + call("guess", '{"number": 0.5}') + "<|end|>"
+    huge = call("guess", '{"number": 1e7}') + "<|end|>"
+    prompt = "<|system|>guess(number)<|user|>2+3<|assistant|>"
+    said = {prompt: [guess, "6<|end|>", huge]}
+    with closing(ToolEnvironment([f"{HERE}.guess"], parser=sample_tools.read_calls, max_turns=3)) as environment:
+        rewarded, plain, failed = converse(environment, said, prompt=prompt).endings
+    # The reward function gives 1.
+    assert rewarded.turn_rewards == (0.75, 1.0) and rewarded.score.value == 1.75
+    assert plain.turn_rewards == (1.0,) and plain.score.value == 1.0
+    assert failed.score.failure == "not_finite" and failed.score.message == "guess: reward: 'score' is inf"
 
 
 @pytest.mark.parametrize(

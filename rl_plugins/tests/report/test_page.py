@@ -132,6 +132,14 @@ def test_write_report_shows_the_images_of_prompts_and_no_other_addresses(folder:
     assert set(shown) == {pictures[0]} and len(shown) == len(rows)
 
 
+def test_write_report_shows_the_seconds_of_turns(folder: RunFolder) -> None:
+    (first, *_) = sorted(folder.samples.iterdir())
+    turn = {"sampling_s": 1.25, "environment_s": 0.5, "queue_s": 0.0}
+    rows = json.loads(first.read_text())
+    first.write_text(json.dumps([{**row, "turns": [turn, turn]} for row in rows]))
+    assert "2: sampling 1.25, environment 0.50, queue 0.00" in text_of(parse(write_report(folder)))
+
+
 def test_write_report_of_a_long_run_is_small(folder: RunFolder) -> None:
     folder.metrics.write_text(
         "".join(f'{{"step": {n}, "train/loss": {n % 7}, "time/a": 1}}\n' for n in range(1, 30001))

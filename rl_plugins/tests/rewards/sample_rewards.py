@@ -224,6 +224,14 @@ def haggle(solution_str: str, messages: list[dict[str, str]], turns_left: int) -
     return "sure?" if solution_str == "no" else {"role": "tool", "content": solution_str.upper()}
 
 
+def coach(solution_str: str, turns_left: int) -> object:
+    """Reply with a reward of the turn until the response is `yes` or no turn is left."""
+    if solution_str == "yes" or not turns_left:
+        return 1.0
+    rewards = {"no": 0.25, "nan": float("nan"), "text": "high"}
+    return {"role": "user", "content": "sure?", "reward": rewards.get(solution_str, 0.5)}
+
+
 def insists(solution_str: str) -> str:
     """Always reply, and never return a score."""
     return "again"

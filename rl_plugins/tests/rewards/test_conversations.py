@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -155,6 +157,21 @@ def test_observation_over_max_observation_tokens_is_cut_and_counted() -> None:
     assert (first.cut, second.cut) == (1, 0)
 
 
+def test_reward_of_a_reply_is_the_reward_of_its_turn_and_part_of_the_score() -> None:
+    said = {
+        FIRST: ["no<|end|>", "yes<|end|>", "nan<|end|>", "text<|end|>"],
+        f"{FIRST}no{SURE}": ["well<|end|>"],
+        f"{FIRST}no{SURE}well{SURE}": ["yes<|end|>"],
+    }
+    talk = conversations(Scripted(said), "coach")
+    talk.submit([opening()], replace(SAMPLING, num_samples=4))
+    long, short, infinite, text = talk.collect([7], 0)[7].endings
+    assert long.turn_rewards == (0.25, 0.5, 1.0) and long.score.value == 1.75
+    assert short.turn_rewards == (1.0,) and short.score.value == 1.0
+    assert (infinite.score.failure, text.score.failure) == ("not_finite", "raised")
+    assert "reward: 'score' is of type str" in text.score.message
+
+
 @for_each("lost", [1, 2, 3])
 def test_lost_engine_costs_only_the_turn_in_flight(lost: int) -> None:
     engine = Scripted(loses=[lost])
@@ -218,13 +235,13 @@ def test_replying_reward_refuses_a_scorer_without_replies() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_policy_learns_from_the_sampled_tokens_of_a_conversation(staleness: int, tmp_path: Any) -> None:
+def test_policy_learns_from_the_sampled_tokens_of_a_conversation(staleness: int, tmp_path: Path) -> None:
     save_tiny_policy(tmp_path, hidden_size=32, intermediate_size=48, initializer_range=0.2)
     policy = build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2)
     stage = canned.Keeping(
         policy,
         tokenizer=tokenizer,
-        scorer=InlineScorer({"_target_": f"{sample_rewards.__name__}.talkative"}),
+        scorer=InlineScorer({"_target_": f"{sample_rewards.__name__}.coach"}),
         # An untrained policy ends few responses.
         sampling=SamplingConfig(max_tokens=30, num_samples=3, stop_token_ids=tuple(range(60, 200))),
         environment=EnvironmentConfig(max_turns=4),
@@ -237,6 +254,11 @@ def test_policy_learns_from_the_sampled_tokens_of_a_conversation(staleness: int,
     for step, experience in enumerate(stage.trained_on):
         mask_BT = experience.response_mask.bool()
         assert (experience.response_lengths > mask_BT.sum(dim=1)).any() and mask_BT.any(dim=1).all()
+        # A reply rewards its turn with 0.5, and the score is 1. A reply without room is not read, but rewards its turn.
+        assert experience.turn_rewards is not None and experience.token_level_rewards is not None
+        torch.testing.assert_close(experience.token_level_rewards, experience.turn_rewards)
+        torch.testing.assert_close(experience.token_level_rewards.sum(dim=1), experience.scores)
+        assert {0.5, 1.0} < set(experience.turn_rewards.unique().tolist()) <= {0.0, 0.5, 1.0, 1.5}
         metrics = stage.metrics[step]
         assert metrics["train/turns"] > 1 and metrics["train/reward"] > 0
         if not staleness:
