@@ -15,14 +15,19 @@ from rl_plugins.launch.algorithm_check import check_algorithm
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.pipeline import register_schema, stage_configs
 from rl_plugins.rewards.calling import Router
+from rl_plugins.rewards.loading import find_callable
 from rl_plugins.tests.launch.configurations import compose_once, configured
 
 PIPELINES = ["sft_rm_ppo"]
 RECIPES = sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml") if path.stem not in PIPELINES)
 FILES = sorted(CONFIG_FOLDER.rglob("*.yaml"), key=str)
 LONGEST = 60
-# The other required option of a recipe or an algorithm, beside the model.
-REQUIRED = {"safe_rlhf": ["cost_model.path=some/cost_model"]}
+# The other required options of a recipe or an algorithm, beside the model.
+REQUIRED = {
+    "safe_rlhf": ["cost_model.path=some/cost_model"],
+    # A machine of tests may have no sandbox.
+    **{f"programs_{stage}": ["reward.functions.default.sandbox=none"] for stage in ("sft", "grpo")},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +49,10 @@ def test_recipe_passes_the_checks(name):
     check_batch(config)
     if config.stage in ("policy_optimization", "prime"):
         check_algorithm(config)
-    if config.generates:
+    if config.environment.stateful:
+        assert not config.reward.functions
+        find_callable({"_target_": config.environment.stateful}, "environment.stateful")
+    elif config.generates:
         assert Router(config.reward.functions).functions
 
 
