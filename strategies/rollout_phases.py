@@ -187,6 +187,7 @@ class RolloutPhases:
             memory.offload_optimizer()
             memory.offload_parameters()
             self._strategy.ranks.wait()
+            memory.release_unused(self._strategy.phase_log.device)
             engine.prepare(self._strategy.ranks)
             memory.reload_parameters()
             memory.reload_optimizer()
@@ -243,6 +244,8 @@ class RolloutPhases:
         """
         if engine.sleeps:
             self._strategy.ranks.wait()
+            # Also if nothing moved to the host.
+            self.memory.release_unused(self._strategy.phase_log.device)
         engine.wake_up([memory])
         if engine.sleeps:
             self._strategy.ranks.wait()

@@ -123,12 +123,12 @@ class Fleet:
             DeadlineExceeded: an engine did not start before the deadline.
         """
         self.rank, self.world_size = ranks.rank, ranks.world_size
-        share, size = self.config.gpu_memory_utilization, self.config.tensor_parallel_size
+        size = self.config.tensor_parallel_size
         needs_room = self.rank // size not in self.living
-        gpus = ranks.gather(gpu_of_this_rank(share if needs_room else 0.0))
+        gpus = ranks.gather(gpu_of_this_rank(self.config if needs_room else None))
         places = engine_places(gpus, size)
         lost = [engine for engine in range(len(places)) if engine not in self.living]
-        if reason := lacking_room({rank: gpu for rank, gpu in enumerate(gpus) if rank // size in lost}, share):
+        if reason := lacking_room({rank: gpu for rank, gpu in enumerate(gpus) if rank // size in lost}, self.config):
             # New training workers start their engines before they use their GPUs, so a restart helps after a loss.
             raise RuntimeError(reason) if self._started else ConfigError(reason)
         # Ray keeps the name of an ended actor for some time.

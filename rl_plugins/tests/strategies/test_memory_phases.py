@@ -139,6 +139,10 @@ class Offloaded(TrainingMemory):
     @override
     def parameter_bytes(self) -> int:
         return 3 * GIB
+    @override
+    def release_unused(self, device: torch.device) -> None:
+        self._calls.append("release unused")
+
 
     @override
     def reload_parameters(self) -> None:
@@ -179,8 +183,10 @@ def roll_out(strategy: Strategy, version: int = 1) -> list[str]:
 
 RELOAD = ["reload parameters", "reload optimizer"]
 # Ranks agree on the end of each phase: an engine may be on the device of another rank.
-FIRST = ["offload optimizer", "agree", "wake_up weights", "agree", "update_weights 1", "agree"]
-REST = ["offload parameters", "agree", "wake_up kv_cache", "agree", "generate", "sleep", "agree", *RELOAD]
+FIRST = ["offload optimizer", "release unused", "agree", "wake_up weights", "agree", "update_weights 1", "agree"]
+REST = [
+    "offload parameters", "release unused", "agree", "wake_up kv_cache", "agree", "generate", "sleep", "agree", *RELOAD,
+]  # fmt: skip
 
 
 def connect(rank: int, shared: bool) -> float:
@@ -207,8 +213,7 @@ def test_run_sampling_lets_the_engine_sleep_after_all_ranks_agree() -> None:
     assert strategy.calls[-6:] == ["generate", "agree", "sleep", "agree", *RELOAD]
 
 
-RESTART = ["offload optimizer", "offload parameters", "agree", "prepare", *RELOAD]
-
+RESTART = ["offload optimizer", "offload parameters", "release unused", "agree", "prepare", *RELOAD]
 
 @pytest.mark.parametrize("sleeps", [True, False])
 def test_run_sampling_starts_lost_engines_on_devices_without_memory_of_training(sleeps: bool) -> None:
@@ -224,7 +229,13 @@ def test_run_sampling_starts_lost_engines_on_devices_without_memory_of_training(
             raise EngineLost("killed")
 
     strategy.rollout_phases.run_sampling(1, sample)
-    again = strategy.calls[strategy.calls.index("prepare") - 3 :]
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_run_sampling_starts_lost_engines_on_devices_without_memory_of_training(sleeps: bool) -> None:
+    strategy = Strategy(RecordingEngine(sleeps=sleeps, shares_gpus=True))
+    sample_again_after_a_loss(strategy)
+    again = strategy.calls[strategy.calls.index("prepare") - 4 :]
     started = RESTART + FIRST if sleeps else RESTART
     assert again[: len(started)] == started
     assert strategy.calls.count("prepare") == 1
@@ -271,7 +282,7 @@ def test_rollout_phase_offloads_updates_and_reloads_in_order() -> None:
     strategy = Strategy(RecordingEngine())
     assert roll_out(strategy) == FIRST + REST
     # The weights are still there.
-    assert roll_out(strategy) == FIRST[:4] + REST
+    assert roll_out(strategy) == FIRST[:5] + REST
     strategy.rollout_phases.weights_changed()
     assert roll_out(strategy) == FIRST + REST
     assert set(strategy.phase_log.drain()) == {
@@ -312,9 +323,9 @@ def test_check_updates_of_2_checks_each_second_update() -> None:
     strategy = Strategy(RecordingEngine(check_updates=2))
     assert roll_out(strategy) == FIRST + REST
     strategy.rollout_phases.weights_changed()
-    checked = [*FIRST, "check_weights", "policy forward", *REST[:4], "prompt_log_probs", *REST[4:]]
+    checked = [*FIRST, "check_weights", "policy forward", *REST[:5], "prompt_log_probs", *REST[5:]]
     assert roll_out(strategy) == checked
-    assert roll_out(strategy) == FIRST[:4] + REST
+    assert roll_out(strategy) == FIRST[:5] + REST
     strategy.rollout_phases.weights_changed()
     assert roll_out(strategy) == FIRST + REST
 
