@@ -85,6 +85,11 @@ class VLLMRollout:
         return None if self.config.device == "cpu" or sets_cache else self.config.gpu_memory_utilization
 
     @property
+    def shares_gpus(self) -> bool:
+        """True if the engines share the GPUs of the ranks."""
+        return self.config.shares_gpus
+
+    @property
     def check_updates(self) -> int:
         """Number of weight updates between two checks; 0 disables checks."""
         return self.config.check_updates

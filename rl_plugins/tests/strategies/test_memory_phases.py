@@ -34,9 +34,16 @@ class RecordingEngine(SynchronousGroups):
     log_prob_tolerance = 1e-3
 
     def __init__(
-        self, *, keeps_weights: bool = True, check_updates: int = 0, slept: MemoryChange | None = None
+        self,
+        *,
+        keeps_weights: bool = True,
+        check_updates: int = 0,
+        slept: MemoryChange | None = None,
+        sleeps: bool = True,
+        shares_gpus: bool = False,
     ) -> None:
         super().__init__()
+        self.sleeps, self.shares_gpus = sleeps, shares_gpus
         self.calls: list[str] = []
         self.keeps_weights, self.check_updates, self.slept = keeps_weights, check_updates, slept
         self.gap = 0.0
@@ -215,13 +222,9 @@ def test_run_sampling_lets_the_engine_sleep_after_all_ranks_agree() -> None:
 
 RESTART = ["offload optimizer", "offload parameters", "release unused", "agree", "prepare", *RELOAD]
 
-@pytest.mark.parametrize("sleeps", [True, False])
-def test_run_sampling_starts_lost_engines_on_devices_without_memory_of_training(sleeps: bool) -> None:
-    class Engine(RecordingEngine):
-        pass
 
-    Engine.sleeps = sleeps
-    strategy = Strategy(Engine())
+def sample_again_after_a_loss(strategy: Strategy) -> None:
+    """Sample in two rollout phases. An engine is lost in the first phase."""
     losses = iter([True, False])
 
     def sample(engine: RolloutEngine) -> None:
@@ -241,6 +244,14 @@ def test_run_sampling_starts_lost_engines_on_devices_without_memory_of_training(
     assert strategy.calls.count("prepare") == 1
 
 
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_memory_of_training_moves_as_in_each_phase_when_lost_engines_have_separate_gpus(sleeps: bool) -> None:
+    strategy = Strategy(RecordingEngine(sleeps=sleeps))
+    sample_again_after_a_loss(strategy)
+    assert "prepare" not in strategy.calls
+    assert strategy.calls.count("offload optimizer") == (2 if sleeps else 0)
+
+
 def test_lost_engines_start_on_a_crowded_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM needs its share while it starts, and training frees all memory. Later there may be room for both."""
     shares: list[float] = []
@@ -250,15 +261,9 @@ def test_lost_engines_start_on_a_crowded_device(monkeypatch: pytest.MonkeyPatch)
         return True
 
     monkeypatch.setattr(memory, "_has_room", has_room)
-    strategy = Strategy(RecordingEngine())
+    strategy = Strategy(RecordingEngine(shares_gpus=True))
     monkeypatch.setattr(strategy.rollout_phases.engine, "gpu_share", 0.25)
-    losses = iter([True, False])
-
-    def sample(engine: RolloutEngine) -> None:
-        if next(losses):
-            raise EngineLost("killed")
-
-    strategy.rollout_phases.run_sampling(1, sample)
+    sample_again_after_a_loss(strategy)
     training: Any = strategy.rollout_phases.memory
     assert training.crowded_calls == [False, True, False]
     assert shares == [pytest.approx(0.3)] * 2
@@ -274,7 +279,7 @@ def test_rollout_phase_starts_engines_that_are_lost_in_an_update() -> None:
             if next(self.losses):
                 raise EngineLost("killed")
 
-    strategy = Strategy(Engine())
+    strategy = Strategy(Engine(shares_gpus=True))
     assert roll_out(strategy) == FIRST + RESTART + FIRST + REST
 
 
