@@ -176,7 +176,7 @@ class RecipeConfig(Settings):
             "gpu_memory_utilization": rollout.gpu_memory_utilization or DEFAULT_GPU_SHARE[self.placement.rollout],
             "bucket_mb": rollout.bucket_mb or (256 if on_gpus else 64),
             "ready_timeout_s": rollout.ready_timeout_s or (900.0 if on_gpus else 300.0),
-            "stall_timeout_s": rollout.stall_timeout_s or (900.0 if on_gpus else 120.0),
+            "stall_timeout_s": rollout.stall_timeout_s or 120.0,
         }
 
     @property

@@ -111,9 +111,9 @@ class RolloutConfig(EngineOptions):
         bucket_mb: memory for weights in transit, in MiB (unused by `shared_memory`, which writes to the final place);
             null is 64, or 256 on GPUs.
         ready_timeout_s: deadline for the start of the engine, in seconds; null is 300, or 900 on GPUs.
-        stall_timeout_s: longest time without an answer, in seconds; null is 120, or 900 on GPUs, where the first batch
-            compiles kernels. An engine without an answer for longer is lost: it is started again, and the other
-            engines get its prompts.
+        stall_timeout_s: longest time without an answer, in seconds; null is 120. On GPUs, where the first batch of an
+            engine compiles kernels, the time is at least 900 before the first samples. An engine without an answer for
+            longer is lost: it is started again, and the other engines get its prompts.
         vllm: further arguments of vLLM's engine (`vllm.EngineArgs`), such as `max_num_batched_tokens`,
             `kv_cache_dtype`, `quantization`, `speculative_config` or `compilation_config`.
     """

@@ -61,7 +61,7 @@ class VLLMConfig(EngineOptions):
             vision-language model needs 0.
         bucket_mb: memory for weights in transit, in MiB.
         ready_timeout_s: deadline for the start of the engine, in seconds.
-        stall_timeout_s: longest time without an answer, in seconds.
+        stall_timeout_s: longest time without an answer, in seconds. See `first_stall_timeout_s`.
         vllm: further arguments of vLLM's engine.
         trust_remote_code: run Python code that the model's config.json names (`auto_map`) in the engine.
         return_experts: return the experts of a mixture's tokens, for a replay of routes in training (CUDA).
