@@ -153,12 +153,15 @@ class RecipeConfig(Settings):
     @property
     def num_engines(self) -> int:
         """Number of rollout engines: the option `rollout.engines`, or its default."""
-        engines = self.rollout.engines
-        if engines is None:
-            engines = "per_worker" if self.on_gpus and self.placement.rollout == "colocated" else 1
-        if engines == "per_worker":
+        if self.has_engine_per_worker:
             return self.placement.num_workers // self.rollout.tensor_parallel_size
-        return int(engines)
+        return int(self.rollout.engines or 1)
+
+    @property
+    def has_engine_per_worker(self) -> bool:
+        """True if every `rollout.tensor_parallel_size` workers have an engine."""
+        engines = self.rollout.engines
+        return engines == "per_worker" or (engines is None and self.on_gpus and self.placement.rollout == "colocated")
 
     @property
     def rollout_sleep(self) -> str:
