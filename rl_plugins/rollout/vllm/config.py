@@ -51,6 +51,7 @@ class VLLMConfig(EngineOptions):
         device: `cpu` or `cuda`.
         dtype: dtype of weights and activations. The trainer's dtype gives the smallest log-prob gap.
         max_model_len: largest length of prompt plus response, in tokens.
+        max_num_seqs: largest number of responses sampled at once.
         gpu_memory_utilization: share of a GPU's memory for weights and KV cache (CUDA).
         threads: number of threads of each process of the engine (CPU).
         enforce_eager: True to disable CUDA graphs.
@@ -71,6 +72,7 @@ class VLLMConfig(EngineOptions):
     device: Annotated[str, one_of("cpu", "cuda")] = "cpu"
     dtype: str = "float32"
     max_model_len: Annotated[int, AT_LEAST_1] = 1024
+    max_num_seqs: Annotated[int, AT_LEAST_1] = field(default=256, kw_only=True)
     gpu_memory_utilization: Annotated[float, ABOVE_0_TO_1] = field(default=0.5, kw_only=True)
     threads: Annotated[int, AT_LEAST_1] = 1
     enforce_eager: bool = False
@@ -132,8 +134,6 @@ class VLLMConfig(EngineOptions):
         return self.sleep != "none" and self.backend != "nccl"
 
     @property
-    def environment(self) -> dict[str, str]:
-    @property
     def first_stall_timeout_s(self) -> float:
         """Longest time without an answer before the first samples of an engine, in seconds."""
         return self.stall_timeout_s if self.device == "cpu" else max(self.stall_timeout_s, _COMPILATION_S)
@@ -155,6 +155,8 @@ class VLLMConfig(EngineOptions):
         """Return the free bytes of a GPU that the engine needs at least: its KV cache, or its share of the memory."""
         return self.gpu_memory_utilization * total_bytes if self.kv_cache_bytes is None else self.kv_cache_bytes
 
+    @property
+    def environment(self) -> dict[str, str]:
         """Environment variables of the engine's process."""
         common = engine_environment(self.device, self.threads, self.cpu_kv_cache_gib)
         if self.device == "cpu":
