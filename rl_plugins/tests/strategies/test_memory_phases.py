@@ -102,9 +102,9 @@ class NotingRanks(Ranks):
         object.__setattr__(self, "calls", calls)
 
     @override
-    def max(self, values: torch.Tensor) -> torch.Tensor:
+    def any(self, flag: bool) -> bool:
         self.calls.append("agree")  # type: ignore[attr-defined]
-        return values
+        return flag
 
 
 class Policy(torch.nn.Module):
@@ -140,16 +140,16 @@ class Offloaded(TrainingMemory):
         self._free("parameters", 3 * GIB)
 
     @override
+    def release_unused(self, device: torch.device) -> None:
+        self._calls.append("release unused")
+
+    @override
     def optimizer_bytes(self) -> int:
         return 4 * GIB
 
     @override
     def parameter_bytes(self) -> int:
         return 3 * GIB
-    @override
-    def release_unused(self, device: torch.device) -> None:
-        self._calls.append("release unused")
-
 
     @override
     def reload_parameters(self) -> None:
