@@ -1,4 +1,8 @@
-"""Communication between the training ranks."""
+"""Communication between the training ranks.
+
+Tensors move between the devices of the ranks. Flags, objects and waits move between the hosts: NCCL would wait in a
+kernel, which occupies the GPU of the rank while a rollout engine works on this GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     import torch
     from torch import Tensor
 
 T = TypeVar("T")
+
+# The default group of the process when the group of the hosts was made, and the group of the hosts.
+_hosts: tuple[object, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,12 @@ class Ranks:
         """Return True if the flag is set on at least one rank."""
         import torch
 
-        return bool(self.max(torch.tensor([float(flag)])).item())
+        if self.device is None or not _has_process_group():
+            return flag
+        hosts = _group_of_hosts()
+        flags = torch.tensor([int(flag)], device=self.device if hosts is None else "cpu")
+        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=hosts)
+        return bool(flags.item())
 
     def wait(self) -> None:
         """Wait until all ranks have come here."""
@@ -83,6 +97,23 @@ class Ranks:
         return reduced.to(values.device)
 
 
+def connected_ranks(rank: int, world_size: int, device: torch.device, timeout: timedelta | None) -> Ranks:
+    """Return this rank. If the default group is over NCCL, also make a group of the hosts over gloo, once. Collective.
+
+    Args:
+        rank: number of this process, from 0.
+        world_size: number of training ranks.
+        device: device of communicated tensors.
+        timeout: deadline of each wait on the hosts; None: the default of torch.
+    """
+    global _hosts
+    import torch
+
+    if _has_process_group() and "nccl" in torch.distributed.get_backend() and _group_of_hosts() is None:
+        _hosts = torch.distributed.group.WORLD, torch.distributed.new_group(backend="gloo", timeout=timeout)
+    return Ranks(rank, world_size, device)
+
+
 def place() -> tuple[int, int]:
     """Return the rank of this process and the number of ranks. Without a process group, return 0 and 1."""
     import torch
@@ -97,7 +128,7 @@ def barrier() -> None:
     import torch
 
     if _has_process_group():
-        torch.distributed.barrier()
+        torch.distributed.barrier(group=_group_of_hosts())
 
 
 def broadcast(value: T) -> T:
@@ -107,7 +138,7 @@ def broadcast(value: T) -> T:
     if not _has_process_group():
         return value
     box = [value]
-    torch.distributed.broadcast_object_list(box, src=0)
+    torch.distributed.broadcast_object_list(box, src=0, group=_group_of_hosts())
     return box[0]
 
 
@@ -118,8 +149,15 @@ def gather(value: T) -> list[T]:
     if not _has_process_group():
         return [value]
     values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
+    torch.distributed.all_gather_object(values, value, group=_group_of_hosts())
     return values
+
+
+def _group_of_hosts() -> Any:
+    """Return the group of the hosts; None for the default group."""
+    import torch
+
+    return _hosts[1] if _hosts is not None and _hosts[0] is torch.distributed.group.WORLD else None
 
 
 def _has_process_group() -> bool:

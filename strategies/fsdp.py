@@ -40,7 +40,7 @@ from rl_plugins.intact_checkpoint import check_state
 from rl_plugins.models.loading import without_weights
 from rl_plugins.models.lora import plain_weights
 from rl_plugins.models.remote import RemoteLearner, RemoteModel
-from rl_plugins.ranks import Ranks
+from rl_plugins.ranks import Ranks, connected_ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.common import (
@@ -151,7 +151,7 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
         check_divides("sequence_parallel", self._sequence_parallel, self.world_size)
         self._data_parallel_size = self.world_size // self._group_size
         super().setup_environment()
-        self.ranks = Ranks(self.global_rank, self.world_size, self.root_device)
+        self.ranks = connected_ranks(self.global_rank, self.world_size, self.root_device, self._timeout)
         self.phase_log.device = self.root_device
         self.rollout_phases.prepare(shared=self._one_rollout_engine)
         if isinstance(self.lightning_module, HasNamedModels):

@@ -49,6 +49,11 @@ class TrainingMemory:
         """
         self.crowded = engine_share is None or not _has_room(device, engine_share + SPARE_SHARE)
 
+    def release_unused(self, device: torch.device) -> None:
+        """Return the memory of deleted tensors, such as activations, to the device: another process can then use it."""
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def optimizer_tensors(self) -> Iterable[Tensor]:
         """Return the tensors of the optimizers on a crowded device, which are on the host in a rollout phase."""
         return self._optimizer_tensors() if self.crowded else ()

@@ -47,7 +47,8 @@ class RolloutPhases:
         # Version of the rollout engine's weights; None if the policy has changed since the last update.
         self._version: int | None = None
         self._updates = 0
-        # True after a loss. Engines that share the GPUs of the ranks start again when the GPUs are free.
+        # True after a loss. Engines that share the GPUs of the ranks start again when the GPUs are free; other engines
+        # start again by themselves.
         self._engines_missing = False
         self.engines_lost = 0
 
@@ -181,16 +182,17 @@ class RolloutPhases:
     def _make_room_for_weights(self, engine: RolloutEngine) -> None:
         """Free the optimizer states, and let the rollout engine allocate its weights. Start lost engines before."""
         memory = self.memory
-        if self._engines_missing:
+        if self._engines_missing and engine.shares_gpus:
             # Also for an engine that never sleeps: vLLM needs its whole share of a GPU at the start.
             memory.crowded = True
             memory.offload_optimizer()
             memory.offload_parameters()
+            memory.release_unused(self._strategy.phase_log.device)
             self._strategy.ranks.wait()
             engine.prepare(self._strategy.ranks)
             memory.reload_parameters()
             memory.reload_optimizer()
-            self._engines_missing = False
+        self._engines_missing = False
         with self._strategy.phase_log.measure("offload"):
             if engine.sleeps:
                 memory.measure_room(self._strategy.phase_log.device, engine.gpu_share)
@@ -242,6 +244,8 @@ class RolloutPhases:
         A rank may wake an engine on the device of another rank, and may use an engine that another rank wakes.
         """
         if engine.sleeps:
+            # Also if nothing moved to the host.
+            self.memory.release_unused(self._strategy.phase_log.device)
             self._strategy.ranks.wait()
         engine.wake_up([memory])
         if engine.sleeps:

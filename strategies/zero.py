@@ -32,7 +32,7 @@ from rl_plugins.models.lora import has_adapter, plain_weights
 from rl_plugins.models.muon import MuonAndAdamW
 from rl_plugins.models.remote import RemoteLearner, RemoteModel
 from rl_plugins.plain_file import load_plain
-from rl_plugins.ranks import Ranks
+from rl_plugins.ranks import Ranks, connected_ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.common import (
@@ -127,7 +127,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
         check_divides("sequence_parallel", self._sequence_parallel, self.world_size)
-        self.ranks = Ranks(self.global_rank, self.world_size, self.root_device)
+        self.ranks = connected_ranks(self.global_rank, self.world_size, self.root_device, self._timeout)
         self.phase_log.device = self.root_device
         self.rollout_phases.prepare(shared=self._one_rollout_engine)
 

@@ -272,7 +272,7 @@ def workload_of(
         merged=config.rollout.lora == "merged",
         critics=critics,
         frozen=frozen,
-        max_num_seqs=config.rollout.max_num_seqs,
+        max_num_seqs=config.engine_limits["max_num_seqs"],
         prefix_caching=config.rollout.prefix_caching,
         kv_cache_bytes=config.rollout.cpu_kv_cache_gib * GIB,
         bucket_bytes=config.engine_limits["bucket_mb"] * 2**20,

@@ -176,7 +176,7 @@ def _check_parallelism(config: RecipeConfig) -> None:
         if size and workers % size:
             raise ConfigError(f"strategy.{option}={size} does not divide placement.num_workers={workers}: change one")
     size = config.rollout.tensor_parallel_size
-    if config.rollout.engines == "per_worker" and workers % size:
+    if config.has_engine_per_worker and workers % size:
         raise ConfigError(
             f"rollout.engines=per_worker: rollout.tensor_parallel_size={size} does not divide "
             f"placement.num_workers={workers}: change one"

@@ -28,7 +28,7 @@ from rl_plugins.config.models import (
     TeacherConfig,
 )
 from rl_plugins.config.placement import PlacementConfig, StrategyConfig
-from rl_plugins.config.rollout import DEFAULT_GPU_SHARE, RolloutConfig, default_sleep
+from rl_plugins.config.rollout import RolloutConfig, default_gpu_share, default_sleep
 from rl_plugins.config.run import AverageConfig, DebugConfig, GuardConfig, RunConfig, TrackingConfig
 from rl_plugins.config.sampling import EnvironmentOptions, SamplingOptions, Schedule, ValidationConfig
 from rl_plugins.config.settings import AT_LEAST_1, Settings, one_of, shown
@@ -153,12 +153,15 @@ class RecipeConfig(Settings):
     @property
     def num_engines(self) -> int:
         """Number of rollout engines: the option `rollout.engines`, or its default."""
-        engines = self.rollout.engines
-        if engines is None:
-            engines = "per_worker" if self.on_gpus and self.placement.rollout == "colocated" else 1
-        if engines == "per_worker":
+        if self.has_engine_per_worker:
             return self.placement.num_workers // self.rollout.tensor_parallel_size
-        return int(engines)
+        return int(self.rollout.engines or 1)
+
+    @property
+    def has_engine_per_worker(self) -> bool:
+        """True if every `rollout.tensor_parallel_size` workers have an engine."""
+        engines = self.rollout.engines
+        return engines == "per_worker" or (engines is None and self.on_gpus and self.placement.rollout == "colocated")
 
     @property
     def rollout_sleep(self) -> str:
@@ -170,13 +173,16 @@ class RecipeConfig(Settings):
 
     @property
     def engine_limits(self) -> dict[str, Any]:
-        """Memory and deadlines of a vLLM engine with defaults that depend on the device, by the name of the option."""
+        """Size, memory and deadlines of a vLLM engine with defaults that depend on the device, by the option's name."""
         rollout, on_gpus = self.rollout, self.on_gpus
+        takes_turns = self.strategy.offload.policy == "while_sampling" and self.rollout_sleep != "none"
+        share = default_gpu_share(split=self.placement.rollout == "split", takes_turns=takes_turns)
         return {
-            "gpu_memory_utilization": rollout.gpu_memory_utilization or DEFAULT_GPU_SHARE[self.placement.rollout],
+            "max_num_seqs": rollout.max_num_seqs or (1024 if on_gpus else 256),
+            "gpu_memory_utilization": rollout.gpu_memory_utilization or share,
             "bucket_mb": rollout.bucket_mb or (256 if on_gpus else 64),
             "ready_timeout_s": rollout.ready_timeout_s or (900.0 if on_gpus else 300.0),
-            "stall_timeout_s": rollout.stall_timeout_s or (900.0 if on_gpus else 120.0),
+            "stall_timeout_s": rollout.stall_timeout_s or 120.0,
         }
 
     @property

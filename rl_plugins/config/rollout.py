@@ -31,8 +31,8 @@ ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of attention heads for which vLLM's build for CPUs has kernels."""
 
-DEFAULT_GPU_SHARE = {"colocated": 0.4, "split": 0.9}
-"""Share of a GPU's memory for a rollout engine, by `placement.rollout`."""
+SPLIT_GPU_SHARE = 0.9
+"""Default share of a GPU's memory for a rollout engine without training workers beside the engine."""
 
 OWN_ARGUMENTS = {
     "model": "model.path",
@@ -67,7 +67,6 @@ class EngineOptions(Settings):
     """Size, memory and deadlines of a vLLM engine.
 
     Attributes:
-        max_num_seqs: largest number of responses sampled at once.
         prefix_caching: share the KV cache of common prefixes. Every weight update drops the cache.
         cpu_kv_cache_gib: size of the KV cache in GiB (CPU).
         tensor_parallel_size: number of devices of the engine; on CPU, of its processes.
@@ -79,7 +78,6 @@ class EngineOptions(Settings):
         update_timeout_s: deadline for each call of a weight update, in seconds.
     """
 
-    max_num_seqs: Annotated[int, AT_LEAST_1] = 256
     prefix_caching: bool = True
     cpu_kv_cache_gib: Annotated[int, AT_LEAST_1] = 1
     tensor_parallel_size: Annotated[int, AT_LEAST_1] = 1
@@ -106,14 +104,16 @@ class RolloutConfig(EngineOptions):
         lora: weights sent to vLLM for a policy with an adapter: `adapter`, which the engine adds to the weights of
             `model.path` at every token, or `merged`, all weights with the adapter merged into them. A vision-language
             model needs `merged`, or `model.lora.target_modules=language-model`.
-        gpu_memory_utilization: share of a GPU's memory for weights and KV cache (CUDA); null is 0.4, or 0.9 with
-            `placement.rollout=split`.
+        max_num_seqs: largest number of responses sampled at once by an engine; null is 256, or 1024 on GPUs.
+        gpu_memory_utilization: share of a GPU's memory for weights and KV cache (CUDA); null is 0.6, or 0.4 if the
+            policy's states stay on the GPU while the engine samples (`strategy.offload.policy`), or the engine keeps
+            its memory while the workers train (`rollout.sleep=none`), or 0.9 with `placement.rollout=split`.
         bucket_mb: memory for weights in transit, in MiB (unused by `shared_memory`, which writes to the final place);
             null is 64, or 256 on GPUs.
         ready_timeout_s: deadline for the start of the engine, in seconds; null is 300, or 900 on GPUs.
-        stall_timeout_s: longest time without an answer, in seconds; null is 120, or 900 on GPUs, where the first batch
-            compiles kernels. An engine without an answer for longer is lost: it is started again, and the other
-            engines get its prompts.
+        stall_timeout_s: longest time without an answer, in seconds; null is 120. On GPUs, where the first batch of an
+            engine compiles kernels, the time is at least 900 before the first samples. An engine without an answer for
+            longer is lost: it is started again, and the other engines get its prompts.
         vllm: further arguments of vLLM's engine (`vllm.EngineArgs`), such as `max_num_batched_tokens`,
             `kv_cache_dtype`, `quantization`, `speculative_config` or `compilation_config`.
     """
@@ -123,6 +123,7 @@ class RolloutConfig(EngineOptions):
     dtype: Annotated[str | None, one_of(None, "float32", "bfloat16", "float16")] = None
     sleep: Annotated[str | None, one_of(None, "kv_cache", "all", "none")] = None
     lora: Annotated[str, one_of("merged", "adapter")] = "adapter"
+    max_num_seqs: Annotated[int | None, or_null(AT_LEAST_1)] = None
     gpu_memory_utilization: Annotated[float | None, or_null(ABOVE_0_TO_1)] = None
     bucket_mb: Annotated[int | None, or_null(AT_LEAST_1)] = None
     ready_timeout_s: Annotated[float | None, or_null(SECONDS)] = None
@@ -154,6 +155,19 @@ def default_sleep(*, on_gpus: bool, sends_adapter: bool) -> str:
         sends_adapter: True if a weight update sends an adapter alone, and cannot restore freed weights.
     """
     return "all" if on_gpus and not sends_adapter else "kv_cache"
+
+
+def default_gpu_share(*, split: bool, takes_turns: bool) -> float:
+    """Return the share of a GPU's memory for a rollout engine; see `RolloutConfig.gpu_memory_utilization`.
+
+    Args:
+        split: True if the engine has GPUs of its own.
+        takes_turns: True if the states of training leave the GPU while the engine samples, and the engine's memory
+            while the workers train.
+    """
+    if split:
+        return SPLIT_GPU_SHARE
+    return 0.6 if takes_turns else 0.4
 
 
 def check_engine_arguments(arguments: Mapping[str, Any], own: Mapping[str, str | None] = OWN_ARGUMENTS) -> None:

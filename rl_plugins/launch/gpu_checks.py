@@ -125,6 +125,9 @@ def check_engine_weights(config: RecipeConfig, model: Mapping[str, Any], gpus: S
     rollout = config.rollout
     if rollout.engine != "vllm" or not config.needs_engine or rollout.quantizes or not gpus or not gpus[0].memory_mib:
         return
+    if rollout.vllm.get("kv_cache_memory_bytes"):
+        # The engine has no share.
+        return
     try:
         parameters = shape_of(model, "config.json").parameters
     except ConfigError:

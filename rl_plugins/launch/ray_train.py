@@ -379,7 +379,6 @@ def vllm_rollout(config: RecipeConfig) -> VLLMRollout:
             device=device,
             dtype=config.rollout_dtype,
             max_model_len=config.data.max_prompt_tokens + config.sampling.max_tokens,
-            max_num_seqs=rollout.max_num_seqs,
             tensor_parallel_size=rollout.tensor_parallel_size,
             threads=engine_threads(config, hosts),
             cpu_kv_cache_gib=rollout.cpu_kv_cache_gib,

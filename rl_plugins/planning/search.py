@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_plugins.config.rollout import DEFAULT_GPU_SHARE, default_sleep
+from rl_plugins.config.rollout import SPLIT_GPU_SHARE, default_sleep
 from rl_plugins.planning.devices import GIB, Device
 from rl_plugins.planning.memory import engine_memory, kv_cache_needed, largest_sample_cache, total, trainer_memory
 from rl_plugins.planning.step_time import StepTime, step_time
@@ -19,6 +19,8 @@ from rl_plugins.planning.workload import Plan, Workload, micro_batch_budgets
 
 _KEPT_FREE = 0.05
 """Share of an accelerator's memory for fragmentation of the allocators."""
+KEPT_BYTES = 4 * GIB
+"""Memory beside a colocated engine for NCCL's communicators and buffers of training, which never leave the GPU."""
 _ENGINE_SHARE = "rollout.gpu_memory_utilization"
 _SLEEP = "rollout.sleep"
 
@@ -127,7 +129,7 @@ def plans(
                     yield replace(plan, engine_share=engine_share or _engine_share(work, plan, cluster.device))
             else:
                 for plan in _split(work, cluster, trainers, stage):
-                    yield replace(plan, engine_share=engine_share or DEFAULT_GPU_SHARE["split"])
+                    yield replace(plan, engine_share=engine_share or SPLIT_GPU_SHARE)
 
 
 def _on_cpu(trainers: int, stage: int) -> Iterator[Plan]:
@@ -282,7 +284,8 @@ def _engine_share(work: Workload, plan: Plan, device: Device) -> float:
     The share is the memory left by trainers during sampling, but not more than weights and KV cache need.
     """
     trainer = trainer_memory(work, plan, device)["sampling"]
-    free = 1 - _KEPT_FREE - (total(trainer) + device.trainer_base + device.engine_base) / device.memory
+    held = total(trainer) + device.trainer_base + device.engine_base + KEPT_BYTES
+    free = 1 - _KEPT_FREE - held / device.memory
     weights = engine_memory(work, plan, device)["sampling"]["weights"]
     useful = (weights + kv_cache_needed(work, plan, on_cpu=False)) / device.memory + _KEPT_FREE
     return max(0.05, int(min(free, useful + 0.05, 0.9) * 20) / 20)

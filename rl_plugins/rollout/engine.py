@@ -232,6 +232,10 @@ class RolloutEngine(GroupSampler, Protocol):
         """Largest share of a GPU's memory in use by the engine; None if unknown."""
 
     @property
+    def shares_gpus(self) -> bool:
+        """True if `prepare` starts the engine in processes of its own on the GPUs of the ranks."""
+
+    @property
     def check_updates(self) -> int:
         """Number of weight updates between two checks; 0 disables checks."""
 

@@ -37,6 +37,7 @@ class SynchronousGroups:
 
     sleeps = True
     gpu_share: float | None = None
+    shares_gpus = False
     busy_s = 0.0
     num_living = 1
 

@@ -419,10 +419,10 @@ class VLLMActor:
         for needed, free in self._llm.collective_rpc("memory_to_wake", args=(tags,)):
             if needed > free:
                 raise ConfigError(
-                    f"rollout.gpu_memory_utilization={self._config.gpu_memory_utilization:g}: the rollout engine needs "
-                    f"{needed / _GIB:.1f} GiB for {' and '.join(tags or ['weights', 'kv_cache'])}, but training leaves "
-                    f"{free / _GIB:.1f} GiB of the GPU free: lower the option, set "
-                    "strategy.offload.policy=while_sampling, or raise rollout.tensor_parallel_size"
+                    f"{self._config.memory_option}: the rollout engine needs {needed / _GIB:.1f} GiB for "
+                    f"{' and '.join(tags or ['weights', 'kv_cache'])}, but training leaves {free / _GIB:.1f} GiB of "
+                    "the GPU free: lower the option, set strategy.offload.policy=while_sampling, or raise "
+                    "rollout.tensor_parallel_size"
                 )
         self._llm.wake_up(tags)
         if self._unusable is None:

@@ -81,8 +81,13 @@ class VLLMRollout:
     @property
     def gpu_share(self) -> float | None:
         """Share of a GPU for an engine on CUDA; None if an argument of vLLM sets the size of the KV cache."""
-        sets_cache = "kv_cache_memory_bytes" in self.config.vllm
+        sets_cache = self.config.kv_cache_bytes is not None
         return None if self.config.device == "cpu" or sets_cache else self.config.gpu_memory_utilization
+
+    @property
+    def shares_gpus(self) -> bool:
+        """True if the engines share the GPUs of the ranks."""
+        return self.config.shares_gpus
 
     @property
     def check_updates(self) -> int:

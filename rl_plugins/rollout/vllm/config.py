@@ -22,6 +22,12 @@ CPU_ENVIRONMENT = {
 INTERRUPTIBLE_NCCL = "interruptible_nccl"
 """Name of the engines' side of the transport `nccl` in vLLM's registry of weight-transfer backends."""
 
+_COMPILATION_S = 900.0
+"""Least time without an answer on CUDA before the first samples of an engine, in seconds: kernels are compiled."""
+
+_LEAST_SHARE = 0.01
+"""Share of a GPU for an engine with a given KV cache: vLLM only checks at the start that the share is free."""
+
 CPU_BLOCK = 32
 """Tokens of a KV cache block on CPU. Prompts share whole blocks; vLLM's 128 tokens exceed many prompts."""
 
@@ -45,6 +51,7 @@ class VLLMConfig(EngineOptions):
         device: `cpu` or `cuda`.
         dtype: dtype of weights and activations. The trainer's dtype gives the smallest log-prob gap.
         max_model_len: largest length of prompt plus response, in tokens.
+        max_num_seqs: largest number of responses sampled at once.
         gpu_memory_utilization: share of a GPU's memory for weights and KV cache (CUDA).
         threads: number of threads of each process of the engine (CPU).
         enforce_eager: True to disable CUDA graphs.
@@ -55,7 +62,7 @@ class VLLMConfig(EngineOptions):
             vision-language model needs 0.
         bucket_mb: memory for weights in transit, in MiB.
         ready_timeout_s: deadline for the start of the engine, in seconds.
-        stall_timeout_s: longest time without an answer, in seconds.
+        stall_timeout_s: longest time without an answer, in seconds. See `first_stall_timeout_s`.
         vllm: further arguments of vLLM's engine.
         trust_remote_code: run Python code that the model's config.json names (`auto_map`) in the engine.
         return_experts: return the experts of a mixture's tokens, for a replay of routes in training (CUDA).
@@ -65,6 +72,7 @@ class VLLMConfig(EngineOptions):
     device: Annotated[str, one_of("cpu", "cuda")] = "cpu"
     dtype: str = "float32"
     max_model_len: Annotated[int, AT_LEAST_1] = 1024
+    max_num_seqs: Annotated[int, AT_LEAST_1] = field(default=256, kw_only=True)
     gpu_memory_utilization: Annotated[float, ABOVE_0_TO_1] = field(default=0.5, kw_only=True)
     threads: Annotated[int, AT_LEAST_1] = 1
     enforce_eager: bool = False
@@ -126,6 +134,28 @@ class VLLMConfig(EngineOptions):
         return self.sleep != "none" and self.backend != "nccl"
 
     @property
+    def first_stall_timeout_s(self) -> float:
+        """Longest time without an answer before the first samples of an engine, in seconds."""
+        return self.stall_timeout_s if self.device == "cpu" else max(self.stall_timeout_s, _COMPILATION_S)
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """Size of the KV cache on each GPU, in bytes, if an argument of vLLM sets the size."""
+        size = self.vllm.get("kv_cache_memory_bytes")
+        return size if isinstance(size, int) and size else None
+
+    @property
+    def memory_option(self) -> str:
+        """Option for the memory of the engine on a GPU (CUDA), and its value, for messages."""
+        if self.kv_cache_bytes is not None:
+            return f"rollout.vllm.kv_cache_memory_bytes={self.kv_cache_bytes}"
+        return f"rollout.gpu_memory_utilization={self.gpu_memory_utilization:g}"
+
+    def needed_bytes(self, total_bytes: int) -> float:
+        """Return the free bytes of a GPU that the engine needs at least: its KV cache, or its share of the memory."""
+        return self.gpu_memory_utilization * total_bytes if self.kv_cache_bytes is None else self.kv_cache_bytes
+
+    @property
     def environment(self) -> dict[str, str]:
         """Environment variables of the engine's process."""
         common = engine_environment(self.device, self.threads, self.cpu_kv_cache_gib)
@@ -164,7 +194,7 @@ class VLLMConfig(EngineOptions):
             **arguments,
             "enforce_eager": self.enforce_eager,
             "enable_sleep_mode": self.sleeps,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "gpu_memory_utilization": self.gpu_memory_utilization if self.kv_cache_bytes is None else _LEAST_SHARE,
             **self.vllm,
         }
 

@@ -8,7 +8,7 @@ gather the tensors of the next bucket. With NCCL, vLLM itself gathers and sends 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClien
 from vllm.distributed.weight_transfer.base import WeightSource as VLLMWeightSource
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
+from rl_plugins.ranks import barrier, gather
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.nccl import NcclGroup, NcclSender, UpdateClient
 from rl_plugins.weights.source import WeightSource
@@ -112,7 +113,25 @@ class SeveralEngines:
 
 
 class _OverlappedIpcEngine(IPCTrainerWeightTransferEngine):
-    """vLLM's sender over CUDA IPC. While the engines load a bucket, the ranks gather the tensors of the next bucket."""
+    """vLLM's sender over CUDA IPC. While the engines load a bucket, the ranks gather the tensors of the next bucket.
+
+    The ranks wait for each other on their hosts. In vLLM's sender, kernels of NCCL wait on the GPUs of the engines.
+    """
+
+    @override
+    def _all_gather_and_merge_handles(self, handles: list[dict[str, tuple[Any, ...]]]) -> list[dict[str, Any]]:
+        # As vLLM does, because an engine must not open an unfinished bucket.
+        torch.cuda.synchronize()
+        of_ranks = gather(handles)
+        if not self.is_sender:
+            return [{} for _ in handles]
+        return [dict(ChainMap(*of_bucket)) for of_bucket in zip(*of_ranks, strict=True)]
+
+    @staticmethod
+    @override
+    def _post_send_sync() -> None:
+        barrier()
+        torch.cuda.ipc_collect()
 
     @override
     def _do_send(self, *arguments: Any, **chunk: Any) -> None:

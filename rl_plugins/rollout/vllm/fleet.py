@@ -88,6 +88,8 @@ class Fleet:
         self.on_lost: Callable[[int], None] | None = None
         # Engines lost by this rank since the last collective call; True for an engine without an answer.
         self._lost: dict[int, bool] = {}
+        # Engines that have sampled for this rank since their start.
+        self._warm: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the handles: a copy in another process finds the actors by name."""
@@ -123,12 +125,12 @@ class Fleet:
             DeadlineExceeded: an engine did not start before the deadline.
         """
         self.rank, self.world_size = ranks.rank, ranks.world_size
-        share, size = self.config.gpu_memory_utilization, self.config.tensor_parallel_size
+        size = self.config.tensor_parallel_size
         needs_room = self.rank // size not in self.living
-        gpus = ranks.gather(gpu_of_this_rank(share if needs_room else 0.0))
+        gpus = ranks.gather(gpu_of_this_rank(self.config if needs_room else None))
         places = engine_places(gpus, size)
         lost = [engine for engine in range(len(places)) if engine not in self.living]
-        if reason := lacking_room({rank: gpu for rank, gpu in enumerate(gpus) if rank // size in lost}, share):
+        if reason := lacking_room({rank: gpu for rank, gpu in enumerate(gpus) if rank // size in lost}, self.config):
             # New training workers start their engines before they use their GPUs, so a restart helps after a loss.
             raise RuntimeError(reason) if self._started else ConfigError(reason)
         # Ray keeps the name of an ended actor for some time.
@@ -201,6 +203,7 @@ class Fleet:
             if self.rank == 0:
                 self.stop()
             self.living, self.returning, self._started = [], {}, False
+            self._warm.clear()
         self.actors = {}
 
     def label(self, engine: int) -> str:
@@ -261,7 +264,8 @@ class Fleet:
             *arguments: arguments of the method.
             timeout_s: deadline for the result after the call, in seconds.
             phase: phase of the step, for messages.
-            must_answer: True if the engine must answer `progress` within `stall_timeout_s` while it works.
+            must_answer: True if the engine must answer `progress` while it works, within `stall_timeout_s`, or before
+                its first samples within `first_stall_timeout_s`.
 
         Raises:
             DeadlineExceeded: in the wait, after the deadline. The message names the rank, the engine and the phase.
@@ -292,7 +296,7 @@ class Fleet:
 
         while True:
             left = deadline.left_s
-            turn = min(self.config.stall_timeout_s, left) if must_answer else left
+            turn = min(left, *map(self._stall_timeout_s, waiting.values())) if must_answer else left
             ready, _ = ray.wait(list(waiting), timeout=max(0.0, turn))
             if ready:
                 return ready[0]
@@ -304,7 +308,7 @@ class Fleet:
                 )
             for engine in engines if must_answer else ():
                 try:
-                    self.result(engine, self.actors[engine].progress.remote(), self.config.stall_timeout_s)
+                    self.result(engine, self.actors[engine].progress.remote(), self._stall_timeout_s(engine))
                 except ray.exceptions.GetTimeoutError:
                     raise self.mark_lost(engine, silent=True) from None
 
@@ -324,6 +328,16 @@ class Fleet:
         # A restarted process raises EngineLost if the rank has not noticed the restart.
         except (ray.exceptions.RayActorError, EngineLost) as error:
             raise self.mark_lost(engine, silent=False) from error
+
+    def note_samples(self, engine: int) -> None:
+        """Note that an engine has finished samples for this rank, so its kernels are compiled."""
+        self._warm.add(engine)
+
+    def _stall_timeout_s(self, engine: int) -> float:
+        """Return the longest time without an answer. This rank has no samples of the engines of other ranks."""
+        own = self.engines_of_rank
+        known = [engine] if engine in own else own
+        return self.config.stall_timeout_s if self._warm.issuperset(known) else self.config.first_stall_timeout_s
 
     def sampling_deadline(self) -> Deadline:
         """Return the deadline of sampling. The actor's deadline ends first and names the missing ranks."""
@@ -375,6 +389,7 @@ class Fleet:
         for engine, silent in sorted(lost.items()):
             self.mark_lost(engine, silent=silent)
             self.living.remove(engine)
+            self._warm.discard(engine)
             if self.rank == 0 and silent:
                 ray.kill(self.actors[engine], no_restart=self.config.shares_gpus)
             if self.config.shares_gpus:

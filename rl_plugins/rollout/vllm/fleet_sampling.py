@@ -60,7 +60,9 @@ class FleetSampling:
         while len(parts) < len(references):
             waiting = {pending: engine for pending, engine in references.items() if pending not in parts}
             reference = self._fleet.first(waiting, "generate", deadline)
-            parts[reference], self._busy_s[references[reference]] = self._fleet.result(references[reference], reference)
+            engine = references[reference]
+            parts[reference], self._busy_s[engine] = self._fleet.result(engine, reference)
+            self._fleet.note_samples(engine)
         return Generations.concat([parts[reference] for reference in references])
 
     def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
@@ -118,6 +120,8 @@ class FleetSampling:
     def _take(self, reference: Any) -> None:
         engine = self._polls.pop(reference)
         lengths, self._busy_s[engine] = self._fleet.result(engine, reference)
+        if lengths:
+            self._fleet.note_samples(engine)
         for ticket, response_lengths in lengths.items():
             # Skip groups dropped during the call.
             if self._engine_of.pop(ticket, None) is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.rollout.vllm.config import VLLMConfig
 
 _GIB = 2**30
 _ROOM_S = 60.0
@@ -37,11 +38,12 @@ class RankGPU:
     total_bytes: int = field(default=0, compare=False)
 
 
-def gpu_of_this_rank(share: float = 0.0, deadline_s: float = _ROOM_S) -> RankGPU:
+def gpu_of_this_rank(config: VLLMConfig | None = None, deadline_s: float = _ROOM_S) -> RankGPU:
     """Return the current GPU of this process.
 
     Args:
-        share: share of the memory to wait for, because the memory of an ended process is free some seconds late.
+        config: settings of a new engine, whose memory the function waits for, because the memory of an ended process
+            is free some seconds late; None: no wait.
         deadline_s: longest wait in seconds.
     """
     import ray
@@ -49,7 +51,7 @@ def gpu_of_this_rank(share: float = 0.0, deadline_s: float = _ROOM_S) -> RankGPU
 
     end = time.monotonic() + deadline_s
     free, total = torch.cuda.mem_get_info()
-    while free < share * total and time.monotonic() < end:
+    while config is not None and free < config.needed_bytes(total) and time.monotonic() < end:
         time.sleep(_LOOK_AGAIN_S)
         free, total = torch.cuda.mem_get_info()
     index = torch.cuda.current_device()
@@ -58,18 +60,18 @@ def gpu_of_this_rank(share: float = 0.0, deadline_s: float = _ROOM_S) -> RankGPU
     return RankGPU(ray.get_runtime_context().get_node_id(), name, free, total)
 
 
-def lacking_room(gpus: Mapping[int, RankGPU], share: float) -> str:
+def lacking_room(gpus: Mapping[int, RankGPU], config: VLLMConfig) -> str:
     """Return the reason why an engine cannot start on a GPU, with the needed and the free memory; empty with room.
 
     Args:
         gpus: GPU of each training rank with a new engine.
-        share: share of the memory of a GPU for an engine.
+        config: settings of the engine.
     """
     for rank, gpu in gpus.items():
-        needed = share * gpu.total_bytes
+        needed = config.needed_bytes(gpu.total_bytes)
         if gpu.free_bytes < needed:
             return (
-                f"rollout.gpu_memory_utilization={share:g}: the rollout engine of training worker {rank} needs "
+                f"{config.memory_option}: the rollout engine of training worker {rank} needs "
                 f"{needed / _GIB:.1f} of the {gpu.total_bytes / _GIB:.1f} GiB of GPU {gpu.gpu}, but training and other "
                 f"processes leave {gpu.free_bytes / _GIB:.1f} GiB free: lower the option, set "
                 "strategy.offload.policy=while_sampling, or end the processes that nvidia-smi shows"

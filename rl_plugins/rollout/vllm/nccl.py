@@ -20,7 +20,7 @@ from threading import Event, Thread
 from typing import Any
 
 import torch
-from torch.distributed import Store
+from torch.distributed import DistNetworkError, DistStoreError, Store
 from vllm.distributed.device_communicators import pynccl
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient, WeightSource
@@ -36,7 +36,8 @@ from vllm.utils.nccl import unpinned_nccl_env
 from rl_plugins.connections import ListeningStore, StoreAddress, join_store
 
 _END = "end"
-_FOREVER = timedelta(days=10_000)
+# A store measures a wait in milliseconds in 32 bits, so a wait for ever has turns.
+_TURN = timedelta(hours=1)
 _CONNECT_S = 300.0
 
 
@@ -241,11 +242,21 @@ class NcclReceiver(NCCLWeightTransferEngine):
 
 
 def _abort_at_end(communicator: PyNcclCommunicator, store: Store) -> None:
-    # An error means that the process of rank 0 has ended, and the store with it.
-    with suppress(RuntimeError):
-        store.wait([_END], _FOREVER)
+    _wait_for_end(store)
     if not communicator.disabled:
         _abort(communicator)
+
+
+def _wait_for_end(store: Store) -> None:
+    """Wait until rank 0 ends the group, or the process of rank 0 has ended, and the store with the process."""
+    with suppress(DistNetworkError):
+        while True:
+            try:
+                store.wait([_END], _TURN)
+                return
+            except DistStoreError:
+                # A turn is over, and the group lives.
+                continue
 
 
 def _abort(communicator: PyNcclCommunicator) -> None:

@@ -134,6 +134,10 @@ CHECKS: dict[str, list[Case]] = {
             ["rollout.engines=per_worker", "rollout.tensor_parallel_size=2", "placement.num_workers=3"],
             ["rollout.tensor_parallel_size=2 does not divide placement.num_workers=3: change one"],
         ),
+        (
+            ["placement.device=cuda", "rollout.tensor_parallel_size=2", "placement.num_workers=3"],
+            ["rollout.tensor_parallel_size=2 does not divide placement.num_workers=3: change one"],
+        ),
         (["run.steps=0"], ["run.steps=0", "at least 1"]),
         (["run.epochs=0"], ["run.epochs=0", "above 0, or null"]),
         (["sampling.temperature=-1"], ["sampling.temperature=-1", "0 or more"]),

@@ -9,9 +9,17 @@ import pytest
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.tests.launch.configurations import configured
 
-CPU = {"gpu_memory_utilization": 0.4, "bucket_mb": 64, "ready_timeout_s": 300.0, "stall_timeout_s": 120.0}
-GPU = {"gpu_memory_utilization": 0.4, "bucket_mb": 256, "ready_timeout_s": 900.0, "stall_timeout_s": 900.0}
-OWN = {"gpu_memory_utilization": 0.7, "bucket_mb": 3, "ready_timeout_s": 4.0, "stall_timeout_s": 5.0}
+CPU = {
+    "max_num_seqs": 256, "gpu_memory_utilization": 0.6, "bucket_mb": 64, "ready_timeout_s": 300.0,
+    "stall_timeout_s": 120.0,
+}  # fmt: skip
+GPU = {
+    "max_num_seqs": 1024, "gpu_memory_utilization": 0.6, "bucket_mb": 256, "ready_timeout_s": 900.0,
+    "stall_timeout_s": 120.0,
+}  # fmt: skip
+OWN = {
+    "max_num_seqs": 2, "gpu_memory_utilization": 0.7, "bucket_mb": 3, "ready_timeout_s": 4.0, "stall_timeout_s": 5.0,
+}  # fmt: skip
 
 
 def on(device: str, *options: str) -> RecipeConfig:
@@ -24,6 +32,9 @@ def on(device: str, *options: str) -> RecipeConfig:
         ("cpu", (), CPU),
         ("cuda", (), GPU),
         ("cuda", ("placement.rollout=split",), {**GPU, "gpu_memory_utilization": 0.9}),
+        # Training or the engine keeps its memory while the other works.
+        ("cuda", ("strategy.offload.policy=cpu",), {**GPU, "gpu_memory_utilization": 0.4}),
+        ("cuda", ("rollout.sleep=none",), {**GPU, "gpu_memory_utilization": 0.4}),
         ("cuda", tuple(f"rollout.{name}={value}" for name, value in OWN.items()), OWN),
     ],
 )

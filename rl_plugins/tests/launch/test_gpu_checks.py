@@ -123,6 +123,8 @@ def test_check_engine_weights_compares_the_weights_with_the_share_of_an_engine(
     assert check("rollout.gpu_memory_utilization=0.15", "rollout.tensor_parallel_size=2") == GOOD
     assert "take 28.4 GiB" in check("rollout.gpu_memory_utilization=0.2", "model.precision=32-true")
     assert check("rollout.gpu_memory_utilization=0.15", model={"model_type": "unknown"}) == GOOD
+    # The engine has no share.
+    assert check("rollout.gpu_memory_utilization=0.15", "+rollout.vllm.kv_cache_memory_bytes=1073741824") == GOOD
     # The preflight reads the file of the model, and asks for the GPUs of this machine.
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("rl_plugins.models.folder.check_model_folder", lambda option, path, **_: QWEN_7B)

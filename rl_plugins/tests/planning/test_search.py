@@ -11,7 +11,8 @@ from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.planning.devices import DEVICES, GIB, device_named
-from rl_plugins.planning.search import Cluster, advice, memory_needs, overrides, plans, search
+from rl_plugins.planning.memory import trainer_memory
+from rl_plugins.planning.search import KEPT_BYTES, Cluster, advice, memory_needs, overrides, plans, search
 from rl_plugins.planning.shape import ModelShape
 from rl_plugins.planning.step_time import step_time
 from rl_plugins.planning.workload import Workload
@@ -45,6 +46,20 @@ def test_plans_use_all_devices_and_divide_prompts_and_heads():
             assert plan.trainers == plan.engines * plan.tensor_parallel == 8
         else:
             assert plan.trainers < 8
+
+
+def test_plans_leave_memory_for_communicators_and_buffers_beside_a_colocated_engine():
+    work, shares = replace(WORK, policy=replace(QWEN_7B, layers=2)), []
+    for name in ("h100", "l4", "b200"):
+        cluster = Cluster(DEVICES[name], 8)
+        device = cluster.device
+        for plan in plans(work, cluster):
+            if plan.colocated and plan.engine_share > 0.05:
+                held = sum(trainer_memory(work, plan, device)["sampling"].values())
+                used = held + device.trainer_base + device.engine_base + plan.engine_share * device.memory
+                assert device.memory - used >= KEPT_BYTES, (name, plan)
+                shares.append(plan.engine_share)
+    assert shares
 
 
 def test_plans_keep_an_engine_within_a_machine():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ pytest.importorskip("vllm")
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from rl_plugins import ranks
 from rl_plugins.errors import DeadlineExceeded, EngineLost
 from rl_plugins.rollout.vllm.client import CudaWeightClient, VLLMRollout
 from rl_plugins.rollout.vllm.config import VLLMConfig
@@ -211,6 +213,40 @@ def _send_over_ipc(rank: int, workers: list[list[str]], lost: int | None = None)
 def test_send_over_ipc_gives_each_worker_memory_of_the_same_gpu(workers: list[list[str]]) -> None:
     (calls, _), _ = run_ranks(_send_over_ipc, workers)
     assert calls == [["init_weight_transfer_engine", *update_calls(2)]] * len(workers)
+
+
+def _waits_of_send_over_ipc(rank: int) -> list[str]:
+    """Send the weights of two ranks; return the waits of this rank and their places."""
+    policy, waits = make_policy(), list[str]()
+    collectives = (torch.distributed, "all_gather_object"), (torch.distributed, "barrier"), (torch.cuda, "synchronize")
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            on_hosts = options.get("group") is hosts
+            waits.append(f"{name} on hosts" if on_hosts else name)
+            return function(*arguments, **options)
+
+        return run
+
+    with cuda_on_cpu(), on_gpu(GPUS[rank]), ExitStack() as stack:
+        hosts = torch.distributed.new_group(backend="gloo")
+        stack.enter_context(patch.object(ranks, "_hosts", (torch.distributed.group.WORLD, hosts)))
+        engines = [StubEngine("ipc", GPUS[:2], policy)] if rank == 0 else []
+        sender = sender_of("ipc", policy, engines, rank=rank)
+        for owner, name in collectives:
+            stack.enter_context(patch.object(owner, name, noted(name, getattr(owner, name))))
+        sender.send(1)
+        for engine in engines:
+            assert_has_weights(engine, policy, 1)
+    return waits
+
+
+def test_send_over_ipc_waits_on_the_hosts_after_the_bucket_of_each_rank_is_complete() -> None:
+    for waits, _ in run_ranks(_waits_of_send_over_ipc):
+        own = [wait for wait in waits if wait != "synchronize"]
+        assert own == ["all_gather_object on hosts", "barrier on hosts"] * 2 + ["barrier on hosts"]
+        for place, wait in enumerate(waits):
+            assert not wait.startswith("all_gather") or waits[place - 1] == "synchronize"
 
 
 @pytest.mark.usefixtures("communicators")

@@ -33,6 +33,15 @@ def test_engine_arguments_contain_the_arguments_of_the_user() -> None:
     own = {"max_num_batched_tokens": 4096, "kv_cache_dtype": "fp8", "enforce_eager": True}
     arguments = VLLMConfig("model", device="cuda", vllm=own).engine_arguments()
     assert {name: arguments[name] for name in own} == own
+    assert arguments["gpu_memory_utilization"] == 0.5
+
+
+def test_engine_with_a_given_kv_cache_asks_vllm_for_no_share_of_a_gpu() -> None:
+    """VLLM compares the share with the free memory at the start, also if the share is not used later."""
+    config = VLLMConfig("model", device="cuda", vllm={"kv_cache_memory_bytes": 3000})
+    assert config.engine_arguments()["gpu_memory_utilization"] == 0.01
+    assert config.engine_arguments()["kv_cache_memory_bytes"] == config.needed_bytes(10_000) == 3000
+    assert VLLMConfig("model", device="cuda", gpu_memory_utilization=0.4).needed_bytes(10_000) == 4000
 
 
 @pytest.mark.parametrize(

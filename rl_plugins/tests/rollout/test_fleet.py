@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.rollout.vllm.client import VLLMRollout
 from rl_plugins.rollout.vllm.config import VLLMConfig
-from rl_plugins.rollout.vllm.fleet import assigned_range, split_prompts
+from rl_plugins.rollout.vllm.fleet import Deadline, Fleet, assigned_range, split_prompts
 
 pytestmark = pytest.mark.unit
 
@@ -45,6 +48,50 @@ def test_start_refuses_heads_without_a_kernel_on_cpu_before_an_actor_starts(tmp_
     model = str(save_tiny_policy(tmp_path, hidden_size=64, num_heads=4))
     with pytest.raises(ConfigError, match=r"a width of 16, and vLLM on CPU has kernels for 32, 64"):
         VLLMRollout(VLLMConfig(model)).start()
+
+
+def test_engines_on_gpus_may_be_silent_for_longer_before_their_first_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def wait(calls: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        """Return no call at first, so that the fleet asks the engines for an answer."""
+        waits.append(timeout)
+        return (calls if len(waits) > 1 else []), []
+
+    monkeypatch.setattr(ray, "wait", wait)
+    actor: Any = SimpleNamespace(
+        **{name: SimpleNamespace(remote=lambda: None) for name in ("progress", "begin_session")}
+    )
+
+    def timeouts(*engines: int) -> list[float]:
+        """Timeouts of the first wait for a call of each engine, and of the answers of the engines."""
+        waits.clear()
+        fleet.first({f"call {engine}": engine for engine in engines}, "update", Deadline(5000))
+        return waits[:-1]
+
+    def fleet_of(device: str, transport: str) -> Fleet:
+        fleet = Fleet(VLLMConfig("model", device=device, transport=transport), "name", 2, 1.0)
+        fleet.actors, fleet.world_size = {0: actor, 1: actor}, 2
+        monkeypatch.setattr(fleet, "result", lambda engine, reference, timeout_s: waits.append(timeout_s))
+        return fleet
+
+    fleet = fleet_of("cpu", "gloo")
+    assert timeouts(0) == [120, 120]
+    fleet = fleet_of("cuda", "nccl")
+    assert timeouts(0) == timeouts(1) == [900, 900]
+    fleet.note_samples(0)
+    # Rank 0 updates the weights of engine 1, which samples for rank 1.
+    assert timeouts(0) == timeouts(1) == [120, 120]
+    # Engine 0 is lost, and engine 1 samples for both ranks.
+    fleet.mark_lost(0, silent=False)
+    fleet.drop_lost()
+    assert timeouts(1) == [900, 900]
+    fleet.note_samples(1)
+    fleet.living.append(0)
+    assert timeouts(1) == [120, 120]
+    # Engine 0 has started again.
+    fleet.living.sort()
+    assert timeouts(0) == [900, 900]
 
 
 def test_start_names_a_damaged_config_json_before_an_actor_starts(tmp_path: Path) -> None:

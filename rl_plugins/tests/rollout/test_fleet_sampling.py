@@ -24,6 +24,8 @@ class Fleet:
     def __init__(self) -> None:
         self.rank, self.engines_of_rank, self.busy_s, self.on_lost = 0, [0], [4.0, 60.0], None
         self.submitted: list[GroupRequest] = []
+        self.warm: list[int] = []
+        self.note_samples = self.warm.append
         actor = SimpleNamespace(
             generate=SimpleNamespace(remote=lambda *_: object()),
             submit=SimpleNamespace(remote=lambda rank, ranks, requests, sampling: self.submitted.extend(requests)),
@@ -58,6 +60,7 @@ def test_busy_s_counts_only_the_engines_of_the_rank() -> None:
         sampling.generate([[5]], SamplingConfig(max_tokens=1), None)
         seen.append(sampling.busy_s)
     assert seen == [4.0, 60.0, 4.0]
+    assert fleet.warm == [0, 1, 0]
 
 
 def test_submit_sends_images_without_the_inputs_of_the_policy() -> None:

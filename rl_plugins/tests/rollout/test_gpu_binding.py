@@ -30,6 +30,11 @@ def ranks(nodes: int, gpus: int) -> list[RankGPU]:
     return [RankGPU(node(number), str(gpu)) for number in range(nodes) for gpu in range(gpus)]
 
 
+def engine(share: float, **arguments: int) -> VLLMConfig:
+    """Return the settings of an engine with a share of a GPU, and with arguments of vLLM."""
+    return VLLMConfig("model", device="cuda", gpu_memory_utilization=share, vllm=dict(arguments))
+
+
 def seen(places: list[dict]) -> list[tuple[str, str]]:
     """Return the machine and the visible GPUs of each engine."""
     return [(place["scheduling_strategy"].node_id, place["environment"]["CUDA_VISIBLE_DEVICES"]) for place in places]
@@ -125,24 +130,28 @@ def test_gpu_of_this_rank_waits_for_the_memory_of_a_process_that_has_ended(monke
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free.pop(0), 80))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
     monkeypatch.setattr(gpu_binding, "_LOOK_AGAIN_S", 0.0)
-    found = gpu_of_this_rank(share=0.5)
+    found = gpu_of_this_rank(engine(0.5))
     assert (found.free_bytes, found.total_bytes, free) == (40, 80, [60])
-    assert gpu_of_this_rank(share=0.9, deadline_s=0.0).free_bytes == 60
+    assert gpu_of_this_rank(engine(0.9), deadline_s=0.0).free_bytes == 60
 
 
 def test_lacking_room_names_the_needed_and_the_free_memory_of_a_gpu() -> None:
     gib = 2**30
     full, empty = RankGPU("a", "3", 12 * gib, 80 * gib), RankGPU("a", "4", 32 * gib, 80 * gib)
-    assert lacking_room({4: empty}, 0.4) == ""
-    reason = lacking_room({4: empty, 3: full}, 0.4)
+    assert lacking_room({4: empty}, engine(0.4)) == ""
+    reason = lacking_room({4: empty, 3: full}, engine(0.4))
     assert "training worker 3 needs 32.0 of the 80.0 GiB of GPU 3, but" in reason and "leave 12.0 GiB free" in reason
+    # A given KV cache is in place of the share.
+    assert lacking_room({3: full}, engine(0.4, kv_cache_memory_bytes=12 * gib)) == ""
+    reason = lacking_room({3: full}, engine(0.4, kv_cache_memory_bytes=13 * gib))
+    assert reason.startswith(f"rollout.vllm.kv_cache_memory_bytes={13 * gib}: ") and "needs 13.0 of the 80.0" in reason
 
 
 @pytest.mark.parametrize(("started", "error"), [(False, ConfigError), (True, RuntimeError)])
 def test_start_on_gpus_of_raises_before_an_engine_starts_on_a_full_gpu(
     monkeypatch: pytest.MonkeyPatch, started: bool, error: type[Exception]
 ) -> None:
-    monkeypatch.setattr(fleet, "gpu_of_this_rank", lambda share: RankGPU("0" * 56, "0", 1, 80))
+    monkeypatch.setattr(fleet, "gpu_of_this_rank", lambda config: RankGPU("0" * 56, "0", 1, 80))
     fleet_of_one = fleet.Fleet(VLLMConfig("model", device="cuda", gpu_memory_utilization=0.4), "name", 1, 0.0)
     fleet_of_one._started = started
     with pytest.raises(error, match="training worker 0 needs") as raised:
@@ -164,7 +173,7 @@ def test_ray_restarts_no_engine_on_the_gpu_of_a_rank(monkeypatch: pytest.MonkeyP
             pass
 
     monkeypatch.setattr(ray, "remote", lambda actor: Actor())
-    monkeypatch.setattr(fleet, "gpu_of_this_rank", lambda share: RankGPU(node(0), "0", 80, 80))
+    monkeypatch.setattr(fleet, "gpu_of_this_rank", lambda config: RankGPU(node(0), "0", 80, 80))
     monkeypatch.setattr(fleet.Fleet, "wait_until_ready", lambda self: None)
     monkeypatch.setattr(fleet.Fleet, "each", lambda self, method, among: None)
     fleet.Fleet(VLLMConfig("model", device="cuda"), "name", 1, 0.0).start_on_gpus_of(Ranks())

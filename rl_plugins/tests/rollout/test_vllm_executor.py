@@ -66,6 +66,15 @@ print("goes on")
 """
 
 
+def test_processes_of_engines_meet_through_a_file_and_take_no_port() -> None:
+    """Engines of a machine start at the same time, and could choose the same port."""
+    for device in ("cpu", "cuda:0"):
+        executor: Any = object.__new__(OneProcessExecutor)
+        executor.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device=device))
+        method, rank, _ = executor._distributed_args()
+        assert method.startswith("file://") and rank == 0
+
+
 def run_script(script: str) -> SimpleNamespace:
     """Return exit code and standard output of a script's process; the process must not end with an error of its own."""
     ended = subprocess.run(

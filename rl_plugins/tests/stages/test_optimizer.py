@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.stages.optimizer import build_optimizer
 from rl_plugins.tests.cases import case
+from rl_plugins.tests.fake_cuda import FakeCuda
 from rl_plugins.tests.loops import for_each
 
 
@@ -32,6 +34,34 @@ def test_optimizer_config_factor_decays_after_warmup_to_lr_end() -> None:
 def test_optimizer_config_makes_a_fused_adamw() -> None:
     optimizer = build_optimizer(OptimizerConfig(lr=0.1), torch.nn.LayerNorm(2))["optimizer"]
     assert isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"] is True
+
+
+class Operations(TorchDispatchMode):
+    """Context with the names of all operations below the functions of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@for_each("device", ["cpu", "cuda"])
+def test_step_of_the_default_optimizer_is_one_fused_operation_on_each_device(device: str) -> None:
+    with FakeCuda() as gpu:
+        weights = [torch.nn.Parameter(torch.ones(size, device=device)) for size in (2, 3)]
+        model = torch.nn.ParameterList(weights)
+        optimizer = build_optimizer(OptimizerConfig(lr=0.1), model)["optimizer"]
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        with Operations() as operations:
+            optimizer.step()
+        assert operations.names.count("aten::_fused_adamw_") == 1
+        # The host does not wait for the number of steps.
+        assert gpu.waits == []
+        assert {gpu.device_of(state).type for state in optimizer.state[weights[0]].values()} == {device}
 
 
 def test_vision_lr_needs_a_vision_tower_and_an_optimizer_with_groups() -> None:

@@ -110,6 +110,14 @@ def test_measure_room_compares_the_free_memory_with_the_engines_share(
     assert memory.crowded
 
 
+def test_release_unused_empties_the_cache_of_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    for device in ("cpu", "cuda"):
+        TrainingMemory().release_unused(torch.device(device))
+    assert calls == ["empty_cache"]
+
+
 def test_host_memory_comes_back_on_a_separate_stream_after_the_present_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the current stream, only `wait` waits for the copies."""
     calls: list[str] = []

@@ -34,9 +34,16 @@ class RecordingEngine(SynchronousGroups):
     log_prob_tolerance = 1e-3
 
     def __init__(
-        self, *, keeps_weights: bool = True, check_updates: int = 0, slept: MemoryChange | None = None
+        self,
+        *,
+        keeps_weights: bool = True,
+        check_updates: int = 0,
+        slept: MemoryChange | None = None,
+        sleeps: bool = True,
+        shares_gpus: bool = False,
     ) -> None:
         super().__init__()
+        self.sleeps, self.shares_gpus = sleeps, shares_gpus
         self.calls: list[str] = []
         self.keeps_weights, self.check_updates, self.slept = keeps_weights, check_updates, slept
         self.gap = 0.0
@@ -95,9 +102,9 @@ class NotingRanks(Ranks):
         object.__setattr__(self, "calls", calls)
 
     @override
-    def max(self, values: torch.Tensor) -> torch.Tensor:
+    def any(self, flag: bool) -> bool:
         self.calls.append("agree")  # type: ignore[attr-defined]
-        return values
+        return flag
 
 
 class Policy(torch.nn.Module):
@@ -131,6 +138,10 @@ class Offloaded(TrainingMemory):
     @override
     def offload_parameters(self) -> None:
         self._free("parameters", 3 * GIB)
+
+    @override
+    def release_unused(self, device: torch.device) -> None:
+        self._calls.append("release unused")
 
     @override
     def optimizer_bytes(self) -> int:
@@ -179,8 +190,10 @@ def roll_out(strategy: Strategy, version: int = 1) -> list[str]:
 
 RELOAD = ["reload parameters", "reload optimizer"]
 # Ranks agree on the end of each phase: an engine may be on the device of another rank.
-FIRST = ["offload optimizer", "agree", "wake_up weights", "agree", "update_weights 1", "agree"]
-REST = ["offload parameters", "agree", "wake_up kv_cache", "agree", "generate", "sleep", "agree", *RELOAD]
+FIRST = ["offload optimizer", "release unused", "agree", "wake_up weights", "agree", "update_weights 1", "agree"]
+REST = [
+    "offload parameters", "release unused", "agree", "wake_up kv_cache", "agree", "generate", "sleep", "agree", *RELOAD,
+]  # fmt: skip
 
 
 def connect(rank: int, shared: bool) -> float:
@@ -207,16 +220,11 @@ def test_run_sampling_lets_the_engine_sleep_after_all_ranks_agree() -> None:
     assert strategy.calls[-6:] == ["generate", "agree", "sleep", "agree", *RELOAD]
 
 
-RESTART = ["offload optimizer", "offload parameters", "agree", "prepare", *RELOAD]
+RESTART = ["offload optimizer", "offload parameters", "release unused", "agree", "prepare", *RELOAD]
 
 
-@pytest.mark.parametrize("sleeps", [True, False])
-def test_run_sampling_starts_lost_engines_on_devices_without_memory_of_training(sleeps: bool) -> None:
-    class Engine(RecordingEngine):
-        pass
-
-    Engine.sleeps = sleeps
-    strategy = Strategy(Engine())
+def sample_again_after_a_loss(strategy: Strategy) -> None:
+    """Sample in two rollout phases. An engine is lost in the first phase."""
     losses = iter([True, False])
 
     def sample(engine: RolloutEngine) -> None:
@@ -224,10 +232,24 @@ def test_run_sampling_starts_lost_engines_on_devices_without_memory_of_training(
             raise EngineLost("killed")
 
     strategy.rollout_phases.run_sampling(1, sample)
-    again = strategy.calls[strategy.calls.index("prepare") - 3 :]
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_run_sampling_starts_lost_engines_on_devices_without_memory_of_training(sleeps: bool) -> None:
+    strategy = Strategy(RecordingEngine(sleeps=sleeps, shares_gpus=True))
+    sample_again_after_a_loss(strategy)
+    again = strategy.calls[strategy.calls.index("prepare") - 4 :]
     started = RESTART + FIRST if sleeps else RESTART
     assert again[: len(started)] == started
     assert strategy.calls.count("prepare") == 1
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_memory_of_training_moves_as_in_each_phase_when_lost_engines_have_separate_gpus(sleeps: bool) -> None:
+    strategy = Strategy(RecordingEngine(sleeps=sleeps))
+    sample_again_after_a_loss(strategy)
+    assert "prepare" not in strategy.calls
+    assert strategy.calls.count("offload optimizer") == (2 if sleeps else 0)
 
 
 def test_lost_engines_start_on_a_crowded_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,15 +261,9 @@ def test_lost_engines_start_on_a_crowded_device(monkeypatch: pytest.MonkeyPatch)
         return True
 
     monkeypatch.setattr(memory, "_has_room", has_room)
-    strategy = Strategy(RecordingEngine())
+    strategy = Strategy(RecordingEngine(shares_gpus=True))
     monkeypatch.setattr(strategy.rollout_phases.engine, "gpu_share", 0.25)
-    losses = iter([True, False])
-
-    def sample(engine: RolloutEngine) -> None:
-        if next(losses):
-            raise EngineLost("killed")
-
-    strategy.rollout_phases.run_sampling(1, sample)
+    sample_again_after_a_loss(strategy)
     training: Any = strategy.rollout_phases.memory
     assert training.crowded_calls == [False, True, False]
     assert shares == [pytest.approx(0.3)] * 2
@@ -263,7 +279,7 @@ def test_rollout_phase_starts_engines_that_are_lost_in_an_update() -> None:
             if next(self.losses):
                 raise EngineLost("killed")
 
-    strategy = Strategy(Engine())
+    strategy = Strategy(Engine(shares_gpus=True))
     assert roll_out(strategy) == FIRST + RESTART + FIRST + REST
 
 
@@ -271,7 +287,7 @@ def test_rollout_phase_offloads_updates_and_reloads_in_order() -> None:
     strategy = Strategy(RecordingEngine())
     assert roll_out(strategy) == FIRST + REST
     # The weights are still there.
-    assert roll_out(strategy) == FIRST[:4] + REST
+    assert roll_out(strategy) == FIRST[:5] + REST
     strategy.rollout_phases.weights_changed()
     assert roll_out(strategy) == FIRST + REST
     assert set(strategy.phase_log.drain()) == {
@@ -312,9 +328,9 @@ def test_check_updates_of_2_checks_each_second_update() -> None:
     strategy = Strategy(RecordingEngine(check_updates=2))
     assert roll_out(strategy) == FIRST + REST
     strategy.rollout_phases.weights_changed()
-    checked = [*FIRST, "check_weights", "policy forward", *REST[:4], "prompt_log_probs", *REST[4:]]
+    checked = [*FIRST, "check_weights", "policy forward", *REST[:5], "prompt_log_probs", *REST[5:]]
     assert roll_out(strategy) == checked
-    assert roll_out(strategy) == FIRST[:4] + REST
+    assert roll_out(strategy) == FIRST[:5] + REST
     strategy.rollout_phases.weights_changed()
     assert roll_out(strategy) == FIRST + REST
 

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Event
 from typing import Any, cast
 
-from torch import Tensor
 from typing_extensions import override
 
 from rl_plugins.memory import MemoryChange
@@ -47,9 +46,9 @@ class MeetingRank(Ranks):
         object.__setattr__(self, "meet", meet)
 
     @override
-    def max(self, values: Tensor) -> Tensor:
+    def any(self, flag: bool) -> bool:
         self.meet()  # type: ignore[attr-defined]
-        return values
+        return flag
 
 
 class Side(canned.CannedRollout):
