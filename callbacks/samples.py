@@ -87,8 +87,8 @@ def log_trace(run: TrackedRun, step: int, sample: Mapping[str, object]) -> None:
         run: run in MLflow.
         step: step of the stage's clock.
         sample: values of the sample: `prompt`, `response`, `score` and others, with `images` if the prompt has images,
-            with `rewards`, the further numbers of the reward by their names, and with `turns` of a conversation, which get
-            spans of their own.
+            with `rewards`, the further numbers of the reward by their names, and with `turns` of a conversation, which
+            get spans of their own.
     """
     import mlflow
 

@@ -9,12 +9,12 @@ keys begin with a random prefix. Torch has no further protection: see `connectio
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
+from ray.train.backend import BackendConfig
 from ray.train.torch import TorchConfig
 from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
 from typing_extensions import override
@@ -27,21 +27,6 @@ if TYPE_CHECKING:
 _GRACE_S = 60.0
 _STORE: list[ListeningStore] = []
 """Store of the group in the process of rank 0. Groups that are made later use the store, too."""
-
-
-class _Workers(Protocol):
-    """Training workers of Ray Train."""
-
-    def __len__(self) -> int: ...
-
-    def execute(self, function: Callable[..., object], *arguments: object, **options: object) -> list[Any]:
-        """Call a function on all workers, and return the results."""
-
-    def execute_single(self, rank: int, function: Callable[..., object], *arguments: object) -> Any:
-        """Call a function on a worker, and return the result."""
-
-    def execute_single_async(self, rank: int, function: Callable[..., object], *arguments: object) -> Any:
-        """Start a function on a worker, and return Ray's reference to the result."""
 
 
 @dataclass
@@ -64,20 +49,21 @@ class PrivateTorchConfig(TorchConfig):
 
 class _PrivateTorchBackend(_TorchBackend):
     @override
-    def on_start(self, worker_group: BaseWorkerGroup, backend_config: TorchConfig) -> None:
+    def on_start(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
         import ray
 
-        workers: _Workers = worker_group
-        resources = worker_group.get_resources_per_worker()
+        assert isinstance(backend_config, TorchConfig), "the settings that have named this backend"
+        resources, timeout_s = worker_group.get_resources_per_worker(), backend_config.timeout_s
         backend = backend_config.backend or ("nccl" if resources.get("GPU") else "gloo")
-        address = workers.execute_single(0, _listen, backend_config.timeout_s)
-        workers.execute(_set_torch_distributed_env_vars)
+        address = worker_group.execute_single(0, _listen, timeout_s)
+        worker_group.execute(_set_torch_distributed_env_vars)
+        size = len(worker_group)
         started = [
-            workers.execute_single_async(rank, _join, address, backend, rank, len(workers), backend_config.timeout_s)
-            for rank in range(len(workers))
+            worker_group.execute_single_async(rank, _join, address, backend, rank, size, timeout_s)
+            for rank in range(size)
         ]
         # A rank without the others ends with an error of its own before.
-        ray.get(started, timeout=2 * backend_config.timeout_s + _GRACE_S)
+        ray.get(started, timeout=2 * timeout_s + _GRACE_S)
 
 
 def _listen(timeout_s: float) -> StoreAddress:

@@ -75,7 +75,7 @@ def patch_size(model: Callable[..., Any]) -> int:
     """
     inner, fault = _inner(model), "has no vision tower"
     if is_vision_language(model):
-        size = getattr(inner.config.vision_config, "patch_size", None)
+        size: Any = getattr(inner.config.vision_config, "patch_size", None)
         fault = "" if size else "has a vision tower without patches of a fixed size"
     if fault:
         raise ConfigError(f"patches_per_micro_batch: {type(inner).__name__} {fault}: leave patches_per_micro_batch out")

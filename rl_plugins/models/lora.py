@@ -31,7 +31,7 @@ from rl_plugins.weights.source import WeightMeta, WeightSource, full_tensor
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora import Linear, ParamWrapper
     from transformers import PreTrainedModel
 
 _PREFIX = "base_model.model."
@@ -177,7 +177,7 @@ def adapted_layers(model: PeftModel) -> dict[str, Any]:
         if not isinstance(layer, BaseTunerLayer):
             continue
         weight = _weight_name(name, layer)
-        has_form = isinstance(layer, Linear) or (isinstance(layer, ParamWrapper) and layer.num_experts > 1)
+        has_form = isinstance(layer, Linear | ParamWrapper) and getattr(layer, "num_experts", 2) > 1
         plain = has_form and not layer.lora_variant and not any(layer.lora_bias.values())
         if not plain or layer.merged or len(layer.active_adapters) != 1:
             raise ConfigError(
@@ -194,7 +194,7 @@ def adapted_layers(model: PeftModel) -> dict[str, Any]:
     return layers
 
 
-def _weight_name(name: str, layer: LoraLayer) -> str:
+def _weight_name(name: str, layer: nn.Module) -> str:
     """Return the name of the parameter that an adapter changes. peft puts one adapter of experts around another."""
     inner: Any = layer
     while hasattr(inner, "base_layer"):
@@ -309,12 +309,12 @@ class _LowRankChange:
     scaling: float
 
     @classmethod
-    def of_factors(cls, A: Tensor, B: Tensor, layer: LoraLayer, scaling: float) -> _LowRankChange:
+    def of_factors(cls, A: Tensor, B: Tensor, layer: Linear | ParamWrapper, scaling: float) -> _LowRankChange:
         """Return the change of a layer with the factors A [E * R, I] and B [O, R * E]."""
         experts = getattr(layer, "num_experts", 1)
         A_ERI, B_EOR = A.view(experts, -1, A.shape[1]), B.view(B.shape[0], -1, experts).permute(2, 0, 1)
         # GPT-2 and similar models store transposed weights [I, O], and gpt-oss transposed experts.
-        transposed = layer.fan_in_fan_out if experts == 1 else not layer._did_swap_in_out_features
+        transposed = layer.fan_in_fan_out or not getattr(layer, "_did_swap_in_out_features", True)
         return cls(A_ERI.mT, B_EOR.mT, scaling) if transposed else cls(B_EOR, A_ERI, scaling)
 
     def add_to(self, part_N: Tensor, start: int) -> Tensor:

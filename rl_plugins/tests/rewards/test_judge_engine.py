@@ -68,7 +68,7 @@ def test_server_of_a_judge_has_no_other_paths() -> None:
         async def send(message: Any) -> None:
             sent.append(message.get("status", message["type"]))
 
-        await OnlyJudgePaths(app)({"type": kind, "path": path}, lambda: None, send)  # type: ignore[arg-type]
+        await OnlyJudgePaths(app)({"type": kind, "path": path}, lambda: None, send)  # type: ignore[arg-type, return-value]
         return sent
 
     for kind, path in (("http", "/health"), ("http", "/v1/chat/completions"), ("lifespan", "")):
