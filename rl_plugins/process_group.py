@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from ray.train.backend import BackendConfig
@@ -58,7 +58,7 @@ class _PrivateTorchBackend(_TorchBackend):
         address = worker_group.execute_single(0, _listen, timeout_s)
         worker_group.execute(_set_torch_distributed_env_vars)
         size = len(worker_group)
-        started = [
+        started: list[Any] = [
             worker_group.execute_single_async(rank, _join, address, backend, rank, size, timeout_s)
             for rank in range(size)
         ]

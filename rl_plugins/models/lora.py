@@ -32,6 +32,7 @@ from rl_plugins.weights.source import WeightMeta, WeightSource, full_tensor
 if TYPE_CHECKING:
     from peft import PeftModel
     from peft.tuners.lora import Linear, ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import PreTrainedModel
 
 _PREFIX = "base_model.model."
@@ -177,8 +178,9 @@ def adapted_layers(model: PeftModel) -> dict[str, Any]:
         if not isinstance(layer, BaseTunerLayer):
             continue
         weight = _weight_name(name, layer)
-        has_form = isinstance(layer, Linear | ParamWrapper) and getattr(layer, "num_experts", 2) > 1
-        plain = has_form and not layer.lora_variant and not any(layer.lora_bias.values())
+        plain = (
+            isinstance(layer, Linear | ParamWrapper) and not layer.lora_variant and not any(layer.lora_bias.values())
+        )
         if not plain or layer.merged or len(layer.active_adapters) != 1:
             raise ConfigError(
                 f"the adapter of {name.removeprefix(_PREFIX)} ({type(layer).__name__}) is not one plain LoRA adapter "
@@ -194,7 +196,7 @@ def adapted_layers(model: PeftModel) -> dict[str, Any]:
     return layers
 
 
-def _weight_name(name: str, layer: nn.Module) -> str:
+def _weight_name(name: str, layer: BaseTunerLayer) -> str:
     """Return the name of the parameter that an adapter changes. peft puts one adapter of experts around another."""
     inner: Any = layer
     while hasattr(inner, "base_layer"):
