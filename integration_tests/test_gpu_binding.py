@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group_table
 
 from rl_plugins.errors import EngineLost
 from rl_plugins.rollout.vllm.gpu_binding import RankGPU, engine_places
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 RANKS, SIZE = 4, 2
 NODES, GPUS = 8, 8
-IN_RAY_S, PLACED_S = patient(120), patient(5)
+IN_RAY_S, PLACED_S, STARTED_S = patient(120), patient(5), patient(240)
 
 
 class StandInEngine:
@@ -124,25 +124,50 @@ def test_prepare_starts_engines_on_the_gpus_of_ranks_and_again_after_a_loss_and_
 
 
 class Seen:
-    """An actor in the place of an engine."""
+    """An actor in the place of a training worker or of an engine."""
 
     def gpus(self) -> list[RankGPU]:
         node = ray.get_runtime_context().get_node_id()
         return [RankGPU(node, gpu) for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
 
 
+def in_order_of_ranks(workers: list[RankGPU]) -> list[RankGPU]:
+    """Return the workers in the order in which Ray Train gives ranks to workers."""
+    from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+
+    described: list[Any] = [
+        SimpleNamespace(metadata=SimpleNamespace(node_id=own.node, accelerator_ids={"GPU": [own.gpu]}), own=own)
+        for own in workers
+    ]
+    ordered: list[Any] = WorkerGroup._sort_workers_by_gpu_id_grouped_by_node(described)
+    return [worker.own for worker in ordered]
+
+
 @pytest.mark.extended
-def test_engine_places_on_8_machines_of_8_gpus_are_beside_the_ranks() -> None:
+def test_engines_on_8_machines_of_8_gpus_see_the_gpus_that_ray_gives_to_their_ranks() -> None:
     from integration_tests.machines import machines
     from rl_plugins.launch.placement import WORKERS, alive_nodes, check_fit, reserved, roles_of
     from rl_plugins.tests.launch.configurations import configured
 
     config = configured(
         "grpo", "model.path=none", "placement.device=cuda", f"placement.num_workers={NODES * GPUS}",
-        f"rollout.tensor_parallel_size={GPUS}",
+        f"rollout.tensor_parallel_size={SIZE}",
     )  # fmt: skip
     roles = roles_of(config)
     workers = next(role for role in roles if role.name == WORKERS)
+
+    def started(places: list[dict[str, Any]]) -> tuple[list[Any], list[list[RankGPU]]]:
+        """The actors at the places, and the GPUs of each actor."""
+        actors: list[Any] = []
+        for place in places:
+            variables = {"env_vars": place.pop("environment", {})}
+            actors.append(ray.remote(Seen).options(runtime_env=variables, **place).remote())
+        return actors, ray.get([actor.gpus.remote() for actor in actors], timeout=STARTED_S)
+
+    def end(actors: list[Any]) -> None:
+        for actor in actors:
+            ray.kill(actor)
+
     with machines() as cluster:
         for _ in range(NODES):
             cluster.add(GPUS, GPUS)
@@ -151,18 +176,21 @@ def test_engine_places_on_8_machines_of_8_gpus_are_beside_the_ranks() -> None:
             start = time.monotonic()
             check_fit(roles, [node["Resources"] for node in alive_nodes()], "the cluster")
             with reserved(roles, "run") as reservation:
-                group = reservation.options(workers)[0]["scheduling_strategy"].placement_group
-                # Ray Train gives ranks to the workers machine by machine.
-                nodes = sorted(placement_group_table(group)["bundles_to_node_id"].values())
-                ranks = [RankGPU(node, str(number % GPUS)) for number, node in enumerate(nodes)]
-                places = engine_places(ranks, GPUS)
+                own = reservation.options(workers)
                 placed_s = time.monotonic() - start
-                engines: list[Any] = []
-                for place in places:
-                    variables = {"env_vars": place.pop("environment")}
-                    engines.append(ray.remote(Seen).options(runtime_env=variables, **place).remote())
-                seen = ray.get([engine.gpus.remote() for engine in engines], timeout=IN_RAY_S)
+                training, gpus = started(own)
+                ranks = in_order_of_ranks([gpu for (gpu,) in gpus])
+                seen = {}
+                # The workers end before the engines of the second size start, because this machine has little memory.
+                for size in (SIZE, 1):
+                    engines, seen[size] = started(engine_places(ranks, size))
+                    end(engines + training)
+                    training = []
+                started_s = time.monotonic() - start
         finally:
             ray.shutdown()
-    assert placed_s < PLACED_S
-    assert len(set(nodes)) == NODES and [gpu for own in seen for gpu in own] == ranks
+    assert placed_s < PLACED_S and started_s < STARTED_S
+    assert len({rank.node for rank in ranks}) == NODES and len(set(ranks)) == NODES * GPUS
+    for size, of_engines in seen.items():
+        assert [len(shown) for shown in of_engines] == [size] * (NODES * GPUS // size)
+        assert [gpu for shown in of_engines for gpu in shown] == ranks

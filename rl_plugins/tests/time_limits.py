@@ -44,6 +44,11 @@ ALLOWED: dict[str, tuple[float, str]] = {
         180.0,
         "two runs, and one of the two has ten processes that load libraries",
     ),
+    "integration_tests/test_gpu_binding.py::"
+    "test_engines_on_8_machines_of_8_gpus_see_the_gpus_that_ray_gives_to_their_ranks": (
+        240.0,
+        "64 training workers and 96 engines start, each in a process",
+    ),
     "integration_tests/test_images.py::test_ppo_trains_resumes_and_exports_a_vision_language_model": (
         120.0,
         "three runs, two of which have a cluster",
