@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rl_plugins.callbacks.turn_spans import add_turn_spans, limits_ns
 from rl_plugins.control_characters import json_without_controls
 from rl_plugins.stages.stage import Stage
 from rl_plugins.tracking.loggers import MLflowTracking, mlflow_loggers
 from rl_plugins.tracking.run import TrackedRun
 from rl_plugins.whole_file import only_printed, write_whole_text
+
+if TYPE_CHECKING:
+    from mlflow.entities import LiveSpan
 
 _NOT_ATTRIBUTES = ("prompt", "response", "images", "rewards", "turns")
 
@@ -97,7 +99,7 @@ def log_trace(run: TrackedRun, step: int, sample: Mapping[str, object]) -> None:
     }
     attributes["step"] = step
     turns: Any = sample.get("turns", ())
-    start_ns, end_ns = limits_ns(turns)
+    start_ns, end_ns = _limits_ns(turns)
     span = mlflow.start_span_no_context(
         "rollout",
         span_type="LLM",
@@ -108,10 +110,57 @@ def log_trace(run: TrackedRun, step: int, sample: Mapping[str, object]) -> None:
         experiment_id=run.experiment_id,
         start_time_ns=start_ns,
     )
-    add_turn_spans(span, turns)
+    _add_turns(span, turns)
     span.end(outputs={"response": sample["response"]}, end_time_ns=end_ns)
     # An assessment belongs to a recorded trace.
     details: Any = sample.get("rewards") or {}
     for name, value in {"reward": sample["score"], **{f"reward/{key}": details[key] for key in details}}.items():
         if isinstance(value, int | float):
             mlflow.log_feedback(trace_id=span.trace_id, name=name, value=value)
+
+
+def _limits_ns(turns: Sequence[Mapping[str, Any]]) -> tuple[int | None, int | None]:
+    """Return start and end of a conversation in ns of Unix time; None, which is now, without turns."""
+    return (_ns(turns[0]["start"]), _ns(turns[-1]["end"])) if turns else (None, None)
+
+
+def _add_turns(parent: LiveSpan, turns: Sequence[Mapping[str, Any]]) -> None:
+    """Log each turn as a span of the policy, followed by spans of the environment.
+
+    Args:
+        parent: span of the conversation.
+        turns: turns, as `timed_turns` returns them.
+    """
+    for number, turn in enumerate(turns, start=1):
+        sampled = turn["start"] + turn["sampling_s"]
+        _add_span(parent, "policy", "LLM", turn["start"], sampled, {"turn": number}, turn["messages"], turn["response"])
+        for work in turn["work"] or [{"name": "environment", "start": sampled, "seconds": turn["environment_s"]}]:
+            attributes = {"turn": number, "queue_s": turn["queue_s"]}
+            _add_span(parent, work["name"], "TOOL", work["start"], work["start"] + work["seconds"], attributes)
+
+
+def _add_span(
+    parent: LiveSpan,
+    name: str,
+    kind: str,
+    start: float,
+    end: float,
+    attributes: dict[str, Any],
+    messages: object = None,
+    response: object = None,
+) -> None:
+    import mlflow
+
+    span = mlflow.start_span_no_context(
+        name,
+        span_type=kind,
+        parent_span=parent,
+        inputs=None if messages is None else {"messages": messages},
+        attributes=attributes,
+        start_time_ns=_ns(start),
+    )
+    span.end(outputs=None if response is None else {"response": response}, end_time_ns=_ns(end))
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -31,11 +31,7 @@ _STORE: list[ListeningStore] = []
 
 @dataclass
 class PrivateTorchConfig(TorchConfig):
-    """Settings of the process group of Ray Train's `TorchTrainer`. The recipes use this class.
-
-    Args:
-        backend: `gloo` or `nccl`; None chooses by the resources of the workers.
-        timeout_s: seconds until a collective call is late.
+    """Settings of the process group of Ray Train's `TorchTrainer`, as its own `TorchConfig` has. Recipes use this class.
 
     Example:
         trainer = TorchTrainer(train, torch_config=rl.PrivateTorchConfig(), scaling_config=...)

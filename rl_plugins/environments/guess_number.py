@@ -24,7 +24,7 @@ class GuessNumber:
     has the score 1. Each other response costs a reward.
 
     Args:
-        cost: cost of a response that is not the number.
+        cost: cost of a response without the number.
         lost: score of a game without the right guess.
     """
 

@@ -38,7 +38,7 @@ class Result:
         kind: kind of the failure; empty for a success.
         text: result, or description of the failure.
         reward: reward of the turn, or the failure of the reward.
-        work: times of the call; None for a call that did not run to its end.
+        work: times of the call; None for a call without an end.
     """
 
     kind: Outcome

@@ -289,7 +289,7 @@ class _Trained(NamedTuple):
 
 
 def _check_trained_parts(config: RecipeConfig, path: str, model: dict[str, Any]) -> None:
-    """Check that the models that start from a folder have the parts that options name: vision tower and experts."""
+    """Check the models from a folder for the parts in options: vision tower and experts."""
     trained = [_Trained(config.model.path, "model.lora", config.model.lora, "optimizer", config.optimizer)]
     for name, critic in {"critic": config.critic, "cost_critic": config.cost_critic}.items():
         start = critic.path or config.model.path
