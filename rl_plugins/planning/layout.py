@@ -15,7 +15,7 @@ _MOST_BUNDLES = 64
 
 
 @dataclass(frozen=True)
-class Bundle:
+class ProcessBundle:
     """Processes of one role that must be on one machine.
 
     Attributes:
@@ -34,24 +34,24 @@ class Bundle:
 
 
 @dataclass(frozen=True, order=True)
-class _Machine:
+class _FreeMachine:
     """Free resources of a machine: its CPUs, the free part of each GPU, and the roles that need it for one bundle."""
 
     cpus: float
     gpus: tuple[float, ...]
     roles: tuple[str, ...] = ()
 
-    def with_bundle(self, bundle: Bundle) -> Iterator[_Machine]:
+    def with_bundle(self, bundle: ProcessBundle) -> Iterator[_FreeMachine]:
         """Yield the machine with a bundle, once for each choice of GPUs; the fullest GPUs come first."""
         cpus = round(self.cpus - bundle.cpus, DECIMALS)
         if cpus < 0 or (bundle.apart and bundle.role in self.roles):
             return
         roles = (*self.roles, bundle.role) if bundle.apart else self.roles
         for gpus in _choices(self.gpus, bundle.gpus, bundle.count):
-            yield _Machine(cpus, gpus, roles)
+            yield _FreeMachine(cpus, gpus, roles)
 
 
-def role_without_place(bundles: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -> str | None:
+def role_without_place(bundles: Sequence[ProcessBundle], machines: Sequence[Mapping[str, float]]) -> str | None:
     """Return the name of a role that finds no place beside the other roles; None if all bundles fit together.
 
     First-fit decreasing finds most layouts. If it fails, a search tries all layouts. Too large a search counts as a
@@ -63,18 +63,18 @@ def role_without_place(bundles: Sequence[Bundle], machines: Sequence[Mapping[str
     """
     cpus, gpus = (max((machine.get(kind, 0.0) for machine in machines), default=0.0) for kind in ("CPU", "GPU"))
 
-    def size(bundle: Bundle) -> float:
+    def size(bundle: ProcessBundle) -> float:
         return max(bundle.cpus / (cpus or 1.0), bundle.gpus * bundle.count / (gpus or 1.0))
 
     ordered = sorted(bundles, key=size, reverse=True)
-    start = [_Machine(machine.get("CPU", 0.0), _whole_gpus(machine.get("GPU", 0.0))) for machine in machines]
+    start = [_FreeMachine(machine.get("CPU", 0.0), _whole_gpus(machine.get("GPU", 0.0))) for machine in machines]
     left_over = _first_left_over(ordered, start)
     if left_over is None or len(ordered) > _MOST_BUNDLES or _search(ordered, start):
         return None
     return left_over.role
 
 
-def _first_left_over(bundles: Sequence[Bundle], start: Sequence[_Machine]) -> Bundle | None:
+def _first_left_over(bundles: Sequence[ProcessBundle], start: Sequence[_FreeMachine]) -> ProcessBundle | None:
     """Give each bundle the first machine with room; return the first bundle without a machine."""
     machines = list(start)
     for bundle in bundles:
@@ -87,11 +87,11 @@ def _first_left_over(bundles: Sequence[Bundle], start: Sequence[_Machine]) -> Bu
     return None
 
 
-def _search(bundles: Sequence[Bundle], start: Sequence[_Machine]) -> bool:
+def _search(bundles: Sequence[ProcessBundle], start: Sequence[_FreeMachine]) -> bool:
     """Return True if some layout has all bundles, or if there are too many layouts to try."""
-    failed: set[tuple[int, tuple[_Machine, ...]]] = set()
+    failed: set[tuple[int, tuple[_FreeMachine, ...]]] = set()
 
-    def fits(number: int, machines: tuple[_Machine, ...]) -> bool:
+    def fits(number: int, machines: tuple[_FreeMachine, ...]) -> bool:
         if number == len(bundles) or len(failed) >= _MOST_STATES:
             return True
         if (number, machines) in failed:
