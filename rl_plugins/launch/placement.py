@@ -17,7 +17,7 @@ from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.pool_actor import PoolConfig
-from rl_plugins.planning.layout import DECIMALS, RoleBundle, role_without_place
+from rl_plugins.planning.layout import DECIMALS, ProcessBundle, role_without_place
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -216,7 +216,7 @@ def check_fit(roles: Sequence[Role], nodes: Sequence[Resources], where: str) -> 
         )
 
 
-def _bundles(roles: Sequence[Role]) -> Iterator[RoleBundle]:
+def _bundles(roles: Sequence[Role]) -> Iterator[ProcessBundle]:
     """Yield the processes of all roles with resources of their own, each time those of one machine."""
     sharing = max((role.shared_gpus for role in roles), default=0)
     for role in roles:
@@ -226,7 +226,7 @@ def _bundles(roles: Sequence[Role]) -> Iterator[RoleBundle]:
         elif role.name == WORKERS and role.strategy != "STRICT_SPREAD":
             # An engine over several GPUs shares the GPUs of workers on one machine.
             together = sharing or 1
-        bundle = RoleBundle(role.name, role.cpus * together, role.gpus, together, role.strategy == "STRICT_SPREAD")
+        bundle = ProcessBundle(role.name, role.cpus * together, role.gpus, together, role.strategy == "STRICT_SPREAD")
         yield from [bundle] * (role.count // together if role.bundle else 0)
 
 

@@ -15,7 +15,7 @@ _MOST_BUNDLES = 64
 
 
 @dataclass(frozen=True)
-class RoleBundle:
+class ProcessBundle:
     """Processes of one role that must be on one machine.
 
     Attributes:
@@ -41,7 +41,7 @@ class _FreeMachine:
     gpus: tuple[float, ...]
     roles: tuple[str, ...] = ()
 
-    def with_bundle(self, bundle: RoleBundle) -> Iterator[_FreeMachine]:
+    def with_bundle(self, bundle: ProcessBundle) -> Iterator[_FreeMachine]:
         """Yield the machine with a bundle, once for each choice of GPUs; the fullest GPUs come first."""
         cpus = round(self.cpus - bundle.cpus, DECIMALS)
         if cpus < 0 or (bundle.apart and bundle.role in self.roles):
@@ -51,7 +51,7 @@ class _FreeMachine:
             yield _FreeMachine(cpus, gpus, roles)
 
 
-def role_without_place(bundles: Sequence[RoleBundle], machines: Sequence[Mapping[str, float]]) -> str | None:
+def role_without_place(bundles: Sequence[ProcessBundle], machines: Sequence[Mapping[str, float]]) -> str | None:
     """Return the name of a role that finds no place beside the other roles; None if all bundles fit together.
 
     First-fit decreasing finds most layouts. If it fails, a search tries all layouts. Too large a search counts as a
@@ -63,7 +63,7 @@ def role_without_place(bundles: Sequence[RoleBundle], machines: Sequence[Mapping
     """
     cpus, gpus = (max((machine.get(kind, 0.0) for machine in machines), default=0.0) for kind in ("CPU", "GPU"))
 
-    def size(bundle: RoleBundle) -> float:
+    def size(bundle: ProcessBundle) -> float:
         return max(bundle.cpus / (cpus or 1.0), bundle.gpus * bundle.count / (gpus or 1.0))
 
     ordered = sorted(bundles, key=size, reverse=True)
@@ -74,7 +74,7 @@ def role_without_place(bundles: Sequence[RoleBundle], machines: Sequence[Mapping
     return left_over.role
 
 
-def _first_left_over(bundles: Sequence[RoleBundle], start: Sequence[_FreeMachine]) -> RoleBundle | None:
+def _first_left_over(bundles: Sequence[ProcessBundle], start: Sequence[_FreeMachine]) -> ProcessBundle | None:
     """Give each bundle the first machine with room; return the first bundle without a machine."""
     machines = list(start)
     for bundle in bundles:
@@ -87,7 +87,7 @@ def _first_left_over(bundles: Sequence[RoleBundle], start: Sequence[_FreeMachine
     return None
 
 
-def _search(bundles: Sequence[RoleBundle], start: Sequence[_FreeMachine]) -> bool:
+def _search(bundles: Sequence[ProcessBundle], start: Sequence[_FreeMachine]) -> bool:
     """Return True if some layout has all bundles, or if there are too many layouts to try."""
     failed: set[tuple[int, tuple[_FreeMachine, ...]]] = set()
 

@@ -108,7 +108,7 @@ TEACHER = Role("teacher", 2, 3.0, 1.0, "PACK", "placement.teacher.actors=2")
 ENGINES = Role("rollout engines", 1, 0.0, 0.0, None, "rollout.engines=1")
 
 
-def test_check_fit_names_the_role_that_finds_no_place_beside_the_others():
+def test_check_fit_names_the_role_that_finds_no_place_beside_other_roles():
     teacher = Role("teacher", 2, 3.0, 0.0, "PACK", "placement.teacher.actors=2")
     critic = Role("critic", 1, 2.0, 0.0, "PACK", "placement.critic.actors=1")
     machines = [{"CPU": 4.0}] * 2

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 
-from rl_plugins.planning.layout import RoleBundle, role_without_place
+from rl_plugins.planning.layout import ProcessBundle, role_without_place
 from rl_plugins.tests.loops import for_each
 
 
-def roles(sizes: list[float], gpus: float = 0.0) -> list[RoleBundle]:
-    return [RoleBundle(f"role of {size:g}", size, gpus) for size in sizes]
+def roles(sizes: list[float], gpus: float = 0.0) -> list[ProcessBundle]:
+    return [ProcessBundle(f"role of {size:g}", size, gpus) for size in sizes]
 
 
 def test_role_without_place_finds_layouts_that_first_fit_decreasing_misses() -> None:
@@ -33,12 +33,12 @@ def test_role_without_place_finds_layouts_that_first_fit_decreasing_misses() -> 
 def test_role_without_place_keeps_parts_of_a_gpu_on_one_gpu(
     parts: list[float], machines: list[dict[str, float]], fit: bool
 ) -> None:
-    bundles = [RoleBundle("role", 1.0, part) for part in parts]
+    bundles = [ProcessBundle("role", 1.0, part) for part in parts]
     assert (role_without_place(bundles, machines) is None) == fit
 
 
 def test_role_without_place_gives_bundles_apart_a_machine_each() -> None:
-    apart = [RoleBundle("role", 1.0, 0.0, apart=True)] * 3
+    apart = [ProcessBundle("role", 1.0, 0.0, apart=True)] * 3
     assert role_without_place(apart, [{"CPU": 8.0}] * 3) is None
     assert role_without_place(apart, [{"CPU": 8.0}] * 2) == "role"
 

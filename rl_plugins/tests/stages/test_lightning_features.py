@@ -192,7 +192,7 @@ def test_test_and_predict_of_the_trainer_answer_prompts_in_other_stages(tmp_path
     assert batches is not None and [row["score"] for batch in batches for row in batch] == [0.25, 0.25]
 
 
-def test_test_of_a_reward_model_has_its_own_metrics_and_predict_is_refused(tmp_path: Path) -> None:
+def test_test_of_a_reward_model_measures_pairs_and_predict_is_refused(tmp_path: Path) -> None:
     rows = preference_rows(addition_rows(below=10, num_train=1, num_test=3, seed=0)["test"], seed=0)
     path = str(save_tiny_policy(tmp_path / "policy"))
     data = PreferenceDataModule(None, rows, tokenizer=path, prompts_per_step=2, validate_on="pairs")
