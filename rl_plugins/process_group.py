@@ -31,7 +31,7 @@ _STORE: list[ListeningStore] = []
 
 @dataclass
 class PrivateTorchConfig(TorchConfig):
-    """Settings of the process group of Ray Train's `TorchTrainer`, as its own `TorchConfig` has. Recipes use this class.
+    """Settings of the process group of Ray Train's `TorchTrainer`, as its own `TorchConfig`. Recipes use this class.
 
     Example:
         trainer = TorchTrainer(train, torch_config=rl.PrivateTorchConfig(), scaling_config=...)
