@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -25,6 +26,11 @@ def describe(observation: int) -> str:
 def read_move(text: str) -> int | None:
     """Return the action of FrozenLake for a word."""
     return MOVES.index(text) if text in MOVES else None
+
+
+def read_guess(text: str) -> dict[str, str]:
+    """Return the action of the guessing server: the last number of a text."""
+    return {"message": re.findall(r"\d+", text)[-1]}
 
 
 class Count:
