@@ -2,6 +2,7 @@
 
 examples:
   rl-plugins prepare gsm8k --input raw/gsm8k --output data/gsm8k
+  rl-plugins prepare game --output data/game
   rl-plugins prepare jsonl --train math.jsonl --output data/math --data-source math \\
       --prompt question --ground-truth answer --test-share 0.05
   rl-plugins prepare jsonl --train pairs.jsonl --output data/pairs --data-source chat \\
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import shlex
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from rl_plugins.commands.main import number
 from rl_plugins.config.settings import AT_LEAST_1
 from rl_plugins.control_characters import without_controls
 from rl_plugins.data.formats import FORMATS, RowKeys
+from rl_plugins.data.prepare import calculator, game, programs
 from rl_plugins.data.prepare.conversion import (
     add_conversion_arguments,
     conversion_of,
@@ -34,7 +36,7 @@ from rl_plugins.data.prepare.conversion import (
     saved_records,
 )
 from rl_plugins.data.prepare.files import read_records, write_rows, write_splits
-from rl_plugins.data.prepare.tasks import TASKS
+from rl_plugins.data.prepare.tasks import TASKS, agent_task
 
 if TYPE_CHECKING:
     from rl_plugins.data.image_prompts import Processor
@@ -42,6 +44,14 @@ if TYPE_CHECKING:
     from rl_plugins.data.validation import Findings
 
 _MAX_SHOWN = 50
+_TASKS = {
+    **TASKS,
+    "calculator": agent_task(
+        "made-up products for a policy with a calculator", calculator.SIZES, calculator.calculator_splits
+    ),
+    "game": agent_task("made-up games: guess a hidden number", game.SIZES, game.game_splits),
+    "programs": agent_task("made-up functions to program from two values", programs.SIZES, programs.program_splits),
+}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -53,7 +63,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         added.set_defaults(execute=execute)
         return added
 
-    for name, task in TASKS.items():
+    for name, task in _TASKS.items():
         task_parser = command(name, task.summary, _make)
         task.add_arguments(task_parser)
         _add_output(task_parser)
@@ -121,9 +131,17 @@ def _add_validate(parser: ArgumentParser) -> None:
 
 
 def _make(options: Namespace) -> int:
-    splits = TASKS[options.source].build(options)
+    splits = _TASKS[options.source].build(options)
     paths = write_splits(splits, options.output)
-    _print_files({path: len(splits[split]) for split, path in paths.items()}, splits["train"][0], "grpo")
+    counts = {path: len(splits[split]) for split, path in paths.items()}
+    if "sft" not in splits:
+        _print_files(counts, splits["train"][0], [_command("grpo", "MODEL", paths)])
+        return 0
+    # A task with responses has two recipes: SFT, and GRPO with the policy of SFT.
+    names = {stage: f"{options.source}_{stage}" for stage in ("sft", "grpo")}
+    sft = _command("sft", "MODEL", {"train": paths["sft"], "test": paths["dev"]}, names["sft"])
+    grpo = _command("grpo", f"outputs/{names['sft']}/policy", paths, names["grpo"])
+    _print_files(counts, splits["train"][0], [sft, grpo])
     return 0
 
 
@@ -131,22 +149,35 @@ def _convert(options: Namespace, records: Callable[[Namespace], dict[str, Any]])
     conversion = conversion_of(options)
     counts = write_rows(convert(records(options), conversion, options.test_share), conversion.schema, options.output)
     files = {options.output / f"{split}.parquet": count for split, count in counts.items()}
-    _print_files(files, next(read_records(next(iter(files))))[1], conversion.recipe)
+    command = _command(conversion.recipe, "MODEL", {path.stem: path for path in files})
+    _print_files(files, next(read_records(next(iter(files))))[1], [command])
     return 0
 
 
-def _print_files(files: dict[Path, int], row: Row, recipe: str) -> None:
-    """Print the number of rows of each file, an example of a row, and the command to train on the files."""
+def _print_files(files: dict[Path, int], row: Row, commands: Sequence[str]) -> None:
+    """Print the number of rows of each file, an example of a row, and the commands to train on the files."""
     for path, count in files.items():
         print(f"{path}: {count} rows")
     example = json.dumps(row, indent=2, ensure_ascii=False)
     print(f"\nAn example of a row:\n{without_controls(example)}")
-    splits = {path.stem: path for path in files}
-    options = (("data.train_files", "train"), ("data.val_files", "test"))
+    print("\nNext:", *commands, sep="\n  ")
+
+
+def _command(recipe: str, model: str, splits: Mapping[str, Path], config_name: str | None = None) -> str:
+    """Return the command that trains with a recipe.
+
+    Args:
+        recipe: module of the recipe.
+        model: value of `model.path`.
+        splits: file of the split `train`, and of `test` if there is one.
+        config_name: name of the recipe's file; None for the name of the module.
+    """
     from rl_plugins.launch.command_line import override
 
-    overrides = shlex.join(override(option, [splits[split]]) for option, split in options if split in splits)
-    print(f"\nNext:\n  python -m rl_plugins.recipes.{recipe} model.path=MODEL {overrides}")
+    options = (("data.train_files", "train"), ("data.val_files", "test"))
+    overrides = [override(option, [splits[split]]) for option, split in options if split in splits]
+    named = [] if config_name is None else ["--config-name", config_name]
+    return shlex.join(["python", "-m", f"rl_plugins.recipes.{recipe}", *named, f"model.path={model}", *overrides])
 
 
 def _validate(options: Namespace) -> int:

@@ -7,29 +7,36 @@ import random
 from typing import Any
 
 from rl_plugins.data.prepare.files import RowList
+from rl_plugins.data.prepare.splits import choose_splits
 
+SIZES = {"num_train": 2048, "num_dev": 64, "num_test": 256}
+"""Rows of each split."""
 TOOL, ARGUMENT = "calc", "x"
 """Name of the tool, and of its argument."""
 
 
-def product_rows(*, num_train: int, num_dev: int, num_test: int, seed: int) -> dict[str, RowList]:
-    """Return products of two numbers as prompts. A prompt is `347*86`, its answer `29842`. No question comes twice.
+def calculator_splits(*, num_train: int, num_dev: int, num_test: int, seed: int) -> dict[str, RowList]:
+    """Return products of two numbers as prompts, and the split `sft` with calls. A prompt is `347*86`.
 
     Args:
         num_train: number of rows of the split `train`.
         num_dev: number of rows of the split `dev`.
         num_test: number of rows of the split `test`.
         seed: seed of the choice.
+
+    Returns:
+        The rows of each split. No product comes twice in `train`, `dev` and `test`.
+
+    Raises:
+        ConfigError: a number is below 1, or there are fewer products than rows.
     """
-    pairs = random.Random(seed).sample([(left, right) for left in range(100, 1000) for right in range(10, 100)], k=(
-        num_train + num_dev + num_test
-    ))  # fmt: skip
-    rows = [_row([{"role": "user", "content": f"{left}*{right}"}], left * right, "") for left, right in pairs]
-    return {
-        "train": rows[:num_train],
-        "dev": rows[num_train : num_train + num_dev],
-        "test": rows[num_train + num_dev :],
+    pairs = [(left, right) for left in range(100, 1000) for right in range(10, 100)]
+    chosen = choose_splits(pairs, random.Random(seed), num_train=num_train, num_dev=num_dev, num_test=num_test)
+    splits = {
+        split: [_row([{"role": "user", "content": f"{left}*{right}"}], left * right, "") for left, right in factors]
+        for split, factors in chosen.items()
     }
+    return {**splits, "sft": call_rows(splits["train"])}
 
 
 def call_rows(rows: RowList) -> RowList:

@@ -1,4 +1,4 @@
-"""Tasks with a known layout of raw data: addition (made up), GSM8K and MATH. The rows of the last two are verl's.
+"""Tasks with a known layout of raw data: GSM8K and MATH, with the rows of verl; and tasks with made-up data.
 
 A `Task` makes the rows of the splits `train` and `test` from the options of its command, `rl-plugins prepare <task>`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ _SPLITS = ("train", "test")
 
 @dataclass(frozen=True)
 class Task:
-    """A task with a known layout of raw data.
+    """A task with a known layout of raw data, or with made-up data.
 
     Attributes:
         summary: one line for `--help`.
@@ -119,6 +119,30 @@ def _build_addition(options: Namespace) -> dict[str, RowList]:
     if options.pairs:
         splits |= {f"{split}_pairs": preference_rows(rows, seed=options.seed) for split, rows in splits.items()}
     return splits
+
+
+# Agents -----------------------------------------------------------------------------------------------------------
+
+
+def agent_task(summary: str, sizes: Mapping[str, int], make_splits: Callable[..., dict[str, RowList]]) -> Task:
+    """Return a task for an agent recipe, with the splits `train`, `dev`, `test` and `sft`.
+
+    Args:
+        summary: one line for `--help`.
+        sizes: default number of rows of each split, as arguments of `make_splits`.
+        make_splits: function from the numbers of rows and a seed to the rows of each split.
+    """
+
+    def add_arguments(parser: ArgumentParser) -> None:
+        for name, size in sizes.items():
+            split = name.removeprefix("num_")
+            parser.add_argument(f"--num-{split}", type=int, default=size, help=f"rows of {split} (default: {size})")
+        parser.add_argument("--seed", type=int, default=0, help="seed of the choice (default: %(default)s)")
+
+    def build(options: Namespace) -> dict[str, RowList]:
+        return make_splits(**{name: getattr(options, name) for name in sizes}, seed=options.seed)
+
+    return Task(summary, add_arguments, build)
 
 
 # GSM8K ------------------------------------------------------------------------------------------------------------

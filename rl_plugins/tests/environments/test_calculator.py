@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rl_plugins.data.prepare.calculator import ARGUMENT, TOOL, answer_rows, call_rows, product_rows
+from rl_plugins.data.prepare.calculator import ARGUMENT, TOOL, answer_rows, calculator_splits
 from rl_plugins.environments.calculator import calc
 from rl_plugins.tests.cases import case
 
@@ -28,11 +28,11 @@ def test_calc_refuses_other_expressions() -> None:
 
 
 def test_call_rows_teach_the_call_and_the_answer_of_each_product() -> None:
-    splits = product_rows(num_train=6, num_dev=2, num_test=3, seed=0)
+    splits = calculator_splits(num_train=6, num_dev=2, num_test=3, seed=0)
     questions = [row["prompt"][0]["content"] for rows in splits.values() for row in rows]
-    assert {name: len(rows) for name, rows in splits.items()} == {"train": 6, "dev": 2, "test": 3}
-    assert len(set(questions)) == 11 and splits == product_rows(num_train=6, num_dev=2, num_test=3, seed=0)
-    (first, *_), (call, answer, *_) = splits["train"], call_rows(splits["train"])
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 6, "dev": 2, "test": 3, "sft": 12}
+    assert len(set(questions)) == 11 and splits == calculator_splits(num_train=6, num_dev=2, num_test=3, seed=0)
+    (first, *_), (call, answer, *_) = splits["train"], splits["sft"]
     product = first["reward_model"]["ground_truth"]
     assert product == str(calc(first["prompt"][0]["content"]))
     text = call["extra_info"]["response"]
