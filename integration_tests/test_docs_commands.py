@@ -32,8 +32,9 @@ RECIPES = "rl_plugins.recipes."
 ITS_OWN = "model.path=MODEL 'data.train_files=[train.parquet]'"
 """Replacements of a reader's options."""
 PAGES = (
-    "docs/callbacks.md", "docs/commands.md", "docs/data.md", "docs/environments.md", "docs/existing_project.md",
-    "docs/mlflow.md", "docs/own_algorithm.md", "docs/planning.md", "docs/recipes.md", "docs/rewards.md",
+    "docs/agent_recipes.md", "docs/callbacks.md", "docs/commands.md", "docs/data.md", "docs/environments.md",
+    "docs/existing_project.md", "docs/mlflow.md", "docs/own_algorithm.md", "docs/planning.md", "docs/recipes.md",
+    "docs/rewards.md",
 )  # fmt: skip
 LEFT_OUT = {
     "mlflow ui": "does not end",
@@ -149,7 +150,9 @@ def _type(folder: Path, line: str, keep: tuple[str, ...] = ()) -> None:
     if recipe == "sft_rm_ppo":
         words += STAGES
     elif recipe is not None:
-        words += [option for option in SMALL if option.partition("=")[0] not in keep]
+        # A recipe with a file of its own has the length of the responses of its rows.
+        kept = {*keep, "sampling.max_tokens"} if "--config-name" in words else keep
+        words += [option for option in SMALL if option.partition("=")[0] not in kept]
         if (folder / "outputs" / recipe).exists() and not any(word.startswith("run.name=") for word in words):
             # A page has the same recipe twice, and tells the reader to name the second run.
             words.append(f"run.name={recipe}{len(list(folder.glob('outputs/*')))}")
