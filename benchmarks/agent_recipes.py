@@ -60,7 +60,6 @@ def train_agent(
     seed: int,
     setting: Setting,
     *,
-    tools: bool = False,
     further: Sequence[str] = (),
 ) -> Series:
     """Train a tiny model with both stages of an agent recipe, and return the metrics of GRPO.
@@ -71,12 +70,11 @@ def train_agent(
         folder: folder for data, models and runs.
         seed: seed of model and training.
         setting: settings of the benchmark.
-        tools: vocabulary with the tokens for tools.
         further: options of both stages.
     """
     data = folder / "data"
     write_splits(splits, data)
-    save_tiny_policy(folder / "base", seed=seed, tools=tools)
+    save_tiny_policy(folder / "base", seed=seed, tools=True)
     common = [f"run.output_dir={folder}", f"run.seed={seed}", "tracking.enabled=false", *further]
     files = {"sft": ("sft", "dev"), "grpo": ("train", "test")}
     for stage, model in (("sft", "base"), ("grpo", f"{name}_sft/policy")):

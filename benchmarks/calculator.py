@@ -35,7 +35,7 @@ def measure(folder: Path, seed: int, setting: Setting, *, with_tool: bool) -> st
     if not with_tool:
         splits["sft"] = answer_rows(splits["train"])
     further = [] if with_tool else WITHOUT_TOOL
-    series = train_agent("calculator", splits, folder, seed, setting, tools=True, further=further)
+    series = train_agent("calculator", splits, folder, seed, setting, further=further)
     kind = "with the tool" if with_tool else "without the tool"
     return (
         f"{kind}: held-out reward {before_and_after(series, 'reward')} in {duration(series)}, "

@@ -1,8 +1,8 @@
 """A tiny model learns a game of several turns: held-out reward, share of won games and guesses before and after GRPO.
 
 `python -m benchmarks.game [--seeds 0] [--steps 100] [--launcher local]` makes games with a hidden number, the
-quickstart's model, an SFT start on random guesses and a GRPO run. The best strategy halves the range with each guess:
-its reward is 0.72, with 3.8 guesses. Random guesses in the range have the reward 0.25.
+quickstart's model with a vocabulary for tools, an SFT start on random guesses and a GRPO run. The best strategy halves
+the range with each guess: its reward is 0.72, with 3.8 guesses. Random guesses in the range have the reward 0.25.
 """
 
 from __future__ import annotations

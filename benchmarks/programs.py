@@ -1,7 +1,8 @@
 """A tiny model learns to write programs: held-out reward, missing programs and errors, before and after GRPO.
 
 `python -m benchmarks.programs [--seeds 0] [--steps 60] [--launcher local]` makes functions to program from two of
-their values, the quickstart's model, an SFT start and a GRPO run. A program runs in the sandbox, with two tests.
+their values, the quickstart's model with a vocabulary for tools, an SFT start and a GRPO run. A program runs in the
+sandbox, with two tests.
 """
 
 from __future__ import annotations

@@ -37,18 +37,16 @@ class Agent:
     Attributes:
         name: name of the recipe.
         make_splits: function that makes the rows.
-        tools: vocabulary with the tokens for tools.
         metrics: names of the recipe's own metrics of validation.
     """
 
     name: str
     make_splits: Callable[..., dict[str, RowList]]
-    tools: bool = False
     metrics: list[str] = field(default_factory=list)
 
 
 AGENTS = {
-    "calculator": Agent("calculator", calculator_splits, tools=True),
+    "calculator": Agent("calculator", calculator_splits),
     "game": Agent("game", game_splits, metrics=["won", "guesses"]),
     "programs": Agent("programs", program_splits, metrics=["passed", "no_program", "errors"]),
 }
@@ -68,7 +66,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         further = [*SMALL, *SLOW[agent.name]]
         splits = agent.make_splits(**SIZES, seed=0)
         folder = tmp_path_factory.mktemp(agent.name)
-        yield agent, train_agent(agent.name, splits, folder, 0, SETTING, tools=agent.tools, further=further)
+        yield agent, train_agent(agent.name, splits, folder, 0, SETTING, further=further)
 
 
 def test_both_stages_of_an_agent_recipe_train(trained: tuple[Agent, Series]) -> None:
