@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from rl_plugins.tests.patience import patient
+from rl_plugins.tests.patience import patient, wait_until
 
 # Starts Ray, a worker, and an actor that ends and whose process hangs in its exit handlers. Prints the worker's folder
 # for temporary files, the id of the hanging process, and all listening sockets of Ray.
@@ -78,7 +78,8 @@ def test_own_ray_listens_on_loopback_in_a_closed_folder_and_ends_hanging_workers
         )
         assert outcome.returncode == 0, outcome.stderr
         temporary, hanging, *sockets = outcome.stdout.splitlines()
-        assert temporary == folder and not psutil.pid_exists(int(hanging))
+        assert temporary == folder
+        wait_until(lambda: not psutil.pid_exists(int(hanging)), "the hanging process has gone")
         listening = [line.split() for line in sockets]
         assert len(listening) > 3
         assert [line for line in listening if line[1] not in LOOPBACK] == []

@@ -70,9 +70,9 @@ def test_score_blames_the_culprits_of_a_chunk_alone(obeying_pool: RewardPool, mo
 def test_score_kills_a_worker_that_no_alarm_interrupts_and_blames_no_slow_sample() -> None:
     with pool(f"{HERE}.obey") as workers:
         # No alarm comes so early. The slow samples take longer together than this hard deadline.
-        workers.hard_deadline_s = patient(3.5)
-        scores = workers.score(requests(*["slow"] * 12, "deaf"))
-    assert outcomes(scores) == [*[1.0] * 12, "timeout"]
+        workers.hard_deadline_s = patient(5.0)
+        scores = workers.score(requests(*["slow"] * 18, "deaf"))
+    assert outcomes(scores) == [*[1.0] * 18, "timeout"]
 
 
 def test_workers_import_no_heavy_library(obeying_pool: RewardPool) -> None:

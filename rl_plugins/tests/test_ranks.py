@@ -71,7 +71,7 @@ def fail_on_rank_1(rank: int) -> None:
 
 def test_run_ranks_raises_with_traceback_and_output_and_starts_new_processes() -> None:
     before = {process for process, _ in run_ranks(process_of)}
-    with pytest.raises(AssertionError, match=r"^rank 1 failed in fail_on_rank_1:") as raised:
+    with pytest.raises(AssertionError, match=r"^rank [01] failed in fail_on_rank_1:") as raised:
         run_ranks(fail_on_rank_1)
     for text in ("rank 0 begins", "rank 1 begins", "in fail_on_rank_1", "ValueError: rank 1 has failed on purpose"):
         assert text in str(raised.value)

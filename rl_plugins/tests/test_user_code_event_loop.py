@@ -124,7 +124,7 @@ def test_run_concurrently_uses_one_event_loop_for_all_batches() -> None:
 
 
 def test_run_concurrently_ends_the_calls_of_an_interrupted_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_code, "REPEAT_S", 0.05)
+    monkeypatch.setattr(user_code, "REPEAT_S", 0.3)
     ended: list[str] = []
 
     async def stubborn() -> None:

@@ -26,7 +26,7 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.callbacks.training import AfterStep, alter, build_stage, sharded, train, weights
 from rl_plugins.tests.files import limited_file_size
 from rl_plugins.tests.late_writing import late_writing
-from rl_plugins.tests.patience import patient
+from rl_plugins.tests.patience import patient, wait_until
 from rl_plugins.tests.ranks import run_ranks
 
 NODES: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_nodes": 2}
@@ -121,9 +121,15 @@ def train_and_fill(rank: int, run: Path, strategy: str) -> str:
     """Train on a rank until the disk of rank 1 is full; return the error."""
     folder = RunFolder(run)
     with ExitStack() as disk:
-        fill = [filled_after(2, disk)] if rank == 1 else []
+        checkpoint = in_background(run)
+
+        def await_first(trainer: object, stage: object) -> None:
+            pending = checkpoint.files._pending
+            wait_until(lambda: pending is None or pending.writer.is_written(), "checkpoint 1 on the disk of the rank")
+
+        fill = [AfterStep([2], await_first), filled_after(2, disk)] if rank == 1 else []
         try:
-            train(build_stage(2), [*fill, in_background(run)], strategy=sharded(strategy), **NODES)
+            train(build_stage(2), [*fill, checkpoint], strategy=sharded(strategy), **NODES)
         except StorageError as error:
             assert folder.checkpoints() == [folder.checkpoint(1)]
             return str(error)

@@ -168,7 +168,7 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def waiting(kind: str, folder: Path) -> Adapter:
     """Return an environment that waits for new weights."""
-    here, limits = sample_gates.__name__, {"max_turns": 3, "deadline_s": patient(60)}
+    here, limits = sample_gates.__name__, dict[str, Any](max_turns=3, deadline_s=patient(60))
     if kind == "agent":
         return Adapter(agent_of(f"{here}.ask", folder=str(folder)))
     if kind == "stateful":

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rl_plugins.environments import object_host
 from rl_plugins.environments.object_host import ObjectHost
 from rl_plugins.environments.object_process import ObjectTask
 from rl_plugins.environments.step_result import Answer
@@ -126,10 +127,13 @@ def test_leave_closes_objects_and_ends_programs_of_objects(tmp_path: Path) -> No
         )
 
 
-def test_close_closes_objects_in_use_and_leaves_no_process_behind(tmp_path: Path) -> None:
+def test_close_closes_objects_in_use_and_leaves_no_process_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Local(sample_environments.Obey):
         """A class of a function travels by value."""
 
+    monkeypatch.setattr(object_host, "_CLOSE_S", patient(60))
     host = host_of(Local, folder=str(tmp_path))
     host.open(1, ROW)
     answers_of(host, [1])
@@ -140,7 +144,10 @@ def test_close_closes_objects_in_use_and_leaves_no_process_behind(tmp_path: Path
     wait_until(lambda: not copy.is_running() or copy.status() == psutil.STATUS_ZOMBIE, "the copy has ended")
 
 
-def test_object_that_cannot_close_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_object_that_cannot_close_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_host, "_CLOSE_S", patient(60))
     (folder := tmp_path / "broken").mkdir()
     with closing(host_of(folder=str(folder))) as host:
         steps(host, "hello")

@@ -56,8 +56,8 @@ def test_test_over_the_limit_of_the_tier_fails(pytester: pytest.Pytester) -> Non
 
 def test_test_that_was_late_once_passes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     # The machine stands still in the first run, and is as fast as before when its speed is measured.
-    monkeypatch.setattr(time_limits, "LIMITS_S", {"unit": 1.0})
-    pytester.makepyfile(test_seconds="import time\ntimes = iter([1.1, 0])\ndef test_a(): time.sleep(next(times))\n")
+    monkeypatch.setattr(time_limits, "LIMITS_S", {"unit": 2.0})
+    pytester.makepyfile(test_seconds="import time\ntimes = iter([2.1, 0])\ndef test_a(): time.sleep(next(times))\n")
     result = pytester.runpytest_inprocess("-p", "rl_plugins.tests.time_limits", "-p", "no:cacheprovider")
     assert result.parseoutcomes() == {"passed": 1}
 

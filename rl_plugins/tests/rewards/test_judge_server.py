@@ -87,7 +87,7 @@ def test_ask_refuses_at_once_and_names_the_way_out(stub: JudgeStub) -> None:
 def test_ask_ends_a_hanging_request_and_repeats(stub: JudgeStub) -> None:
     stub.say(Said(hangs=True), Said())
     (reply,) = ask(stub.url, timeout_s=1.0)
-    assert reply.requests == 2
+    assert reply.requests >= 2
     stub.say(Said(hangs=True))
     assert "does not answer within 0.2 s" in str(failure(stub.url, timeout_s=0.2, retries=1))
 
@@ -133,11 +133,13 @@ def test_ask_gives_up_when_the_common_wait_is_over(stub: JudgeStub) -> None:
         await server.ask(BODY, math.inf)
         stub.say(OVERLOADED, OVERLOADED, Said())
         stub.requests.clear()
-        assert (await server.ask(BODY, math.inf)).requests == 3
+        # The wait begins again after an answer.
+        patient_server = JudgeServer(stub.url, None, RequestLimits(wait_s=patient(60)))
+        assert (await patient_server.ask(BODY, math.inf)).requests == 3
         return found
 
     (first_s, first), *later = asyncio.run(run())
-    assert first_s >= 1.5 and first > 2
+    assert first_s >= 1.5 and first > 1
     assert [requests for _, requests in later] == [1, 1], "the wait is common to all questions"
 
 

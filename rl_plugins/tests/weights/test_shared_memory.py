@@ -409,6 +409,8 @@ def test_receive_raises_deadline_exceeded_if_no_rank_connects() -> None:
 def test_receive_raises_deadline_exceeded_if_a_rank_never_writes() -> None:
     engine = EngineInThread()
     senders = make_senders([make_module(0)], engine, timeout_s=1.0)
+    assert engine.receiver._listener is not None
+    engine.receiver._listener.wait(DEADLINE_S)
     with pytest.raises(DeadlineExceeded, match="for rank 0 to write its weights"):
         engine.receiver.receive()
     senders[0].close()
