@@ -159,7 +159,8 @@ CHECKS: dict[str, list[Case]] = {
         (["+sampling.vllm.extra_args=3"], ["sampling.vllm.extra_args=3", "must be a mapping"]),
         (["+sampling.vllm.min_tokens=7"], ["sampling.vllm.min_tokens=7", "sampling.max_tokens=6"]),
         (["+sampling.vllm.frequency_penaltyy=1"], ["sampling.vllm.frequency_penaltyy", "frequency_penalty?"]),
-        (["+sampling.vllm.logprobs=5"], ["sampling.vllm.logprobs", "no such argument", "use one of presence_penalty"]),
+        (["+sampling.vllm.logprobs=5"], ["sampling.vllm.logprobs: training reads", "leave the argument out"]),
+        (["+sampling.vllm.lograts=5"], ["sampling.vllm.lograts", "no such argument", "use one of presence_penalty"]),
         (["+sampling.vllm.n=5"], ["sampling.vllm.n", "use batch.samples_per_prompt"]),
         (
             ["+sampling.vllm.bad_words=[x]", "launcher=local", "rollout.engine=transformers"],
