@@ -74,7 +74,7 @@ class Speaker(canned.CannedRollout):
 
     @override
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
-        said = []
+        said: list[tuple[list[int], list[float]]] = []
         for prompt, seed in zip(prompts, seeds or [0] * len(prompts), strict=True):
             text = tokenizer.decode(prompt)
             first = "w" if LATE in text and "go" not in text else "n"
@@ -85,8 +85,8 @@ class Speaker(canned.CannedRollout):
                 ids = [*tokenizer.encode(f"{first}<|us"), *tokenizer.encode(f"er|>{number}"), tokenizer.eos_token_id]
                 said.append((ids, [-0.25 * (1 + place % 7) for place in range(len(ids))]))
         self.spoken += said
-        ids, log_probs = zip(*said, strict=True)
-        return Generations.from_responses(ids, log_probs, ["stop"] * len(ids), self._version)
+        responses, of_tokens = zip(*said, strict=True)
+        return Generations.from_responses(responses, of_tokens, ["stop"] * len(said), self._version)
 
 
 class ShowingLoader(Loader):
@@ -161,14 +161,15 @@ def gates(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+def kind(request: pytest.FixtureRequest) -> str:
     """Kind of an environment that waits for new weights."""
-    yield request.param
+    return str(request.param)
 
 
 def waiting(kind: str, folder: Path) -> Adapter:
     """Return an environment that waits for new weights."""
-    here, limits = sample_gates.__name__, dict[str, Any](max_turns=3, deadline_s=patient(60))
+    here = sample_gates.__name__
+    limits: dict[str, Any] = {"max_turns": 3, "deadline_s": patient(60)}
     if kind == "agent":
         return Adapter(agent_of(f"{here}.ask", folder=str(folder)))
     if kind == "stateful":
@@ -202,7 +203,7 @@ def close(adapter: Adapter) -> None:
 
 def sampled_parts(samples: Experience) -> list[tuple[list[int], list[float]]]:
     """Return token ids and log-probs of each turn, as the mask separates the turns."""
-    parts = []
+    parts: list[tuple[list[int], list[float]]] = []
     for ids, mask, log_probs in zip(samples.responses, samples.response_mask, samples.rollout_log_probs, strict=True):
         edges = [place for place, (a, b) in enumerate(pairwise([0, *mask.tolist(), 0])) if a != b]
         parts += [
