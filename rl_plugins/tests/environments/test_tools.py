@@ -93,7 +93,7 @@ def test_results_come_back_as_tokens_of_the_tool_role_under_mask_0(environment: 
     assert called.asked <= called.sampled <= called.work[0].start <= called.answered <= last.asked <= last.answered
 
 
-def test_reward_of_a_tool_is_the_reward_of_its_turn_and_part_of_the_score() -> None:
+def test_reward_of_a_tool_is_the_reward_of_the_turn_and_part_of_the_score() -> None:
     guess = call("guess", '{"number": 0.25}') + call("guess", '{"number": 0.5}') + "<|end|>"
     huge = call("guess", '{"number": 1e7}') + "<|end|>"
     prompt = "<|system|>guess(number)<|user|>2+3<|assistant|>"

@@ -157,7 +157,7 @@ def test_observation_over_max_observation_tokens_is_cut_and_counted() -> None:
     assert (first.cut, second.cut) == (1, 0)
 
 
-def test_reward_of_a_reply_is_the_reward_of_its_turn_and_part_of_the_score() -> None:
+def test_reward_of_a_reply_is_the_reward_of_the_turn_and_part_of_the_score() -> None:
     said = {
         FIRST: ["no<|end|>", "yes<|end|>", "nan<|end|>", "text<|end|>"],
         f"{FIRST}no{SURE}": ["well<|end|>"],
