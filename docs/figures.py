@@ -27,6 +27,7 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
+_PACKAGE = ("rl_plugins", "strategies", "callbacks", "recipes")
 FLOORS = (
     ("recipes", "commands"),
     ("launch",),
@@ -118,10 +119,13 @@ class Call:
 
 @cache
 def file_of(path: str) -> str | None:
-    """Return the path of a file from the folder of the repository; None for this program and files elsewhere."""
-    if ROOT not in Path(path).parents or path == __file__:
+    """Return the path of a file of the package from the folder of the repository; None for other files and tests."""
+    if ROOT not in Path(path).parents:
         return None
-    return str(Path(path).resolve().relative_to(ROOT))
+    # `rl_plugins/strategies` and others are links.
+    file = Path(path).resolve().relative_to(ROOT)
+    is_of_package = file.parts[0] in _PACKAGE and file.parts[:2] != ("rl_plugins", "tests")
+    return str(file) if is_of_package else None
 
 
 class FitReached(Exception):
