@@ -1,10 +1,10 @@
 """Compare the functions that verl and rl_plugins both have, on random inputs, with values and gradients.
 
-`python -m benchmarks.against_verl CHECKOUT [--output TABLE.md]` reads files of a checkout of https://github.com/volcengine/verl
-without installing verl. A case runs on three kinds of inputs: `plain` (responses of several lengths, groups of four),
-`observations` (also masked positions between tokens) and `edges` (groups of one sample, responses without a token,
-equal rewards, log-ratios beyond 20). A case differs as documented if the docstring of our function, or verl's own,
-gives the reason. The exit status is 1 if a case differs without such a reason.
+`python -m benchmarks.against_verl CHECKOUT [--output TABLE.md]` reads files of a checkout of https://github.com/volcengine/verl,
+or of its unpacked wheel, without installing verl. A case runs on three kinds of inputs: `plain` (responses of several
+lengths, groups of four), `observations` (also masked positions between tokens) and `edges` (groups of one sample,
+responses without a token, equal rewards, log-ratios beyond 20). A case differs as documented if the docstring of our
+function, or verl's own, gives the reason. The exit status is 1 if a case differs without such a reason.
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks.verl.case import EDGES, OBSERVATIONS, Case, Inputs, Numbers, in_words, valid_values
+import torch
+
+from benchmarks.verl.case import EDGES, Case, Inputs, Numbers, in_words, valid_values
 from benchmarks.verl.functions import Verl
 from rl_plugins.algorithms.advantages import ADVANTAGES
 
@@ -14,10 +16,6 @@ def advantages(verl: Verl) -> Iterator[Case]:
     """Yield the cases."""
     alone = {EDGES: "the only sample of a group: verl raises an error, and here it gets 0 (`grpo_passk`)"}
     zero = {EDGES: "the only sample of a group keeps its reward here, and gets 0 in verl (`rloo`)"}
-    no_step = dict.fromkeys(
-        (OBSERVATIONS, EDGES),
-        "an observation between two tokens ends the return in verl, and is skipped here (`discounted_returns`)",
-    )
     single = {EDGES: "verl computes the statistics in float32: equal rewards do not give exactly 0, as here"}
     config = verl.algorithm_config
     for gamma, lam in ((1.0, 1.0), (0.95, 0.8)):
@@ -30,6 +28,8 @@ def advantages(verl: Verl) -> Iterator[Case]:
             yield _advantage(verl, name, "grpo", {"scale": "group" if by_std else "none"}, theirs, documented)
         theirs = {"index": "groups_B", "config": config(norm_adv_by_std_in_grpo=by_std)}
         yield _advantage(verl, "grpo_passk", "grpo_passk", {"normalize": by_std}, theirs, alone)
+    yield _advantage(verl, "gdpo", "gdpo", {}, {"index": "groups_B"}, {})
+    yield _components(verl)
     for name in ("rloo", "opo", "reinforce_plus_plus_baseline"):
         yield _advantage(verl, name, name, {}, {"index": "groups_B"}, {})
     yield _advantage(verl, "rloo_vectorized", "rloo", {}, {"index": "groups_B"}, zero)
@@ -37,7 +37,7 @@ def advantages(verl: Verl) -> Iterator[Case]:
         yield _advantage(verl, "gpg", "gpg", {"norm": norm}, {"index": "groups_B", "f_norm": norm}, {})
     for gamma in (1.0, 0.9):
         theirs = {"config": config(gamma=gamma)}
-        yield _advantage(verl, "reinforce_plus_plus", "reinforce_plus_plus", {"gamma": gamma}, theirs, no_step)
+        yield _advantage(verl, "reinforce_plus_plus", "reinforce_plus_plus", {"gamma": gamma}, theirs, {})
     yield _advantage(verl, "remax", "remax", {}, {"reward_baselines": "baseline_rewards_B"}, {})
     for name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
         for zero_tail in (True, False):
@@ -103,3 +103,28 @@ def _advantage(
 
     words = in_words(options) + (" weights" if weights else "")
     return Case("advantage", name, words.strip(), ours, theirs, documented)
+
+
+def _components(verl: Verl) -> Case:
+    """Return a case of GDPO with several rewards for each response."""
+    weights = [1.0, 0.5, 2.0]
+
+    def ours(inputs: Inputs) -> Numbers:
+        given = ("token_level_rewards_BT", "response_mask_BT", "groups_B", "valid_B", "component_rewards_BK")
+        advantages_BT, _ = ADVANTAGES["gdpo"](**{key: inputs[key] for key in given}, weights=weights)
+        return [valid_values(advantages_BT, inputs)]
+
+    def theirs(inputs: Inputs) -> Numbers:
+        components = {f"r{k}": rewards_B.numpy() for k, rewards_B in enumerate(inputs["component_rewards_BK"].T)}
+        mask_BT = inputs["response_mask_BT"]
+        advantages_BT, _ = verl.core.compute_gdpo_outcome_advantage(
+            inputs["token_level_rewards_BT"],
+            mask_BT,
+            inputs["groups_B"].numpy(),
+            config=verl.algorithm_config(gdpo_reward_keys=list(components), gdpo_reward_weights=weights),
+            non_tensor_batch=components,
+            batch={"prompts": mask_BT[:, :0], "attention_mask": torch.ones_like(mask_BT, dtype=torch.long)},
+        )
+        return [valid_values(advantages_BT, inputs)]
+
+    return Case("advantage", "gdpo", "three components", ours, theirs)

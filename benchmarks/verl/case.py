@@ -17,13 +17,8 @@ Inputs = Mapping[str, Tensor]
 Numbers = Sequence[Tensor]
 
 PLAIN, OBSERVATIONS, EDGES = "plain", "observations", "edges"
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 SCALE = 7.0
-NORM = MODES[-1]
-BY_FACTOR_ALONE = dict.fromkeys(
-    (PLAIN, OBSERVATIONS, EDGES),
-    "verl divides the sum of all sequences by the factor alone, and not by the number of sequences (`aggregate`)",
-)
 RATIOS_ARE_BOUNDED = "ratios are bounded by e^20 here (`bounded_log_ratio`), and not in verl"
 
 

@@ -106,6 +106,12 @@ class Verl:
         return asyncio.run(run())
 
     @cached_property
+    def distillation(self) -> ModuleType:
+        """Losses of distillation on one rank of a sequence."""
+        vars(_stand_in("verl.utils.ulysses"))["get_ulysses_sequence_parallel_world_size"] = lambda: 1
+        return self._load("verl.trainer.distillation.fsdp.losses")
+
+    @cached_property
     def presets(self) -> Any:
         """Class whose methods are verl's presets of corrections."""
         return self._load("verl.trainer.config.algorithm").RolloutCorrectionConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.verl.case import (
-    BY_FACTOR_ALONE,
-    EDGES,
     MODES,
-    NORM,
-    OBSERVATIONS,
-    PLAIN,
     SCALE,
     Case,
     Inputs,
@@ -30,6 +25,7 @@ from rl_plugins.algorithms.aggregation import GlobalCounts, aggregate
 from rl_plugins.algorithms.filtering import resampling_weights
 from rl_plugins.algorithms.inputs import one_rank
 from rl_plugins.algorithms.masked import whiten
+from rl_plugins.algorithms.policy_losses.distillation import forward_kl_top_k
 from rl_plugins.algorithms.regularization import KL_ESTIMATORS, AdaptiveKL, kl_in_reward
 from rl_plugins.algorithms.reward_shaping import OverlongPenalty, overlong_penalty
 from rl_plugins.algorithms.value_loss import value_loss
@@ -41,11 +37,9 @@ def other_functions(verl: Verl) -> Iterator[Case]:
     for mode in MODES:
         yield from _value_losses(verl, mode)
         yield _aggregation(verl, mode)
-    yield _aggregation(verl, NORM, same_factor=False)
     names = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
     for name, ours in {**names, "k1+": "k1+", "k3+": "k3+", "abs+": "abs+"}.items():
-        reason = "verl's function refuses the names with `+` that its docstring names" if name.endswith("+") else ""
-        yield _kl(verl, name, ours, dict.fromkeys((PLAIN, OBSERVATIONS, EDGES), reason) if reason else {})
+        yield _kl(verl, name, ours)
     for coefficient in (0.1, 1.0):
         yield _reward(verl, coefficient)
     yield Case("coefficient", "AdaptiveKLController", "", _our_controller, partial(_their_controller, verl))
@@ -56,10 +50,11 @@ def other_functions(verl: Verl) -> Iterator[Case]:
     yield _whitening(verl)
     for column, name in enumerate(("logprobs_from_logits_naive", "entropy_from_logits", "sum_pi_squared")):
         yield _distribution(verl, column, name)
+    for bound in (None, -2.0):
+        yield _distillation(verl, bound)
 
 
 def _value_losses(verl: Verl, mode: str) -> Iterator[Case]:
-    documented = BY_FACTOR_ALONE if mode == NORM else {}
     for clip in (0.5, 0.1):
 
         def ours(inputs: Inputs, clip: float = clip) -> Numbers:
@@ -77,17 +72,11 @@ def _value_losses(verl: Verl, mode: str) -> Iterator[Case]:
             )
             return [loss.detach(), gradient_of(loss, values_BT)]
 
-        yield Case("value loss", "compute_value_loss", f"{mode} clip={clip}", ours, theirs, documented)
+        yield Case("value loss", "compute_value_loss", f"{mode} clip={clip}", ours, theirs)
 
 
-def _aggregation(verl: Verl, mode: str, *, same_factor: bool = True) -> Case:
-    """Return a case of an aggregation on one of two ranks, with a third of the tokens and sequences.
-
-    Args:
-        verl: the checkout.
-        mode: name of the aggregation.
-        same_factor: False multiplies verl's factor by the number of sequences, and divides by the number of ranks.
-    """
+def _aggregation(verl: Verl, mode: str) -> Case:
+    """Return a case of an aggregation on one of two ranks, with a third of the tokens and sequences."""
 
     def ours(inputs: Inputs) -> Numbers:
         counts = counts_of(inputs)
@@ -97,15 +86,12 @@ def _aggregation(verl: Verl, mode: str, *, same_factor: bool = True) -> Case:
     def theirs(inputs: Inputs) -> Numbers:
         info = batch_info(inputs)
         info |= {name: 3 * info[name] for name in ("batch_num_tokens", "global_batch_size")} | {"dp_size": 2}
-        if not same_factor:
-            info["loss_scale_factor"] *= info["global_batch_size"] / info["dp_size"]
         return [verl.core.agg_loss(inputs["advantages_BT"], inputs["response_mask_BT"], mode, **info)]
 
-    words = mode if same_factor else f"{mode}, factor times sequences"
-    return Case("aggregation", "agg_loss", words, ours, theirs, BY_FACTOR_ALONE if mode == NORM and same_factor else {})
+    return Case("aggregation", "agg_loss", mode, ours, theirs)
 
 
-def _kl(verl: Verl, name: str, ours_name: str, documented: Mapping[str, str]) -> Case:
+def _kl(verl: Verl, name: str, ours_name: str) -> Case:
     def numbers(function: Callable[[Tensor, Tensor], Tensor], inputs: Inputs) -> Numbers:
         log_probs_BT = inputs["log_probs_BT"].clone().requires_grad_()
         kl_BT = function(log_probs_BT, inputs["ref_log_probs_BT"])
@@ -113,7 +99,7 @@ def _kl(verl: Verl, name: str, ours_name: str, documented: Mapping[str, str]) ->
 
     return Case(
         "KL", "kl_penalty", name, partial(numbers, KL_ESTIMATORS[ours_name]),
-        partial(numbers, lambda own, reference: verl.core.kl_penalty(own, reference, name)), documented,
+        partial(numbers, lambda own, reference: verl.core.kl_penalty(own, reference, name)),
     )  # fmt: skip
 
 
@@ -213,3 +199,38 @@ def _overlong(verl: Verl, max_tokens: int, buffer_tokens: int) -> Case:
         return [torch.tensor([reward(length) for length in inputs["response_lengths_B"].tolist()], dtype=torch.float64)]
 
     return Case("reward", "dapo overlong_buffer", f"max={max_tokens} buffer={buffer_tokens}", ours, theirs)
+
+
+def _distillation(verl: Verl, log_prob_min_clamp: float | None, top: int = 3) -> Case:
+    """Return a case of the forward KL over the teacher's most likely tokens: values and gradient of the logits."""
+
+    # In row 0 both policies are equal, so rounding decides whether the bound at 0 takes the gradient away.
+    def top_log_probs(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        values, ids = inputs["ref_logits_NV"][1:].log_softmax(-1).topk(top)
+        return values[None], ids[None]
+
+    def ours(inputs: Inputs) -> Numbers:
+        logits_NV = inputs["logits_NV"][1:].clone().requires_grad_()
+        teacher_BTK, ids_BTK = top_log_probs(inputs)
+        unused_BT = torch.zeros(ids_BTK.shape[:2], dtype=torch.float64)
+        loss_BT, _ = forward_kl_top_k(
+            log_probs_BT=unused_BT, old_log_probs_BT=unused_BT, advantages_BT=unused_BT,
+            response_mask_BT=torch.ones_like(unused_BT), teacher_top_log_probs_BTK=teacher_BTK,
+            top_log_probs_BTK=logits_NV.log_softmax(-1)[None].gather(-1, ids_BTK),
+            log_prob_min_clamp=log_prob_min_clamp,
+        )  # fmt: skip
+        return [loss_BT.detach(), gradient_of(loss_BT.sum(), logits_NV)]
+
+    def theirs(inputs: Inputs) -> Numbers:
+        logits_NV = inputs["logits_NV"][1:].clone().requires_grad_()
+        teacher, ids = (torch.nested.as_nested_tensor(list(t), layout=torch.jagged) for t in top_log_probs(inputs))
+        options = verl.algorithm_config(log_prob_min_clamp=log_prob_min_clamp)
+        found = verl.distillation.compute_forward_kl_topk(
+            logits_NV[None], teacher, ids, verl.algorithm_config(distillation_loss=options), "thd"
+        )
+        # `verl.trainer.distillation.losses` bounds the sum.
+        loss_BT = found["distillation_losses"].clamp_min(0.0)
+        return [loss_BT.detach(), gradient_of(loss_BT.sum(), logits_NV)]
+
+    words = "" if log_prob_min_clamp is None else f"{log_prob_min_clamp=}"
+    return Case("distillation", "compute_forward_kl_topk", words, ours, theirs)

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.verl.case import (
-    BY_FACTOR_ALONE,
     EDGES,
     MODES,
-    NORM,
     RATIOS_ARE_BOUNDED,
     SCALE,
     Case,
@@ -41,17 +39,21 @@ def policy_losses(verl: Verl) -> Iterator[Case]:
     their_wide = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28}
     unbounded = {EDGES: RATIOS_ARE_BOUNDED}
     for mode in MODES:
-        documented = BY_FACTOR_ALONE if mode == NORM else {}
         for weights in (False, True):
-            loss = partial(_policy_loss, verl, mode=mode, weights=weights, documented=documented)
+            loss = partial(_policy_loss, verl, mode=mode, weights=weights)
             yield loss("vanilla", "ppo_clip", {}, {})
             yield loss("vanilla", "ppo_clip", {**wide, "dual_clip": 1.5}, {**their_wide, "clip_ratio_c": 1.5})
             yield loss("gpg", "gpg", {}, {})
             yield loss("cispo", "cispo", wide, their_wide)
             for name in ("clip_cov", "kl_cov"):
-                yield loss(name, name, {}, {}, documented={**unbounded, **documented})
-        yield _policy_loss(verl, "reinforce", "reinforce", {}, {}, mode=mode, weights=False, documented=documented)
-        yield _policy_loss(verl, "reinforce", "reinforce", {}, {}, mode=mode, weights=True, documented=documented)
+                yield loss(name, name, {}, {}, documented=unbounded)
+            for name in ("dppo_tv", "dppo_kl"):
+                yield loss(name, name, {}, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 20.0})
+                yield loss(name, name, {"low": 0.01, "high": 0.03, "cap": 1.5}, {
+                    "clip_ratio_low": 0.01, "clip_ratio_high": 0.03, "clip_ratio_c": 1.5
+                })  # fmt: skip
+            yield loss("dro", "dro", {"beta": 0.3}, {})
+            yield loss("reinforce", "reinforce", {}, {})
     empty = {
         EDGES: "verl's mean counts responses without a token and does not bound the ratio; "
         "here the mean is over the other responses (`gmpo`)"
@@ -103,7 +105,12 @@ def _policy_loss(
     def theirs(inputs: Inputs) -> Numbers:
         log_probs_BT = log_probs_of(inputs)
         policy_loss = verl.algorithm_config(
-            clip_cov_ratio=1.0, clip_cov_lb=1.0, clip_cov_ub=5.0, kl_cov_ratio=0.2, ppo_kl_coef=0.1
+            clip_cov_ratio=1.0,
+            clip_cov_lb=1.0,
+            clip_cov_ub=5.0,
+            kl_cov_ratio=0.2,
+            ppo_kl_coef=0.1,
+            dro_beta=0.3,
         )
         config = verl.actor_config(global_batch_info=batch_info(inputs), policy_loss=policy_loss, **their_options)
         old = "rollout_log_prob" if name == "reinforce" else "old_log_prob"
@@ -125,7 +132,7 @@ def _policy_loss(
 
 def bypass_losses(verl: Verl) -> Iterator[Case]:
     """Yield the cases in which the sampling policy takes the place of the old policy."""
-    for mode in MODES[:3]:
+    for mode in MODES:
         for rule in (None, Rejection("token_k2", 0.05), Rejection("seq_mean_k1", (0.8, 1.25))):
             correction = RolloutCorrection(rules=() if rule is None else (rule,), bypass=True)
             yield _bypass_case(verl, "ppo_clip", mode, correction)
@@ -135,7 +142,7 @@ def bypass_losses(verl: Verl) -> Iterator[Case]:
 
 
 def _bypass_case(verl: Verl, loss: str, mode: str, correction: RolloutCorrection) -> Case:
-    algorithm = Algorithm(policy_loss=loss, aggregation=mode, correction=correction)
+    algorithm = Algorithm(policy_loss=loss, aggregation=mode, scale_factor=SCALE, correction=correction)
 
     def ours(inputs: Inputs) -> Numbers:
         log_probs_BT = inputs["log_probs_BT"].clone().requires_grad_()
