@@ -31,7 +31,7 @@ def main() -> None:
 def measure(folder: Path, seed: int, setting: Setting, *, with_tool: bool) -> str:
     """Train in a folder, and return the rewards and the time."""
     start = time.perf_counter()
-    splits = calculator_splits(**SIZES, seed=seed)
+    splits = calculator_splits(SIZES, seed=seed)
     if not with_tool:
         splits["sft"] = answer_rows(splits["train"])
     further = [] if with_tool else WITHOUT_TOOL

@@ -28,7 +28,7 @@ def main() -> None:
 def measure(folder: Path, seed: int, setting: Setting) -> str:
     """Train in a folder, and return the rewards, the won games, the guesses and the time."""
     start = time.perf_counter()
-    series = train_agent("game", game_splits(**SIZES, seed=seed), folder, seed, setting)
+    series = train_agent("game", game_splits(SIZES, seed=seed), folder, seed, setting)
     return (
         f"held-out reward {before_and_after(series, 'reward')}, won {before_and_after(series, 'rewards/won')}, "
         f"guesses {before_and_after(series, 'rewards/guesses')} in {duration(series)}, "

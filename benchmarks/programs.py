@@ -28,7 +28,7 @@ def main() -> None:
 def measure(folder: Path, seed: int, setting: Setting) -> str:
     """Train in a folder, and return the rewards, the responses without a program, the errors and the time."""
     start = time.perf_counter()
-    series = train_agent("programs", program_splits(**SIZES, seed=seed), folder, seed, setting)
+    series = train_agent("programs", program_splits(SIZES, seed=seed), folder, seed, setting)
     return (
         f"held-out reward {before_and_after(series, 'reward')}, without a program "
         f"{before_and_after(series, 'rewards/no_program')}, errors {before_and_after(series, 'rewards/errors')} in "
