@@ -99,7 +99,7 @@ docs: $(INSTALLED)  ## install if needed, then build the documentation site into
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 	@echo "site/index.html; with its search: $(PY) -m http.server --directory site"
 
-lock: $(INSTALLED)  ## resolve pyproject.toml anew into the lock, keeping the pins that fit (UPGRADE=1: newest versions)
+lock: $(INSTALLED)  ## resolve pyproject.toml again into the lock, keeping the pins that fit (UPGRADE=1: newest versions)
 	$(PY) requirements/lock.py $(INDEX) $(if $(UPGRADE),--upgrade)
 
 lock-cuda: $(INSTALLED)  ## the same for GPUs, into requirements/cuda.lock.txt (needs Python 3.12 as well: PYTHON312=...)

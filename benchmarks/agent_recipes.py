@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +53,31 @@ def read_setting(description: str | None) -> Setting:
     arguments = parser.parse_args()
     quiet_libraries()
     return Setting(arguments.seeds, arguments.sft_steps, arguments.steps, arguments.launcher == "local")
+
+
+def measure_agent(
+    name: str,
+    splits: Mapping[str, RowList],
+    seed: int,
+    setting: Setting,
+    shown: Mapping[str, str],
+    further: Sequence[str] = (),
+) -> str:
+    """Train in a temporary folder, and return a line with metrics before and after GRPO, and with the time.
+
+    Args:
+        name: name of the recipe, such as `game`.
+        splits: rows of the splits `sft`, `dev`, `train` and `test`.
+        seed: seed of model and training.
+        setting: settings of the benchmark.
+        shown: metric of validation for each name in the line.
+        further: options of both stages.
+    """
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        series = train_agent(name, splits, Path(folder), seed, setting, further=further)
+    values = ", ".join(f"{words} {before_and_after(series, metric)}" for words, metric in shown.items())
+    return f"{values} in {duration(series)}, {time.perf_counter() - start:.0f} s in all"
 
 
 def train_agent(

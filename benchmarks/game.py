@@ -7,33 +7,20 @@ the range with each guess: its reward is 0.72, with 3.8 guesses. Random guesses 
 
 from __future__ import annotations
 
-import tempfile
-import time
-from pathlib import Path
-
-from benchmarks.agent_recipes import Setting, before_and_after, duration, read_setting, train_agent
+from benchmarks.agent_recipes import measure_agent, read_setting
 from rl_plugins.data.prepare.game import SIZES, game_splits
+
+SHOWN = {"held-out reward": "reward", "won": "rewards/won", "guesses": "rewards/guesses"}
 
 
 def main() -> None:
     """Train, and print a line for each seed."""
     setting = read_setting(__doc__)
-    lines = []
-    for seed in setting.seeds:
-        with tempfile.TemporaryDirectory() as name:
-            lines.append(f"seed {seed}: {measure(Path(name), seed, setting)}")
+    lines = [
+        f"seed {seed}: {measure_agent('game', game_splits(SIZES, seed), seed, setting, SHOWN)}"
+        for seed in setting.seeds
+    ]
     print("\n".join(lines))
-
-
-def measure(folder: Path, seed: int, setting: Setting) -> str:
-    """Train in a folder, and return the rewards, the won games, the guesses and the time."""
-    start = time.perf_counter()
-    series = train_agent("game", game_splits(**SIZES, seed=seed), folder, seed, setting)
-    return (
-        f"held-out reward {before_and_after(series, 'reward')}, won {before_and_after(series, 'rewards/won')}, "
-        f"guesses {before_and_after(series, 'rewards/guesses')} in {duration(series)}, "
-        f"{time.perf_counter() - start:.0f} s in all"
-    )
 
 
 if __name__ == "__main__":

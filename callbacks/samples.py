@@ -74,49 +74,75 @@ class RolloutTraces(Callback):
     ) -> None:
         if not isinstance(pl_module, Stage):
             return
-        step = pl_module.step
         for sample in pl_module.shown_samples.training:
             for logger in mlflow_loggers(trainer.loggers):
-                logger.offer(lambda run, sample=sample: log_trace(run, step, sample))  # type: ignore[misc]
+                logger.offer(SampleTrace(pl_module.step, sample))
 
 
-def log_trace(run: TrackedRun, step: int, sample: Mapping[str, object]) -> None:
-    """Log a sample as a trace: the prompt is the input, the response is the output, other values are attributes.
+class SampleTrace:
+    """Call of a sender that logs a sample as a trace.
 
-    The score and the further numbers of the reward are assessments of the trace: `reward`, and `reward/NAME` each.
+    The prompt is the input, the response is the output, and other values are attributes. The score and the further
+    numbers of the reward are assessments of the trace: `reward`, and `reward/NAME` each. The sender makes a failed call
+    again: the call then adds what the store lacks, and MLflow has no trace and no assessment twice.
 
     Args:
-        run: run in MLflow.
         step: step of the stage's clock.
         sample: values of the sample: `prompt`, `response`, `score` and others, with `images` if the prompt has images,
             with `rewards`, the further numbers of the reward by their names, and with `turns` of a conversation, which
             get spans of their own.
     """
-    import mlflow
 
-    attributes: dict[str, Any] = {
-        key: value for key, value in sample.items() if key not in _NOT_ATTRIBUTES and value is not None
-    }
-    attributes["step"] = step
-    turns: Any = sample.get("turns", ())
-    start_ns, end_ns = _limits_ns(turns)
-    span = mlflow.start_span_no_context(
-        "rollout",
-        span_type="LLM",
-        inputs={key: sample[key] for key in ("prompt", "images") if key in sample},
-        attributes=attributes,
-        tags={"step": str(step), "score": str(sample["score"])},
-        metadata={"mlflow.sourceRun": run.run_id},
-        experiment_id=run.experiment_id,
-        start_time_ns=start_ns,
-    )
-    _add_turns(span, turns)
-    span.end(outputs={"response": sample["response"]}, end_time_ns=end_ns)
-    # An assessment belongs to a recorded trace.
-    details: Any = sample.get("rewards") or {}
-    for name, value in {"reward": sample["score"], **{f"reward/{key}": details[key] for key in details}}.items():
-        if isinstance(value, int | float):
-            mlflow.log_feedback(trace_id=span.trace_id, name=name, value=value)
+    def __init__(self, step: int, sample: Mapping[str, Any]) -> None:
+        self._step, self._sample = step, sample
+        self._trace_id: str | None = None
+
+    def __call__(self, run: TrackedRun) -> None:
+        """Log the trace and its assessments, but for those that a failed try has recorded."""
+        import mlflow
+
+        recorded = self._recorded_assessments(run)
+        if recorded is None:
+            self._trace_id, recorded = self._log_spans(run), set()
+        assert self._trace_id is not None
+        # An assessment belongs to a recorded trace.
+        details = self._sample.get("rewards") or {}
+        assessments = {"reward": self._sample["score"], **{f"reward/{key}": details[key] for key in details}}
+        for name, value in assessments.items():
+            if name not in recorded and isinstance(value, int | float):
+                mlflow.log_feedback(trace_id=self._trace_id, name=name, value=value)
+
+    def _recorded_assessments(self, run: TrackedRun) -> set[str] | None:
+        """Return the names of the assessments in the store; None if the store does not have the whole trace."""
+        if self._trace_id is None:
+            return None
+        whole = f"request_id = '{self._trace_id}' AND status = 'OK'"
+        traces = run.client.search_traces(locations=[run.experiment_id], filter_string=whole, include_spans=False)
+        return {assessment.name for assessment in traces[0].info.assessments} if traces else None
+
+    def _log_spans(self, run: TrackedRun) -> str:
+        """Log the trace without assessments, and return its id."""
+        import mlflow
+
+        sample, turns = self._sample, self._sample.get("turns", ())
+        attributes: dict[str, Any] = {
+            key: value for key, value in sample.items() if key not in _NOT_ATTRIBUTES and value is not None
+        }
+        attributes["step"] = self._step
+        start_ns, end_ns = _limits_ns(turns)
+        span = mlflow.start_span_no_context(
+            "rollout",
+            span_type="LLM",
+            inputs={key: sample[key] for key in ("prompt", "images") if key in sample},
+            attributes=attributes,
+            tags={"step": str(self._step), "score": str(sample["score"])},
+            metadata={"mlflow.sourceRun": run.run_id},
+            experiment_id=run.experiment_id,
+            start_time_ns=start_ns,
+        )
+        _add_turns(span, turns)
+        span.end(outputs={"response": sample["response"]}, end_time_ns=end_ns)
+        return span.trace_id
 
 
 def _limits_ns(turns: Sequence[Mapping[str, Any]]) -> tuple[int | None, int | None]:

@@ -28,7 +28,9 @@ _SECRET_NAME = re.compile(f"{_NAME}|{_VARIABLE}", re.IGNORECASE)
 # place of an expression, is a port.
 _USER_AND_PASSWORD = re.compile(r"(?<=://)(?:[^\s/:]*:(?!(?:\d+|[\ue000-\uf8ff])/)[^\s\"']*@|[^\s/]*@)")
 _SIGNATURE = re.compile(
-    r"(?<=[?&])((?:x-(?:amz|goog)-(?:signature|credential|security-token)|sig|signature|key|api_?key|token|access_token)=)(?!\$\{)[^\s&\"']+",
+    r"(?<=[?&])"
+    r"((?:x-(?:amz|goog)-(?:signature|credential|security-token)|sig|signature|key|api_?key|token|access_token)=)"
+    r"(?!\$\{)[^\s&\"']+",
     re.IGNORECASE,
 )
 _EXPRESSION = re.compile(r"(\$\{(?:[^${}]|\$\{[^${}]*\})*\})")
@@ -40,7 +42,8 @@ _FIRST_PLACE = 0xE000
 """First of the characters for private use, which stand for expressions while an address is searched."""
 # A name with `=`, or a name in quotes or behind `{` or `,` with `:`. Expressions, true, false and null are no secrets.
 _NAMED_VALUE = re.compile(
-    rf"""([\w.+-]*(?:{_NAME})[\w-]*=|\w*{_VARIABLE}=|(?:["'][\w.-]*(?:{_NAME})[\w-]*["']|[{{,]\s*[\w.-]*(?:{_NAME})[\w-]*)\s*:\s*)"""
+    rf"""([\w.+-]*(?:{_NAME})[\w-]*=|\w*{_VARIABLE}="""
+    rf"""|(?:["'][\w.-]*(?:{_NAME})[\w-]*["']|[{{,]\s*[\w.-]*(?:{_NAME})[\w-]*)\s*:\s*)"""
     r"""(?!["']?\$\{|(?:true|false|null|none)\b)(?:"[^"]*"|'[^']*'|[^\s"',;&)}\]]+)""",
     re.IGNORECASE,
 )

@@ -1,4 +1,4 @@
-"""Border to the code of the user: a deadline for each call, one event loop, errors in one line, an end for forks.
+"""Calls of the code of the user: a deadline for each call, one event loop, errors in one line, an end for forks.
 
 The soft deadline of a call is a timer signal, which raises an exception inside the called code. The signal interrupts
 Python code, also a sleep. Signals reach the main thread only, so no other thread has a soft deadline. Under a debugger

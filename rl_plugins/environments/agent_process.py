@@ -94,7 +94,7 @@ def _run(name: str, function: Callable[..., Any], asked: AgentArguments) -> Answ
             value = asyncio.run(_awaited(value))
     except MemoryError:
         return failure_of("memory", f"{name}: an agent may take no more memory: raise memory_mb")
-    # The border to the code of the user; the failure is counted.
+    # Code of the user may raise any exception; the failure is counted.
     except (Exception, SystemExit) as error:
         return failure_of("raised", f"{name}: {describe(error)}")
     if value is None:

@@ -13,7 +13,7 @@ from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.step_result import Answer
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.loading import plain
-from rl_plugins.rewards.records import Message, Score, ScoringRequest, failed, infinite_sum
+from rl_plugins.rewards.records import Message, Score, ScoringRequest, failed, finite_score
 from rl_plugins.rewards.trajectory import LastWords, Reply, Start, Turn
 
 if TYPE_CHECKING:
@@ -133,21 +133,14 @@ class StatefulConversations:
 
     def _scored(self, talk: _Talk, answer: Answer) -> Score | LastWords:
         assert answer.score is not None
-        score = _finite((talk.reward or 0.0) + answer.score, answer.details)
+        score = finite_score((talk.reward or 0.0) + answer.score, answer.details)
         return LastWords(score, answer.messages) if answer.messages else score
 
     def _without_score(self, talk: _Talk) -> Score:
         if talk.reward is not None:
-            return _finite(talk.reward, {})
+            return finite_score(talk.reward, {})
         return failed(
             "raised",
             f"the conversation ended after {talk.num_answered} turns without a reward: write `async def score(self)`, "
             "return a StepResult with a reward for each turn, or raise max_turns (environment.max_turns in a recipe)",
         )
-
-
-def _finite(value: float, details: Mapping[str, float]) -> Score:
-    """Return the score of a value; the sum of finite rewards may be infinite."""
-    if abs(value) == float("inf"):
-        return infinite_sum(value)
-    return Score(value, dict(details))

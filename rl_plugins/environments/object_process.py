@@ -267,7 +267,7 @@ class _Copy:
             return failure_of("raised", f"{self._name}: {describe(error)}")
         except MemoryError:
             return failure_of("memory", f"{self._name}: {method}: an object may take no more memory: raise memory_mb")
-        # The border to the code of the user; the failure is counted.
+        # Code of the user may raise any exception; the failure is counted.
         except (Exception, SystemExit) as error:
             return failure_of("raised", f"{self._name}: {method}: {describe(error)}")
 

@@ -127,7 +127,7 @@ class _Server:
             if deadline.expired():
                 return "late", f"{tool.name}: no result within {self._task.deadline_s:g} s", _NO_REWARD
             return "raised", _described(error), _NO_REWARD
-        # The border to the code of the user; the policy reads the error.
+        # Code of the user may raise any exception; the policy reads the error.
         except (Exception, SystemExit) as error:
             return "raised", _described(error), _NO_REWARD
 

@@ -337,7 +337,7 @@ class ParentRun:
         Returns:
             True if the store has everything.
         """
-        # Imported here because `tracking` imports Lightning, which this process otherwise does not need.
+        # Imported here because `mlflow_run` imports Lightning, which this process otherwise does not need.
         from mlflow.exceptions import MlflowException
 
         from rl_plugins.launch.mlflow_run import sync

@@ -7,6 +7,7 @@ Failures are counted for the metrics, and too many failures end the run.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -86,9 +87,9 @@ def failed(failure: Failure, message: str) -> Score:
     return Score(value=None, failure=failure, message=message[:_MESSAGE_LIMIT])
 
 
-def infinite_sum(value: float) -> Score:
-    """Return the failure of a conversation whose finite rewards have an infinite sum."""
-    return failed("not_finite", f"the sum of the rewards is {value}")
+def finite_score(value: float, details: Mapping[str, float]) -> Score:
+    """Return the score of a conversation from the sum of its rewards. The sum of finite rewards may be infinite."""
+    return Score(value, details) if math.isfinite(value) else failed("not_finite", f"the sum of the rewards is {value}")
 
 
 def read_scores(outcome: object, name: str, batch: int | None) -> list[Score]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rl_plugins.config.sampling import EnvironmentConfig
 from rl_plugins.data.tokenization import TurnTokenizer
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.records import Score, ScoringRequest, failed, infinite_sum
+from rl_plugins.rewards.records import Score, ScoringRequest, failed, finite_score
 from rl_plugins.rewards.trajectory import Reply, Turn
 
 if TYPE_CHECKING:
@@ -53,10 +51,7 @@ class TurnRewards:
     def ended(self, key: int, score: Score) -> Score:
         """Return the score of a finished conversation with the rewards of its turns."""
         reward = self._sums.pop(key, 0.0)
-        if score.value is None:
-            return score
-        value = score.value + reward
-        return replace(score, value=value) if math.isfinite(value) else infinite_sum(value)
+        return score if score.value is None else finite_score(score.value + reward, score.details)
 
     def forget(self, keys: Sequence[int]) -> None:
         """Drop conversations."""

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from typing import Any
 
 from rl_plugins.data.prepare.files import RowList
 from rl_plugins.data.prepare.splits import choose_splits
 
-SIZES = {"num_train": 2048, "num_dev": 64, "num_test": 256}
+SIZES = {"train": 2048, "dev": 64, "test": 256}
 """Rows of each split."""
 TOOL, ARGUMENT = "calc", "x"
 """Name of the tool, and of its argument."""
 
 
-def calculator_splits(*, num_train: int, num_dev: int, num_test: int, seed: int) -> dict[str, RowList]:
+def calculator_splits(sizes: Mapping[str, int], seed: int) -> dict[str, RowList]:
     """Return products of two numbers as prompts, and the split `sft` with calls. A prompt is `347*86`.
 
     Args:
-        num_train: number of rows of the split `train`.
-        num_dev: number of rows of the split `dev`.
-        num_test: number of rows of the split `test`.
+        sizes: number of rows of `train`, `dev` and `test`.
         seed: seed of the choice.
 
     Returns:
@@ -31,7 +30,7 @@ def calculator_splits(*, num_train: int, num_dev: int, num_test: int, seed: int)
         ConfigError: a number is below 1, or there are fewer products than rows.
     """
     pairs = [(left, right) for left in range(100, 1000) for right in range(10, 100)]
-    chosen = choose_splits(pairs, random.Random(seed), num_train=num_train, num_dev=num_dev, num_test=num_test)
+    chosen = choose_splits(pairs, random.Random(seed), sizes)
     splits = {
         split: [_row([{"role": "user", "content": f"{left}*{right}"}], left * right, "") for left, right in factors]
         for split, factors in chosen.items()

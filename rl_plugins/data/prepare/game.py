@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 from rl_plugins.data.prepare.files import RowList
 from rl_plugins.data.prepare.splits import choose_splits
 
-SIZES = {"num_train": 768, "num_dev": 64, "num_test": 192}
+SIZES = {"train": 768, "dev": 64, "test": 192}
 """Rows of each split."""
 LOWEST, HIGHEST = 10, 99
 """All numbers have two digits, so all guesses have the same number of tokens."""
@@ -17,13 +18,11 @@ WIDTHS = range(16, 32)
 MAX_GUESSES = 6
 
 
-def game_splits(*, num_train: int, num_dev: int, num_test: int, seed: int) -> dict[str, RowList]:
+def game_splits(sizes: Mapping[str, int], seed: int) -> dict[str, RowList]:
     """Return games as prompts, and the split `sft` with guesses. A prompt is `23-53`, its answer the hidden number.
 
     Args:
-        num_train: number of rows of the split `train`.
-        num_dev: number of rows of the split `dev`.
-        num_test: number of rows of the split `test`.
+        sizes: number of rows of `train`, `dev` and `test`.
         seed: seed of the choice.
 
     Returns:
@@ -34,7 +33,7 @@ def game_splits(*, num_train: int, num_dev: int, num_test: int, seed: int) -> di
     """
     ranges = [(low, low + width - 1) for width in WIDTHS for low in range(LOWEST, HIGHEST - width + 2)]
     rng = random.Random(seed)
-    chosen = choose_splits(ranges, rng, num_train=num_train, num_dev=num_dev, num_test=num_test)
+    chosen = choose_splits(ranges, rng, sizes)
     splits = {
         split: [_row(low, high, rng.randint(low, high)) for low, high in chosen_ranges]
         for split, chosen_ranges in chosen.items()

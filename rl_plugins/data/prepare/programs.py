@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from typing import Any
 
 from rl_plugins.data.prepare.files import RowList
 from rl_plugins.data.prepare.splits import choose_splits
 
-SIZES = {"num_train": 768, "num_dev": 32, "num_test": 96}
+SIZES = {"train": 768, "dev": 32, "test": 96}
 """Rows of each split."""
 SLOPES, CONSTANTS = range(1, 10), range(100)
 SHOWN, TESTED = (0, 1), (0, 7)
 """Arguments in the prompt, and arguments of the tests. Only the right function passes both tests."""
 
 
-def program_splits(*, num_train: int, num_dev: int, num_test: int, seed: int) -> dict[str, RowList]:
+def program_splits(sizes: Mapping[str, int], seed: int) -> dict[str, RowList]:
     """Return functions as prompts, and the split `sft` with programs. The ground truth of a row has two tests.
 
     Args:
-        num_train: number of rows of the split `train`.
-        num_dev: number of rows of the split `dev`.
-        num_test: number of rows of the split `test`.
+        sizes: number of rows of `train`, `dev` and `test`.
         seed: seed of the choice.
 
     Returns:
@@ -32,7 +31,7 @@ def program_splits(*, num_train: int, num_dev: int, num_test: int, seed: int) ->
         ConfigError: a number is below 1, or there are fewer functions than rows.
     """
     lines = [(slope, constant) for slope in SLOPES for constant in CONSTANTS]
-    chosen = choose_splits(lines, random.Random(seed), num_train=num_train, num_dev=num_dev, num_test=num_test)
+    chosen = choose_splits(lines, random.Random(seed), sizes)
     splits = {split: [_row(*line) for line in chosen_lines] for split, chosen_lines in chosen.items()}
     return {**splits, "sft": splits["train"]}
 

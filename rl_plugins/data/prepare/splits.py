@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -12,22 +12,17 @@ from rl_plugins.errors import ConfigError
 Item = TypeVar("Item")
 
 
-def choose_splits(
-    items: Sequence[Item], rng: random.Random, *, num_train: int, num_dev: int, num_test: int
-) -> dict[str, list[Item]]:
-    """Return items for the splits `train`, `dev` and `test`, in a random order. No item comes twice.
+def choose_splits(items: Sequence[Item], rng: random.Random, sizes: Mapping[str, int]) -> dict[str, list[Item]]:
+    """Return items for each split, in a random order. No item comes twice.
 
     Args:
         items: different items to choose from.
         rng: source of the choice.
-        num_train: number of items of the split `train`.
-        num_dev: number of items of the split `dev`.
-        num_test: number of items of the split `test`.
+        sizes: number of items of each split.
 
     Raises:
         ConfigError: a number is below 1, or there are fewer items than asked for.
     """
-    sizes = {"train": num_train, "dev": num_dev, "test": num_test}
     for split, size in sizes.items():
         if size < 1:
             raise ConfigError(f"num_{split}={size}: must be 1 or more")

@@ -124,23 +124,26 @@ def _build_addition(options: Namespace) -> dict[str, RowList]:
 # Agents -----------------------------------------------------------------------------------------------------------
 
 
-def agent_task(summary: str, sizes: Mapping[str, int], make_splits: Callable[..., dict[str, RowList]]) -> Task:
+MakeSplits = Callable[[Mapping[str, int], int], dict[str, RowList]]
+"""Returns the rows of each split, from the numbers of rows of `train`, `dev` and `test`, and a seed."""
+
+
+def agent_task(summary: str, sizes: Mapping[str, int], make_splits: MakeSplits) -> Task:
     """Return a task for an agent recipe, with the splits `train`, `dev`, `test` and `sft`.
 
     Args:
         summary: one line for `--help`.
-        sizes: default number of rows of each split, as arguments of `make_splits`.
-        make_splits: function from the numbers of rows and a seed to the rows of each split.
+        sizes: default number of rows of `train`, `dev` and `test`.
+        make_splits: function that makes the rows.
     """
 
     def add_arguments(parser: ArgumentParser) -> None:
-        for name, size in sizes.items():
-            split = name.removeprefix("num_")
+        for split, size in sizes.items():
             parser.add_argument(f"--num-{split}", type=int, default=size, help=f"rows of {split} (default: {size})")
         parser.add_argument("--seed", type=int, default=0, help="seed of the choice (default: %(default)s)")
 
     def build(options: Namespace) -> dict[str, RowList]:
-        return make_splits(**{name: getattr(options, name) for name in sizes}, seed=options.seed)
+        return make_splits({split: getattr(options, f"num_{split}") for split in sizes}, options.seed)
 
     return Task(summary, add_arguments, build)
 

@@ -16,27 +16,27 @@ from rl_plugins.launch.command_line import compose_config
 from rl_plugins.rewards.code_tests import program_of, read_tests
 from rl_plugins.tests.data.prepare_command import main
 
-SIZES = {"num_train": 6, "num_dev": 2, "num_test": 3}
+SIZES = {"train": 6, "dev": 2, "test": 3}
 
 
 def test_choose_splits_takes_no_item_twice() -> None:
-    splits = choose_splits(range(11), random.Random(0), **SIZES)
+    splits = choose_splits(range(11), random.Random(0), SIZES)
     assert sorted(item for items in splits.values() for item in items) == [*range(11)]
     assert {split: len(items) for split, items in splits.items()} == {"train": 6, "dev": 2, "test": 3}
 
 
 def test_choose_splits_refuses_sizes_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match=r"11 rows .* \(6 train, 2 dev, 3 test\), but .* only 10 different"):
-        choose_splits(range(10), random.Random(0), **SIZES)
+        choose_splits(range(10), random.Random(0), SIZES)
     with pytest.raises(ConfigError, match="num_dev=0: must be 1 or more"):
-        choose_splits(range(11), random.Random(0), **{**SIZES, "num_dev": 0})
+        choose_splits(range(11), random.Random(0), {**SIZES, "dev": 0})
 
 
 def test_program_splits_have_programs_that_alone_pass_both_tests() -> None:
-    splits = program_splits(**SIZES, seed=0)
+    splits = program_splits(SIZES, seed=0)
     rows = [row for split in ("train", "dev", "test") for row in splits[split]]
     assert len({row["prompt"][0]["content"] for row in rows}) == 11 and splits["sft"] == splits["train"]
-    assert splits == program_splits(**SIZES, seed=0) and splits != program_splits(**SIZES, seed=1)
+    assert splits == program_splits(SIZES, seed=0) and splits != program_splits(SIZES, seed=1)
     for row in rows:
         tests = json.loads(row["reward_model"]["ground_truth"])
         assert len(read_tests(row["reward_model"]["ground_truth"], row["extra_info"])) == 2

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import openai
-
 from rl_plugins.environments.step_result import StepResult
 from rl_plugins.environments.tool_functions import ToolResult
 
@@ -72,6 +70,9 @@ class Waiting:
 
 async def ask(row: Mapping[str, Any], base_url: str, api_key: str, *, folder: str) -> float:
     """The agent."""
+    # The library openai is installed with vLLM.
+    import openai
+
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         messages: list[Any] = [*row["prompt"]]
         while True:

@@ -28,10 +28,11 @@ def test_calc_refuses_other_expressions() -> None:
 
 
 def test_call_rows_teach_the_call_and_the_answer_of_each_product() -> None:
-    splits = calculator_splits(num_train=6, num_dev=2, num_test=3, seed=0)
+    sizes = {"train": 6, "dev": 2, "test": 3}
+    splits = calculator_splits(sizes, seed=0)
     questions = [row["prompt"][0]["content"] for rows in splits.values() for row in rows]
-    assert {name: len(rows) for name, rows in splits.items()} == {"train": 6, "dev": 2, "test": 3, "sft": 12}
-    assert len(set(questions)) == 11 and splits == calculator_splits(num_train=6, num_dev=2, num_test=3, seed=0)
+    assert {name: len(rows) for name, rows in splits.items()} == {**sizes, "sft": 12}
+    assert len(set(questions)) == 11 and splits == calculator_splits(sizes, seed=0)
     (first, *_), (call, answer, *_) = splits["train"], splits["sft"]
     product = first["reward_model"]["ground_truth"]
     assert product == str(calc(first["prompt"][0]["content"]))

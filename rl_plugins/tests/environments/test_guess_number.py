@@ -12,7 +12,7 @@ from rl_plugins.environments.guess_number import GuessNumber
 from rl_plugins.environments.step_result import Answer, read_step
 from rl_plugins.tests.cases import case
 
-SIZES = {"num_train": 40, "num_dev": 5, "num_test": 9}
+SIZES = {"train": 40, "dev": 5, "test": 9}
 
 
 def started(row: dict[str, Any], **options: float) -> GuessNumber:
@@ -58,7 +58,7 @@ def test_score_of_a_lost_game() -> None:
 
 
 def test_game_splits_have_different_ranges_of_two_digits() -> None:
-    splits = game_splits(**SIZES, seed=0)
+    splits = game_splits(SIZES, seed=0)
     games = [row for split in ("train", "dev", "test") for row in splits[split]]
     assert [len(splits[split]) for split in ("train", "dev", "test")] == [40, 5, 9]
     assert len({row["prompt"][0]["content"] for row in games}) == 54
@@ -67,11 +67,11 @@ def test_game_splits_have_different_ranges_of_two_digits() -> None:
         assert row["prompt"] == [{"role": "user", "content": f"{low}-{high}"}]
         assert LOWEST <= low <= int(row["reward_model"]["ground_truth"]) <= high <= HIGHEST
         assert high - low + 1 in WIDTHS
-    assert splits == game_splits(**SIZES, seed=0) and splits != game_splits(**SIZES, seed=1)
+    assert splits == game_splits(SIZES, seed=0) and splits != game_splits(SIZES, seed=1)
 
 
 def test_guess_rows_are_turns_of_games_with_guesses_in_the_range() -> None:
-    splits = game_splits(**SIZES, seed=0)
+    splits = game_splits(SIZES, seed=0)
     games = {row["prompt"][0]["content"]: row for row in splits["train"]}
     lengths, won = [], 0
     for row in splits["sft"]:

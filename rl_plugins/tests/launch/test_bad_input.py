@@ -22,9 +22,11 @@ from rl_plugins.tests.launch import own_rows
 from rl_plugins.tests.launch.bad_options import CHECKS, COMPOSING
 from rl_plugins.tests.launch.bad_options_of_environments import ENVIRONMENT_CHECKS
 from rl_plugins.tests.launch.bad_options_of_recipes import OTHER_RECIPES, PAIRS, STEPS
+from rl_plugins.tests.launch.bad_options_of_rewards import REWARD_CHECKS
 from rl_plugins.tests.launch.configurations import configured, message_of
 from rl_plugins.tests.patience import patient
 
+ALL_CHECKS = CHECKS | REWARD_CHECKS | ENVIRONMENT_CHECKS
 GOOD = [
     "model.path=model", "data.train_files=[train.parquet]", "data.val_files=[test.parquet]",
     "placement.num_workers=1", "placement.device=cpu", "sampling.max_tokens=6", "data.max_prompt_tokens=26",
@@ -114,10 +116,10 @@ def test_explain_gives_the_same_message_under_a_debugger(monkeypatch):
     assert wrong == []
 
 
-@pytest.mark.parametrize("subject", [*CHECKS, *ENVIRONMENT_CHECKS])
+@pytest.mark.parametrize("subject", [*ALL_CHECKS])
 def test_run_recipe_names_the_option_and_the_way_out(subject, started):
     wrong = []
-    for overrides, expected in (CHECKS | ENVIRONMENT_CHECKS)[subject]:
+    for overrides, expected in ALL_CHECKS[subject]:
         wrong += missing_words(check(*overrides), overrides, expected)
     assert wrong == [] and started == []
 

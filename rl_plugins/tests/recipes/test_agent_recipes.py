@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 
 from benchmarks.agent_recipes import Series, Setting, before_and_after, train_agent
 from rl_plugins.data.prepare.calculator import calculator_splits
-from rl_plugins.data.prepare.files import RowList
 from rl_plugins.data.prepare.game import game_splits
 from rl_plugins.data.prepare.programs import program_splits
+from rl_plugins.data.prepare.tasks import MakeSplits
 from rl_plugins.launch import training  # noqa: F401
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.sandbox.machine import skip_without_namespaces
 
 SETTING = Setting(seeds=[0], sft_steps=2, grpo_steps=2, is_local=True)
-SIZES = {"num_train": 8, "num_dev": 2, "num_test": 2}
+SIZES = {"train": 8, "dev": 2, "test": 2}
 SMALL = (
     "batch.prompts_per_step=4", "batch.samples_per_prompt=2", "run.eval_every=2", "run.target_reward=null",
     "placement.device=cpu", f"reward.load_timeout_s={patient(60)}", f"reward.deadline_s={patient(60)}",
@@ -41,7 +41,7 @@ class Agent:
     """
 
     name: str
-    make_splits: Callable[..., dict[str, RowList]]
+    make_splits: MakeSplits
     metrics: list[str] = field(default_factory=list)
 
 
@@ -64,7 +64,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         for name, value in {"OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}.items():
             patch.setenv(name, value)
         further = [*SMALL, *SLOW[agent.name]]
-        splits = agent.make_splits(**SIZES, seed=0)
+        splits = agent.make_splits(SIZES, 0)
         folder = tmp_path_factory.mktemp(agent.name)
         yield agent, train_agent(agent.name, splits, folder, 0, SETTING, further=further)
 

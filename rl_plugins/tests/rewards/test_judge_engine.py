@@ -65,10 +65,13 @@ def test_server_of_a_judge_has_no_other_paths() -> None:
         async def app(scope: Any, receive: Any, send: Any) -> None:
             sent.append("answered")
 
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request"}
+
         async def send(message: Any) -> None:
             sent.append(message.get("status", message["type"]))
 
-        await OnlyJudgePaths(app)({"type": kind, "path": path}, lambda: None, send)  # type: ignore[arg-type, return-value]
+        await OnlyJudgePaths(app)({"type": kind, "path": path}, receive, send)
         return sent
 
     for kind, path in (("http", "/health"), ("http", "/v1/chat/completions"), ("lifespan", "")):

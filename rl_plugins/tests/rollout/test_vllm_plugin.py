@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+pytest.importorskip("vllm")
+
 from rl_plugins.memory import MemoryChange, return_free_memory
 from rl_plugins.rollout.vllm import plugin
 from rl_plugins.rollout.vllm.plugin import (
