@@ -122,7 +122,7 @@ def test_schedule_that_needs_a_metric_is_refused(form: str) -> None:
 
 
 def test_export_before_fit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"PolicyOptimization.export .*call trainer.fit\(stage, ...\) first"):
+    with pytest.raises(ConfigError, match=r"PolicyOptimization.export: .*call trainer.fit\(stage, ...\) first"):
         policy_optimization(build_model()).export(tmp_path / "out")
 
 
