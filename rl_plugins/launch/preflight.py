@@ -187,7 +187,7 @@ def slow_here(config: RecipeConfig) -> str | None:
 
     With `RAY_ADDRESS` the processors of the run are unknown here, and the function returns None.
     """
-    from rl_plugins.cpu import multiplies_bfloat16
+    from rl_plugins.cpu_bfloat16 import multiplies_bfloat16
 
     in_bfloat16 = {
         "model.precision=32-true": config.precision.startswith("bf16"),

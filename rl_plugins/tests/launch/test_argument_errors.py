@@ -55,7 +55,7 @@ def set_arguments() -> set[str]:
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("Ray"):
             names |= {keyword.arg for keyword in node.keywords if keyword.arg is not None}
         elif isinstance(node, ast.Dict):
-            names |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
+            names |= {str(key.value) for key in node.keys if isinstance(key, ast.Constant)}
     return names
 
 
