@@ -285,11 +285,11 @@ class Stage(LightningModule):
         configured = []
         for name, config in self.optimizer_configs().items():
             if own is not None and name == self.trained:
-                one = only_one(own.configure_optimizers(), own)
+                built = only_one(own.configure_optimizers(), own)
             else:
-                one = build_optimizer(config, models[name])
-            self._model_of_optimizer[id(one["optimizer"])] = name
-            configured.append(one)
+                built = build_optimizer(config, models[name])
+            self._model_of_optimizer[id(built["optimizer"])] = name
+            configured.append(built)
         return configured
 
     # The step ---------------------------------------------------------------------------------------------------
