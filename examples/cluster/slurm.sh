@@ -1,6 +1,6 @@
 #!/bin/bash
-# A recipe as a Slurm job: sbatch examples/cluster/slurm.sh. The same command continues the run, and so does Slurm when the job
-# is put back into the queue. Another run needs another name in the variable `run`.
+# A recipe as a Slurm job: sbatch examples/cluster/slurm.sh. Each job has a run of its own, which Slurm continues when it puts
+# the job back into the queue. RUN=NAME sbatch examples/cluster/slurm.sh continues the run NAME.
 #SBATCH --job-name=grpo
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -16,7 +16,8 @@ set -euo pipefail
 # Every machine must see the environment and the output folder.
 source "${ENVIRONMENT:?the folder of a virtual environment with rl-plugins[gpu]}/bin/activate"
 shared=${SHARED:?a folder that every machine can write}
-run=$shared/outputs/grpo
+# A job keeps its number in the queue, and a new job has another number.
+run=$shared/outputs/${RUN:-grpo-$SLURM_JOB_ID}
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 address="$head:6379"
@@ -47,6 +48,6 @@ while kill -0 "$job" 2>/dev/null; do
     wait "$job" || status=$?
 done
 if [ "$status" -eq 75 ]; then
-    echo "stopped and saved. To continue, submit the same job again"
+    echo "stopped and saved. To continue, submit the job again with RUN=${run##*/}"
 fi
 exit "$status"

@@ -70,6 +70,11 @@ def _check_sampling(config: RecipeConfig) -> None:
             f"sampling.vllm.{next(iter(sampling.vllm))}: rollout.engine={config.rollout.engine} has no such argument: "
             "use rollout.engine=vllm, or leave it out"
         )
+    if sampling.stop and config.rollout.engine == "transformers" and config.needs_engine:
+        raise ConfigError(
+            "sampling.stop: rollout.engine=transformers stops at tokens only: use sampling.stop_token_ids, or "
+            "rollout.engine=vllm"
+        )
     least = sampling.vllm.get("min_tokens", 0)
     if least > sampling.max_tokens:
         raise ConfigError(

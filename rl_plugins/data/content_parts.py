@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from rl_plugins.data.slices import SequenceWithSlices
+from rl_plugins.data.sequence_with_slices import SequenceWithSlices
 from rl_plugins.errors import RowError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from rl_plugins.data.images import (
 )
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import LocatedRow, PromptRows
-from rl_plugins.data.slices import SequenceWithSlices
+from rl_plugins.data.sequence_with_slices import SequenceWithSlices
 from rl_plugins.data.tokenization import FilterOrError, PlainTexts, completed, load_tokenizer
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.hub.files import model_folder

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rl_plugins.data.slices import SequenceWithSlices
+from rl_plugins.data.sequence_with_slices import SequenceWithSlices
 from rl_plugins.errors import ConfigError
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rl_plugins.environments.in_words import first_messages, own_function, seed_of
 from rl_plugins.environments.step_result import StepResult
+from rl_plugins.environments.text_adapters import first_messages, own_function, seed_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.records import Message
 

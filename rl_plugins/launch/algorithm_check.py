@@ -31,7 +31,7 @@ from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.settings import fits, shown, words_of
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.argument_errors import errors_with_options, options_in
+from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
 from rl_plugins.launch.instantiation import instantiate_node
 from rl_plugins.python_file import nearest
 from rl_plugins.stages.off_policy import check_comparable, check_recomputed_routes
@@ -72,7 +72,7 @@ def check_router_options(config: RecipeConfig, policy: Mapping[str, Any]) -> Non
     # The import loads transformers, which takes seconds.
     from rl_plugins.router_replay import check_routers
 
-    with errors_with_options(options_in("model", ["router_losses", "router_replay"])):
+    with errors_with_options(RUN_OPTIONS):
         if config.model.router_losses.active:
             check_routers(policy, "router_losses")
         if config.model.router_replay:

@@ -200,19 +200,25 @@ def check_fit(roles: Sequence[Role], nodes: Sequence[Resources], where: str) -> 
                 f"{role.count} {role.name} with {_words(amounts)} of one machine each: the machines of {where} have "
                 f"room for {room}. Lower {options}"
             )
-        if role.strategy == "STRICT_SPREAD" and role.count > len(nodes):
+        # The head of a cluster may have no CPUs for workers.
+        usable = sum(_room(node, role.bundle, 1) for node in nodes)
+        if role.strategy == "STRICT_SPREAD" and role.count > usable:
             raise ConfigError(
                 f"placement.strategy=STRICT_SPREAD needs a separate machine for each of the {role.count} {role.name}, "
-                f"but {where} has {len(nodes)}. Lower placement.num_workers, or set placement.strategy=SPREAD"
+                f"but {where} has {usable} with {_words(role.bundle)}. Lower placement.num_workers, or set "
+                "placement.strategy=SPREAD"
             )
 
     if (crowded := role_without_place(list(_bundles(roles)), nodes)) is not None:
-        asking = [role for role in roles if role.bundle]
-        (role,) = (role for role in asking if role.name == crowded)
-        others = ", ".join(f"{other.name} {other.count} x {_words(other.bundle)}" for other in asking if other != role)
+        (role,) = (role for role in roles if role.name == crowded)
+        others = [other for other in roles if other.bundle and other != role]
+        beside = ", ".join(f"{other.name} {other.count} x {_words(other.bundle)}" for other in others)
+        place = f"place for all of them beside {beside}" if others else "place for all of them"
+        # An engine over several GPUs keeps workers on one machine, so its size counts as well.
+        asking = [role for role in roles if role.bundle or role.shared_gpus > 1]
         raise ConfigError(
-            f"{role.name} {role.count} x {_words(role.bundle)}: the machines of {where} have no place for all of them "
-            f"beside {others}. Lower {'; '.join(role.options for role in asking)}; or use larger machines"
+            f"{role.name} {role.count} x {_words(role.bundle)}: the machines of {where} have no {place}. Lower "
+            f"{'; '.join(role.options for role in asking)}; or use larger machines"
         )
 
 

@@ -22,6 +22,7 @@ from rl_plugins.config.rollout import check_cpu_head_size, check_engine_adapter
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.hub.names import model_name
+from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
 from rl_plugins.launch.gpu_checks import check_engine_weights, check_gpus
 from rl_plugins.launch.gpus import hidden_gpus, local_gpus, read_machine
 from rl_plugins.launch.hub_commits import HubCommits, pinned_model
@@ -55,7 +56,8 @@ def preflight(config: RecipeConfig) -> None:
         check_store(tracking_uri(config))
     from rl_plugins.launch.dry_run import check_data
 
-    check_data(config, models)
+    with errors_with_options(RUN_OPTIONS):
+        check_data(config, models)
     _check_optimizers(config)
     if config.callbacks or config.tracking.loggers or config.debug.profiler:
         from lightning.pytorch import Callback
@@ -185,7 +187,7 @@ def slow_here(config: RecipeConfig) -> str | None:
 
     With `RAY_ADDRESS` the processors of the run are unknown here, and the function returns None.
     """
-    from rl_plugins.cpu import multiplies_bfloat16
+    from rl_plugins.cpu_bfloat16 import multiplies_bfloat16
 
     in_bfloat16 = {
         "model.precision=32-true": config.precision.startswith("bf16"),

@@ -47,7 +47,7 @@ from rl_plugins.data.image_prompts import load_tokenizer_or_processor, tokenizer
 from rl_plugins.data.tokenization import FilterOrError, check_same_tokens
 from rl_plugins.errors import DataError
 from rl_plugins.intact_checkpoint import newest_intact
-from rl_plugins.launch.argument_errors import STAGE_OPTIONS, errors_with_options
+from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
 from rl_plugins.launch.environment import open_environment
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes, training_data
 from rl_plugins.launch.mlflow_run import best_upload, register, tracking_logger
@@ -125,7 +125,7 @@ class TrainingRun:
             # TF32 for products of float32 numbers.
             torch.set_float32_matmul_precision("high")
         try:
-            with errors_with_options(STAGE_OPTIONS):
+            with errors_with_options(RUN_OPTIONS):
                 import_module(f"rl_plugins.recipes.{_RECIPES[self.config.stage]}").train(self)
         finally:
             self._open.close()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_plugins.cpu import multiplies_bfloat16
+from rl_plugins.cpu_bfloat16 import multiplies_bfloat16
 
 # exp2 takes a quarter of the time of exp.
 _LOG2_E = math.log2(math.e)

@@ -14,7 +14,7 @@ from rl_plugins.algorithms.regularization import KLController
 from rl_plugins.algorithms.rollout_correction import diagnostics
 from rl_plugins.config.sampling import Schedule
 from rl_plugins.data.experience import ROUTED_EXPERTS, Experience, computed
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import DataError
 from rl_plugins.stages.critics import Critic, policy_learns
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.off_policy import ratio_to_rollout
@@ -91,7 +91,7 @@ class ExperienceMaker:
     def _check_routes(self, samples: Experience) -> None:
         replay = self._passes.router_replay
         if replay is not None and replay.source == "rollout" and ROUTED_EXPERTS not in samples.columns:
-            raise ConfigError(
+            raise DataError(
                 "router_replay=rollout: the rollout engine returns no experts: build the engine with "
                 "return_experts=True, or use router_replay=recompute"
             )

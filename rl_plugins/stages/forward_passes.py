@@ -16,7 +16,7 @@ from rl_plugins.algorithms.aggregation import GlobalCounts, local_counts
 from rl_plugins.data.experience import ROUTED_EXPERTS, Experience
 from rl_plugins.data.image_prompts import Processor, blank_image
 from rl_plugins.data.images import IMAGE_INPUTS
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import DataError
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
 from rl_plugins.models.lora import adapter_off
 from rl_plugins.models.packing import shares_prompts
@@ -102,10 +102,10 @@ class ForwardPasses:
         """Run a causal language model over a micro-batch; see `response_log_probs`.
 
         Raises:
-            ConfigError: routes are replayed, and the samples have images.
+            DataError: routes are replayed, and the samples have images.
         """
         if self.router_replay is not None and IMAGE_INPUTS in samples.columns:
-            raise ConfigError("router_replay: the tokens of images have no routes yet: leave router_replay out")
+            raise DataError("router_replay: the tokens of images have no routes yet: leave router_replay out")
         rows = SequenceRows.of(samples)
         if self.router_replay is not None:
             # The reference may be the policy without its adapter, with routes of its own.

@@ -13,7 +13,7 @@ from rl_plugins.algorithms.policy_losses.modifiers import top_entropy_mask
 from rl_plugins.algorithms.regularization import EntropyController, KLController
 from rl_plugins.config.sampling import Schedule
 from rl_plugins.data.experience import Experience, computed
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import DataError
 from rl_plugins.rollout.engine import step_seed
 from rl_plugins.stages.critics import Critic, policy_learns
 from rl_plugins.stages.forward_passes import ForwardPasses
@@ -90,7 +90,7 @@ class PolicyLearner:
         """
         if batch.shape[0] % (self._updates_per_step * self._num_samples):
             prompts = batch.shape[0] // self._num_samples
-            raise ConfigError(
+            raise DataError(
                 f"updates_per_step={self._updates_per_step} does not divide the {prompts} prompts of a rank: "
                 "change updates_per_step or prompts_per_step"
             )

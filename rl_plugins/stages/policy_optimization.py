@@ -181,7 +181,7 @@ class PolicyOptimization(Stage):
             raise ConfigError(
                 f"algorithm.group_filter.oversampling={group_filter.oversampling} cannot be combined with "
                 "schedule.max_staleness or schedule.ahead, because the schedule already keeps extra groups in flight. "
-                "Set oversampling=1"
+                "Set algorithm.group_filter.oversampling=1"
             )
         check_comparable(self.algorithm, self.schedule, self.sampling)
         if reshaping := self.sampling.reshaping:

@@ -20,7 +20,7 @@ from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.loaders import PromptSource
 from rl_plugins.data.preferences import PairBatch, UnpairedBatch
 from rl_plugins.data.prompts import PromptBatch, foreign_batch
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.arguments import StageArguments
 from rl_plugins.stages.metrics import SampleMetrics
@@ -186,10 +186,10 @@ class OnlinePreferenceOptimization(Stage):
             sampled: collects metrics of the samples.
 
         Raises:
-            ConfigError: `updates_per_step` does not divide the prompts of a rank.
+            DataError: `updates_per_step` does not divide the prompts of a rank.
         """
         if len(prompts.rows) % self.updates_per_step:
-            raise ConfigError(
+            raise DataError(
                 f"updates_per_step={self.updates_per_step} does not divide the {len(prompts.rows)} prompts of a rank: "
                 "change updates_per_step or prompts_per_step"
             )

@@ -88,7 +88,7 @@ class ProcessRewardConfig(Settings):
         """
         super().__post_init__()
         if self.best_of_n and self.loss != "preference":
-            raise ConfigError(f"best_of_n={self.best_of_n} weighs preferences: set loss=preference")
+            raise ConfigError(f"best_of_n={self.best_of_n} weighs preferences: choose the loss preference")
 
 
 class ProcessRewards:

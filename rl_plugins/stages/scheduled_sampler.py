@@ -23,7 +23,8 @@ from rl_plugins.stages.balancing import even_order, gather_sets, redistribute_gr
 from rl_plugins.stages.sampling import PromptSampler
 from rl_plugins.strategies.rollout_phases import MAX_LOSSES, lost_too_often
 
-_BATCH = 2**32
+_ROWS = 2**32
+"""Bound on the rows of a data set: the number of a group holds the index of its batch above the row."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Group:
     @property
     def number(self) -> int:
         """Number of the group among all groups of a run. A row of the data may be in several groups."""
-        return self.batch_index * _BATCH + self.prompt.rows[0]
+        return self.batch_index * _ROWS + self.prompt.rows[0]
 
     @property
     def responses(self) -> Generations | RemoteSamples:
@@ -58,7 +59,7 @@ class Group:
 
 def row_of(number: int) -> int:
     """Return the row in the data of the prompt of a group."""
-    return number % _BATCH
+    return number % _ROWS
 
 
 class GroupQueue:
@@ -259,6 +260,9 @@ class ScheduledSampler:
         self, count: int, *, step: int, groups_per_step: int, mini_batches: int
     ) -> tuple[PromptBatch, Experience]:
         """Return prompts and samples of `count` groups for this rank. Collective.
+
+        Starts as many waiting groups as the schedule allows, and waits for `count` groups, and for all groups that a
+        later step may not train on. The other groups stay in the queue, started or finished.
 
         Args:
             count: number of groups, equal on all ranks.

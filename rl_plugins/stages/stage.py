@@ -34,6 +34,7 @@ from rl_plugins.stages.optimizer import FurtherLoss, MicroBatchLoss, build_optim
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
 from rl_plugins.stages.trainer_flags import COMPILED, check_not_compiled, check_trainer, take_gradient_clip
 from rl_plugins.stages.validation import GenerationValidation
+from rl_plugins.storage import local_path
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy_of
 from rl_plugins.vision_language import with_frozen_tower
 
@@ -284,11 +285,11 @@ class Stage(LightningModule):
         configured = []
         for name, config in self.optimizer_configs().items():
             if own is not None and name == self.trained:
-                one = only_one(own.configure_optimizers(), own)
+                built = only_one(own.configure_optimizers(), own)
             else:
-                one = build_optimizer(config, models[name])
-            self._model_of_optimizer[id(one["optimizer"])] = name
-            configured.append(one)
+                built = build_optimizer(config, models[name])
+            self._model_of_optimizer[id(built["optimizer"])] = name
+            configured.append(built)
         return configured
 
     # The step ---------------------------------------------------------------------------------------------------
@@ -383,13 +384,12 @@ class Stage(LightningModule):
             adapter: True to write only the adapter of a model, as peft does; by default it is merged into the model.
 
         Raises:
-            ConfigError: there is no trained model yet.
+            ConfigError: there is no trained model yet, or `folder` is an address.
         """
+        folder = local_path("folder", folder)
         if self._parts_of is None:
-            raise ConfigError(
-                f"{type(self).__name__}.export writes the trained model, and nothing is trained yet: call "
-                "trainer.fit(stage, ...) first"
-            )
+            name = type(self).__name__
+            raise ConfigError(f"{name}.export: nothing is trained yet: call trainer.fit(stage, ...) first")
         check_finite_weights(self.strategy, [self.trained], self.step, folder)
         model, source = getattr(self, self.trained), self.strategy.weight_source(self.trained)
         if adapter and isinstance(source, MergedWeightSource):

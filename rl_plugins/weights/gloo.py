@@ -27,7 +27,7 @@ from torch import Tensor
 from rl_plugins.connections import ListeningStore, StoreAddress, join_store, own_address
 from rl_plugins.errors import DeadlineExceeded, EngineLost
 from rl_plugins.weights.layout import LoadWeights, dtype_name, dtype_named
-from rl_plugins.weights.shared_memory import EngineClient
+from rl_plugins.weights.shared_memory import WeightUpdateCalls
 from rl_plugins.weights.source import WeightMeta, WeightSource
 
 _ALIGNMENT = 16
@@ -92,7 +92,7 @@ class GlooSender:
         *,
         rank: int,
         share: Callable[[Any], Any],
-        engines: Sequence[EngineClient],
+        engines: Sequence[WeightUpdateCalls],
         find_lost: Callable[[], None],
         num_receivers: int = 1,
         bucket_bytes: int = 64 * 2**20,

@@ -59,8 +59,8 @@ class ReceiverLost(ConnectionError):
         self.position, self.silent = position, silent
 
 
-class EngineClient(Protocol):
-    """Calls of rank 0 to one engine."""
+class WeightUpdateCalls(Protocol):
+    """Calls of rank 0 to one engine in updates by shared memory or gloo."""
 
     def init(self, init_info: dict[str, Any]) -> None:
         """Call `SharedMemoryReceiver.expect(**init_info)` in every process of the engine, and wait for the end."""
@@ -94,7 +94,7 @@ class SharedMemorySender:
         rank: int,
         world_size: int,
         broadcast: Callable[[Any], Any],
-        engines: Sequence[EngineClient],
+        engines: Sequence[WeightUpdateCalls],
         num_engines: int = 1,
         num_receivers: int = 1,
         keeps_weights: bool = True,

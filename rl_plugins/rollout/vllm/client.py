@@ -369,11 +369,11 @@ class CpuWeightClient:
         self._fleet, self._engine = fleet, engine
 
     def init(self, init_info: dict[str, Any]) -> None:
-        """Implement `shared_memory.EngineClient`."""
+        """Implement `shared_memory.WeightUpdateCalls`."""
         self._begin("init_weight_transfer_engine", {"expect": init_info})()
 
     def load(self, version: int) -> Callable[[], None]:
-        """Implement `shared_memory.EngineClient`."""
+        """Implement `shared_memory.WeightUpdateCalls`."""
         return self._begin("load_weights", version)
 
     def _begin(self, method: str, *arguments: Any) -> Callable[[], None]:

@@ -162,6 +162,10 @@ CHECKS: dict[str, list[Case]] = {
             ["+sampling.vllm.bad_words=[x]", "launcher=local", "rollout.engine=transformers"],
             ["sampling.vllm.bad_words", "rollout.engine=vllm"],
         ),
+        (
+            ["sampling.stop=[x]", "launcher=local", "rollout.engine=transformers"],
+            ["sampling.stop: rollout.engine=transformers", "use sampling.stop_token_ids"],
+        ),
         (["optimizer.lr=nan"], ["optimizer.lr=nan", "0 or more"]),
         (["optimizer.lr=inf"], ["optimizer.lr=inf: must be a finite number; must be 0 or more"]),
         (["reference.keep=nan"], ["reference.keep=nan: must be a finite number"]),

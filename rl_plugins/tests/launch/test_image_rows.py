@@ -62,6 +62,13 @@ def test_check_data_refuses_another_model_of_text_for_rows_with_images(
     assert check([row("no picture")] * 4, f"{option}={tmp_path / 'text'}") == "nothing is refused"
 
 
+def test_check_data_refuses_a_replay_of_routes_for_rows_with_images(check: Check) -> None:
+    found = check(rows_of(encoded(picture())), "model.router_replay=recompute")
+    assert found.startswith("model.router_replay=recompute: the rows have images, ")
+    assert found.endswith("leave model.router_replay out")
+    assert check([row("no picture")] * 4, "model.router_replay=recompute") == "nothing is refused"
+
+
 def test_check_models_refuses_vision_lr_for_a_critic_of_text(check: Check, tmp_path: Path) -> None:
     for path in (tmp_path / "text", "null"):
         found = check([row("no picture")] * 4, f"critic.path={path}", "critic.optimizer.vision_lr=0", model="text")

@@ -123,6 +123,29 @@ def test_check_fit_names_the_role_that_finds_no_place_beside_other_roles():
     check_fit([teacher, critic], [{"CPU": 4.0}, {"CPU": 5.0}], "the cluster")
 
 
+def test_check_fit_counts_machines_with_room_for_a_role_that_needs_separate_machines():
+    workers = Role("training workers", 2, 1.0, 0.0, "STRICT_SPREAD", "placement.num_workers=2")
+    head, machine = {"memory": 1.0}, {"CPU": 16.0}
+    check_fit([workers], [head, machine, machine], "the cluster")
+    with pytest.raises(ConfigError) as refused:
+        check_fit([workers], [head, machine], "the cluster")
+    assert str(refused.value) == (
+        "placement.strategy=STRICT_SPREAD needs a separate machine for each of the 2 training workers, but the cluster "
+        "has 1 with 1 CPUs. Lower placement.num_workers, or set placement.strategy=SPREAD"
+    )
+
+
+def test_check_fit_names_the_size_of_an_engine_that_keeps_workers_together():
+    workers = Role("training workers", 4, 3.0, 1.0, "PACK", "placement.num_workers=4")
+    engines = Role("rollout engines", 1, 0.0, 0.0, None, "rollout.tensor_parallel_size=4", 4)
+    with pytest.raises(ConfigError) as refused:
+        check_fit([workers, engines], [{"CPU": 10.0, "GPU": 4.0}] * 2, "the cluster")
+    assert str(refused.value) == (
+        "training workers 4 x 3 CPUs and 1 GPUs: the machines of the cluster have no place for all of them. Lower "
+        "placement.num_workers=4; rollout.tensor_parallel_size=4; or use larger machines"
+    )
+
+
 def test_check_fit_keeps_the_workers_of_an_engine_on_one_machine():
     workers = Role("training workers", 8, 1.0, 1.0, "PACK", "placement.num_workers=8")
     engines = Role("rollout engines", 2, 0.0, 0.0, None, "rollout.engines=2", 4)

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -147,7 +148,8 @@ def test_slurm_script_takes_variables_from_slurm_and_the_user(tmp_path):
     text = (FOLDER / "slurm.sh").read_text(encoding="utf-8")
     used = set(re.findall(r"\$\{?([A-Z_]+)", text))
     # Slurm sets SLURM_ variables for jobs with --nodes and --cpus-per-task; the user's variables have an error message.
-    assert used == {"SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK", "ENVIRONMENT", "SHARED"}
+    of_slurm = {"SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK"}
+    assert used == of_slurm | {"ENVIRONMENT", "SHARED", "RUN"}
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "activate").touch()
     given = {"PATH": os.environ["PATH"], "ENVIRONMENT": str(tmp_path), "SHARED": str(tmp_path)}
@@ -157,24 +159,51 @@ def test_slurm_script_takes_variables_from_slurm_and_the_user(tmp_path):
         assert outcome.returncode != 0 and f"{name}: " in outcome.stderr
 
 
-def test_slurm_script_asks_the_run_to_stop_on_sigterm(tmp_path):
-    programs, run = tmp_path / "environment" / "bin", tmp_path / "outputs" / "grpo"
-    for folder in (programs, run):
-        folder.mkdir(parents=True)
+def slurm_job(folder: Path, python: str, number: int) -> dict[str, str]:
+    """Write stand-ins of the programs of a Slurm job, and return the variables of the job.
+
+    Args:
+        folder: Shared folder, which also gets the environment.
+        python: Lines of the stand-in for Python.
+        number: Number of the job.
+    """
+    programs = folder / "environment" / "bin"
+    programs.mkdir(parents=True, exist_ok=True)
     shell = {
         "activate": f"PATH={programs}:$PATH",
         "scontrol": "echo machine-1; echo machine-2",
         "srun": 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"',
-        "python": (
-            "echo $RAY_ADDRESS; echo $RAY_AUTH_MODE $(stat -c %a $RAY_AUTH_TOKEN_PATH) $(wc -c <$RAY_AUTH_TOKEN_PATH); "
-            f"touch {tmp_path}/started; until [ -e {run}/stop ]; do sleep 0.05; done; exit 75"
-        ),
+        "python": python,
     }
     for name, text in shell.items():
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
-    slurm = {"SLURM_JOB_NODELIST": "machine-[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "16"}
-    environment = {**os.environ, **slurm, "ENVIRONMENT": str(programs.parent), "SHARED": str(tmp_path)}
+    slurm = {"NODELIST": "machine-[1-2]", "NUM_NODES": "2", "ID": str(number)}
+    slurm = {**{f"SLURM_JOB_{name}": value for name, value in slurm.items()}, "SLURM_CPUS_PER_TASK": "16"}
+    return {**os.environ, **slurm, "ENVIRONMENT": str(programs.parent), "SHARED": str(folder)}
+
+
+def test_slurm_script_gives_each_job_a_run_and_continues_a_named_run(tmp_path):
+    def run_of(number: int, **more: str) -> list[str]:
+        environment = slurm_job(tmp_path, 'printf "%s\\n" "$@"', number) | more
+        script = ["bash", str(FOLDER / "slurm.sh")]
+        said = subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout
+        return [line.partition("=")[2] for line in said.splitlines() if line.startswith("run.")]
+
+    folder = str(tmp_path / "outputs")
+    assert run_of(17) == run_of(17) == [folder, "grpo-17", "auto"]
+    assert run_of(18) == [folder, "grpo-18", "auto"]
+    assert run_of(18, RUN="grpo-17") == run_of(17)
+
+
+def test_slurm_script_asks_the_run_to_stop_on_sigterm(tmp_path):
+    run = tmp_path / "outputs" / "grpo-17"
+    run.mkdir(parents=True)
+    python = (
+        "echo $RAY_ADDRESS; echo $RAY_AUTH_MODE $(stat -c %a $RAY_AUTH_TOKEN_PATH) $(wc -c <$RAY_AUTH_TOKEN_PATH); "
+        f"touch {tmp_path}/started; until [ -e {run}/stop ]; do sleep 0.05; done; exit 75"
+    )
+    environment = slurm_job(tmp_path, python, 17)
     script = subprocess.Popen(["bash", str(FOLDER / "slurm.sh")], env=environment, stdout=subprocess.PIPE, text=True)
     try:
         started = tmp_path / "started"
@@ -189,6 +218,6 @@ def test_slurm_script_asks_the_run_to_stop_on_sigterm(tmp_path):
     assert said.splitlines() == [
         "machine-1:6379",
         "token 600 64",
-        "stopped and saved. To continue, submit the same job again",
+        "stopped and saved. To continue, submit the job again with RUN=grpo-17",
     ]
     assert list(tmp_path.glob("ray-token-*")) == []

@@ -53,6 +53,14 @@ def test_commands_finds_the_commands_of_pages():
     assert len(COMMANDS) > 50
 
 
+def test_readme_commands_for_cpus_and_gpus_differ_by_devices_and_the_name_of_the_run():
+    recipe = ["python", "-m", "rl_plugins.recipes.grpo"]
+    on_cpus, on_gpus = (words[3:] for page, words in COMMANDS if page == "README.md" and words[:3] == recipe)
+    assert set(on_cpus) <= set(on_gpus)
+    more = {word.partition("=")[0] for word in set(on_gpus) - set(on_cpus)}
+    assert more == {"run.name", "model.precision", "placement.num_workers"}
+
+
 @pytest.mark.parametrize("page", sorted(page for page, text in WRITTEN.items() if blocks(text, "python")))
 def test_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
-from rl_plugins.errors import TrainingDiverged
+from rl_plugins.errors import ConfigError, TrainingDiverged
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.callbacks.training import AfterStep, build_stage, sharded, train
 from rl_plugins.tests.loops import for_each
@@ -48,6 +48,8 @@ def test_export_refuses_weights_that_are_not_finite(tmp_path: Path) -> None:
     with pytest.raises(TrainingDiverged, match=r"by step 1: policy has weights .* so other is not written"):
         stage.export(tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+    with pytest.raises(ConfigError, match="folder=s3://bucket/policy: an address cannot be used here"):
+        stage.export(Path("s3://bucket/policy"))
 
 
 def diverge(rank: int, folder: Path, strategy: str) -> str:

@@ -20,7 +20,7 @@ from rl_plugins.data.image_prompts import ImagePromptEncoder, load_processor
 from rl_plugins.data.images import IMAGE_INPUTS, PROMPT_IMAGES, PromptImages, num_patches
 from rl_plugins.data.preferences import PairBatch
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.tiny import build_model, build_tokenizer
 from rl_plugins.rewards.records import Score
@@ -295,5 +295,5 @@ def test_replay_of_routes_refuses_images(folders: dict[str, Path]) -> None:
     stage = sampled("llava", folders["llava"])
     (samples,) = stage.trained_on
     passes = replace(stage.passes, router_replay=RouterReplay())
-    with pytest.raises(ConfigError, match="router_replay: the tokens of images have no routes yet"):
+    with pytest.raises(DataError, match="router_replay: the tokens of images have no routes yet"):
         passes.log_probs("policy", samples)

@@ -10,7 +10,7 @@ import torch
 from rl_plugins.algorithms.preference_losses import dpo
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.experience import Experience
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.stages.preference_examples import best_against_worst
 from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization
@@ -105,5 +105,5 @@ def test_online_preference_optimization_refuses_wrong_options() -> None:
     one = SamplingConfig(max_tokens=20, num_samples=1)
     with pytest.raises(ConfigError, match=r"num_samples=1: a pair needs at least two responses"):
         canned_preferences.stage_of(canned.OwnPolicy(), OnlinePreferenceOptimization, sampling=one)
-    with pytest.raises(ConfigError, match="updates_per_step=3 does not divide the 4 prompts of a rank"):
+    with pytest.raises(DataError, match="updates_per_step=3 does not divide the 4 prompts of a rank"):
         canned_preferences.online_gradients(canned.PROMPTS, updates_per_step=3)

@@ -210,7 +210,7 @@ def test_process_reward_model_starts_from_the_policy_and_learns(tmp_path: Path) 
         ({"loss": "mse"}, r"loss=mse: use one of cross_entropy, preference"),
         ({"update": "never"}, r"update=never: use one of before, after"),
         ({"best_of_n": "score"}, r"best_of_n=score: use one of outcome, return, null"),
-        ({"best_of_n": "outcome"}, r"best_of_n=outcome weighs preferences: set loss=preference"),
+        ({"best_of_n": "outcome"}, r"best_of_n=outcome weighs preferences: choose the loss preference"),
         ({"beta": 0}, r"beta=0: must be above 0"),
         ({"lam": 2}, r"lam=2: must be between 0 and 1"),
     ],

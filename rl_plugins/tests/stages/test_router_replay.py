@@ -15,7 +15,7 @@ from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig, Schedule
 from rl_plugins.data.experience import ROUTED_EXPERTS, Experience
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.rewards.inline import InlineScorer
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.rollout.transformers_engine import TransformersRollout
@@ -109,7 +109,7 @@ def test_router_replay_takes_the_experts_of_the_rollout_engine(folder: Path, max
 
 
 def test_router_replay_of_the_rollout_needs_the_experts_of_the_engine(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="the rollout engine returns no experts: build the engine with return_exp"):
+    with pytest.raises(DataError, match="the rollout engine returns no experts: build the engine with return_exp"):
         updated(folder, router_replay="rollout")
     with pytest.raises(ConfigError, match="router_replay=sampler: use recompute or rollout"):
         updated(folder, router_replay="sampler")

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.config.models import CriticConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.models.packed_attention import PACKED_SDPA
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.stages.forward_passes import ForwardPasses
@@ -122,7 +122,7 @@ def test_schedule_that_needs_a_metric_is_refused(form: str) -> None:
 
 
 def test_export_before_fit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"PolicyOptimization.export .*call trainer.fit\(stage, ...\) first"):
+    with pytest.raises(ConfigError, match=r"PolicyOptimization.export: .*call trainer.fit\(stage, ...\) first"):
         policy_optimization(build_model()).export(tmp_path / "out")
 
 
@@ -255,5 +255,5 @@ def test_kl_without_a_reference_is_refused() -> None:
 
 
 def test_updates_per_step_that_do_not_divide_the_prompts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="updates_per_step=3 does not divide the 4 prompts of a rank"):
+    with pytest.raises(DataError, match="updates_per_step=3 does not divide the 4 prompts of a rank"):
         fit(policy_optimization(build_model(), updates_per_step=3))

@@ -1,4 +1,4 @@
-"""Abilities of the CPU of this machine."""
+"""Speed of bfloat16 on the CPU of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of environments that put observations of others into words: the first messages, the seed, and own functions."""
+"""Parts of the adapters of Gymnasium and OpenEnv: the first messages, the seed of an episode, and own functions."""
 
 from __future__ import annotations
 
