@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from typing_extensions import override
 
 from rl_plugins import ranks
 from rl_plugins.ranks import Ranks
 from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.zero import ZeroStrategy
+from rl_plugins.tests.stages import canned
 
 
 @pytest.mark.parametrize("strategy", [ZeroStrategy, FSDPStrategy])
@@ -36,7 +38,8 @@ def test_setup_environment_prepares_the_engine_once_the_ranks_have_devices_and_a
     def set_up(strategy: Any) -> None:
         calls.extend(["device", "group"])
 
-    class Engine:
+    class Engine(canned.CannedRollout):
+        @override
         def prepare(self, ranks: Ranks) -> None:
             calls.append((ranks.rank, ranks.world_size))
 
