@@ -76,7 +76,7 @@ def test_update_weights_pauses_an_engine_core_and_changes_groups_in_flight(
         assert_engine_has(engine, policy)
         last = hold_after(engine, 20)
         engine.submit([GroupRequest(version, prompt, seed=version)], SamplingConfig(num_samples=4, max_tokens=200))
-        wait_until(lambda last=last: steps_taken(engine) == last, "20 steps of the engine")
+        wait_until(lambda: steps_taken(engine) == last, "20 steps of the engine")  # noqa: B023
         change(policy, seed=version + 1)
         engine.update_weights(source, version=version + 1)
         (group,) = engine.fetch(list(engine.collect([version], 1).values()))
