@@ -50,7 +50,7 @@ def first_interface(allowed: str, addresses: Mapping[str, Sequence[str]]) -> str
             return interface
     raise ConfigError(
         f"{NCCL_INTERFACE}={allowed} allows none of the network interfaces of {socket.gethostname()} with an address "
-        f"({', '.join(addresses)}): name one of them, or unset the variable"
+        f"({', '.join(addresses)}): name one of these, or unset the variable"
     )
 
 

@@ -102,7 +102,7 @@ def restored_states(model: nn.Module, optimizer: Optimizer | None, schedulers: S
 
 
 class HostWaits(LightningStrategy):
-    """Waits of a strategy between the hosts of the ranks, as in `rl_plugins.ranks`, also those of Lightning.
+    """Waits of a strategy between the hosts of the ranks, as in `rl_plugins.ranks`, with the waits of Lightning.
 
     A subclass has a strategy of Lightning as its last base.
     """

@@ -41,7 +41,7 @@ def test_first_interface_names_the_interfaces_of_the_machine() -> None:
         with pytest.raises(ConfigError) as raised:
             first_interface(allowed, ADDRESSES)
         assert f"{NCCL_INTERFACE}={allowed} allows none of" in str(raised.value)
-        assert "(lo, docker0, eth0, eth1, ib0): name one of them" in str(raised.value)
+        assert "(lo, docker0, eth0, eth1, ib0): name one of these" in str(raised.value)
 
 
 def test_follow_nccl_keeps_the_interface_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
