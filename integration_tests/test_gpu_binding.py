@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 RANKS, SIZE = 4, 2
 NODES, GPUS = 8, 8
-IN_RAY_S, PLACED_S, STARTED_S = patient(120), patient(5), patient(240)
+IN_RAY_S, PLACED_S, STARTED_S = patient(120), patient(5), patient(180)
 
 
 class StandInEngine:

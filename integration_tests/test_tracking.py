@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from rl_plugins.tracking.run import RunDescription, open_run
 
 pytestmark = pytest.mark.extended
 
+# Number of starts of the server, because another process may take the port first.
+ATTEMPTS = 3
 COMMON = (
     "launcher=local", "rollout.engine=transformers", "run.steps=4", "run.eval_every=2", "run.checkpoint_every=2",
     "batch.prompts_per_step=4", "batch.samples_per_prompt=4", "optimizer.lr=1e-3", "tracking.experiment=team",
@@ -65,30 +68,43 @@ def test_registered_policy_answers_chats_from_mlflow_models_serve(tmp_path: Path
     policy = save_tiny_policy(tmp_path / "policy")
     run = open_run(store, "serving", folder, RunDescription())
     register_policy(run, policy, "adder", Evaluation("val/reward", 0.5, "data"), "17+25=")
-    url, log = f"http://127.0.0.1:{free_port('127.0.0.1')}", tmp_path / "serve.log"
-    command = [
-        sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/adder@champion", "--env-manager", "local",
-        "--port", url.rpartition(":")[2], "--workers", "1",
-    ]  # fmt: skip
-    with log.open("w") as output:
-        environment = {**os.environ, "MLFLOW_TRACKING_URI": store}
-        serving = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        wait_until(lambda: serving.poll() is not None or _is_ready(url), "a served model", 240, log.read_text)
+    with served(tmp_path, {**os.environ, "MLFLOW_TRACKING_URI": store}) as url:
         question = {"messages": [{"role": "user", "content": "17+25="}], "max_tokens": 3}
         request = urllib.request.Request(
             f"{url}/invocations", json.dumps(question).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=patient(60)) as response:
             (answer,) = json.load(response)
-    finally:
-        os.killpg(serving.pid, signal.SIGKILL)
-        serving.wait(patient(30))
     # Eight tokens with the chat template, six without.
     assert answer["usage"]["prompt_tokens"] == 8 and 0 < answer["usage"]["completion_tokens"] <= 3
     assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+@contextmanager
+def served(folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
+    """Serve the registered policy at an address. The server starts again if another process has taken the port."""
+    log = folder / "serve.log"
+    for _ in range(ATTEMPTS):
+        port = free_port("127.0.0.1")
+        url = f"http://127.0.0.1:{port}"
+        command = [
+            sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/adder@champion", "--env-manager", "local",
+            "--port", str(port), "--workers", "1",
+        ]  # fmt: skip
+        with log.open("a") as output:
+            serving = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+        try:
+            wait_until(lambda: serving.poll() is not None or _is_ready(url), "a served model", 240, log.read_text)  # noqa: B023
+            if serving.poll() is None:
+                yield url
+                return
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(serving.pid, signal.SIGKILL)
+            serving.wait(patient(30))
+    raise AssertionError(log.read_text())
 
 
 def _is_ready(url: str) -> bool:

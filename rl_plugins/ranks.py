@@ -10,6 +10,8 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rl_plugins.network_interface import follow_nccl
+
 if TYPE_CHECKING:
     from datetime import timedelta
 
@@ -105,11 +107,15 @@ def connected_ranks(rank: int, world_size: int, device: torch.device, timeout: t
         world_size: number of training ranks.
         device: device of communicated tensors.
         timeout: deadline of each wait on the hosts; None: the default of torch.
+
+    Raises:
+        ConfigError: this machine has no network interface that `NCCL_SOCKET_IFNAME` allows.
     """
     global _hosts
     import torch
 
     if _has_process_group() and "nccl" in torch.distributed.get_backend() and _group_of_hosts() is None:
+        follow_nccl()
         _hosts = torch.distributed.group.WORLD, torch.distributed.new_group(backend="gloo", timeout=timeout)
     return Ranks(rank, world_size, device)
 
@@ -131,14 +137,14 @@ def barrier() -> None:
         torch.distributed.barrier(group=_group_of_hosts())
 
 
-def broadcast(value: T) -> T:
-    """Return the value of rank 0. Without a process group, return the argument."""
+def broadcast(value: T, source: int = 0) -> T:
+    """Return the value of rank `source`. Without a process group, return the argument."""
     import torch
 
     if not _has_process_group():
         return value
     box = [value]
-    torch.distributed.broadcast_object_list(box, src=0, group=_group_of_hosts())
+    torch.distributed.broadcast_object_list(box, src=source, group=_group_of_hosts())
     return box[0]
 
 

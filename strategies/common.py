@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -17,11 +17,13 @@ from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.manifest import CheckpointWriter
 from rl_plugins.models.remote import RemoteLearner, RemoteModel
 from rl_plugins.plain_file import load_plain
-from rl_plugins.ranks import Ranks
+from rl_plugins.ranks import Ranks, barrier, broadcast
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.contract import HasNamedModels
 from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards
+
+T = TypeVar("T")
 
 _LIGHTNING_FILE = "lightning.ckpt"
 
@@ -94,6 +96,24 @@ def restored_states(model: nn.Module, optimizer: Optimizer | None, schedulers: S
         return "weights, optimizer, schedule"
     scheduled = any(config.scheduler.optimizer is optimizer for config in schedulers)
     return "weights" + ", optimizer" * (optimizer is not None) + ", schedule" * scheduled
+
+
+# Waits of the ranks ----------------------------------------------------------------------------------------------
+
+
+class HostWaits(LightningStrategy):
+    """Waits of a strategy between the hosts of the ranks, as in `rl_plugins.ranks`, with the waits of Lightning.
+
+    A subclass has a strategy of Lightning as its last base.
+    """
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        barrier()
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return broadcast(obj, src)
 
 
 # Optimizer steps of PyTorch --------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.common import (
     AutogradSteps,
+    HostWaits,
     check_divides,
     check_folder,
     load_learner,
@@ -77,7 +78,7 @@ _POLICIES = {
 }
 
 
-class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
+class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
     """FSDP2 with named models and a rollout engine.
 
     The trainer's `precision`: with `bf16-true`, parameters and optimizer states are bfloat16, and rounding removes

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch
+from typing_extensions import get_protocol_members
 
 from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.memory import MemoryChange
@@ -71,12 +72,16 @@ class RolloutPhases:
 
         Args:
             shared: use the rollout engine of rank 0 on all ranks.
+
+        Raises:
+            ConfigError: the rollout engine lacks members of `RolloutEngine`.
         """
         if self._connected:
             return
         if shared:
             self._engine = broadcast(self._engine)
         if self._engine is not None:
+            _check_members(self._engine)
             self._engine.prepare(self._strategy.ranks)
 
     def connect(self) -> None:
@@ -263,6 +268,16 @@ class RolloutPhases:
         logits_TV = self._strategy.model_engine(POLICY)(input_ids=ids_1T).logits[0, :-1]
         log_probs_T = logits_TV.float().log_softmax(-1).gather(-1, ids_1T[0, 1:, None]).squeeze(-1)
         return log_probs_T.tolist(), tolerance_of(logits_TV.dtype, logits_TV.device.type)
+
+
+def _check_members(engine: RolloutEngine) -> None:
+    # Some members are used after the loss of an engine only, hours after the start.
+    lacking = sorted(get_protocol_members(RolloutEngine).difference(dir(engine)))
+    if lacking:
+        raise ConfigError(
+            f"the rollout engine {type(engine).__name__} lacks {', '.join(lacking)}: define all methods and properties "
+            "of rl_plugins.rollout.engine.RolloutEngine"
+        )
 
 
 def lost_too_often() -> EngineLost:

@@ -36,6 +36,7 @@ from rl_plugins.ranks import Ranks, connected_ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.common import (
+    HostWaits,
     check_divides,
     check_folder,
     load_learner,
@@ -62,7 +63,7 @@ from rl_plugins.weights.source import ModuleWeightSource, WeightSource
 _WEIGHTS_FILE = "weights.pt"
 
 
-class ZeroStrategy(DeepSpeedStrategy):
+class ZeroStrategy(HostWaits, DeepSpeedStrategy):
     """ZeRO stages 1 to 3 with named models and a rollout engine.
 
     Args:
@@ -321,11 +322,8 @@ class ZeroStrategy(DeepSpeedStrategy):
     def weight_source(self, name: str = POLICY) -> WeightSource:
         """Return the weights of a model, for a rollout engine or an export."""
         module = self._module_of(name)
-        place = self.global_rank, self.world_size
-        source: WeightSource = (
-            ZeroWeightSource(module, *place) if self.zero_stage_3 else ModuleWeightSource(module, *place)
-        )
-        return plain_weights(source, module)
+        make: Callable[..., WeightSource] = ZeroWeightSource if self.zero_stage_3 else ModuleWeightSource
+        return plain_weights(make(module, self.global_rank, self.world_size), module)
 
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this rank's shard of each parameter. Collective."""

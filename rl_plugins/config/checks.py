@@ -7,12 +7,10 @@ from itertools import product
 from pathlib import Path
 
 from rl_plugins.config.judge import check_deadline, judges_of, models_of_engines
-from rl_plugins.config.placement import CRITIC_POOLS, POOLS
+from rl_plugins.config.placement import CRITIC_POOLS, FROZEN, POOLS
 from rl_plugins.config.recipe import COLLECTING_STAGES, GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.config.rollout import ADAPTER_RANKS
 from rl_plugins.errors import ConfigError
-
-_FROZEN = ("reference", "reward_model", "cost_model", "teacher")
 
 
 def check_options(config: RecipeConfig) -> None:
@@ -359,7 +357,7 @@ def _check_offload(config: RecipeConfig) -> None:
         if place not in ("cpu", "nvme"):
             continue
         option = f"strategy.offload.{model}={place}"
-        frozen = model in _FROZEN and not (model == "reward_model" and config.stage == "reward_modeling")
+        frozen = model in FROZEN and not (model == "reward_model" and config.stage == "reward_modeling")
         if strategy.name == "fsdp" and place == "nvme":
             raise ConfigError(f"{option} needs DeepSpeed: use strategy.name=zero, or cpu")
         if config.launcher == "local":

@@ -21,8 +21,10 @@ from rl_plugins.config.settings import (
 _PLACE = one_of("while_sampling", "stay", "cpu", "nvme")
 
 CRITIC_POOLS = ("critic", "cost_critic")
-POOLS = ("reward_model", "cost_model", "teacher", "reference", *CRITIC_POOLS)
-"""Models with an optional pool of processes; all but the critics are frozen."""
+FROZEN = ("reward_model", "cost_model", "teacher", "reference")
+"""Models that are not trained, except a reward model in its own stage."""
+POOLS = (*FROZEN, *CRITIC_POOLS)
+"""Models with an optional pool of processes."""
 _OF_JUDGE_ENGINES = {
     "model": "reward.judge.model",
     "served_model_name": "reward.judge.model",

@@ -27,7 +27,7 @@ from rl_plugins.config.models import (
     RewardModelOptions,
     TeacherConfig,
 )
-from rl_plugins.config.placement import PlacementConfig, StrategyConfig
+from rl_plugins.config.placement import FROZEN, PlacementConfig, StrategyConfig
 from rl_plugins.config.rollout import RolloutConfig, default_gpu_share, default_sleep
 from rl_plugins.config.run import AverageConfig, DebugConfig, GuardConfig, RunConfig, TrackingConfig
 from rl_plugins.config.sampling import EnvironmentOptions, SamplingOptions, Schedule, ValidationConfig
@@ -172,11 +172,32 @@ class RecipeConfig(Settings):
         return default_sleep(on_gpus=self.on_gpus, sends_adapter=sends_adapter)
 
     @property
+    def frozen_models(self) -> dict[str, int]:
+        """Number of frozen models in the training workers by role. Models in pools have other processes."""
+        kl = self.algorithm.get("kl") if isinstance(self.algorithm, dict) else None
+        compares = self.stage in ("prime", "online_preference_optimization") or (
+            isinstance(kl, dict) and bool(kl.get("coefficient"))
+        )
+        numbers = {
+            # Without its adapter, the policy is the reference.
+            "reference": bool(self.reference.path) or (compares and not self.model.lora.rank),
+            "reward_model": bool(self.reward_model.path),
+            "cost_model": bool(self.cost_model.path),
+            "teacher": len(self.teacher.paths) or bool(self.teacher.path or self.teacher.update_every),
+        }
+        return {role: int(number) for role, number in numbers.items() if role not in self.placement.pools}
+
+    @property
     def engine_limits(self) -> dict[str, Any]:
         """Size, memory and deadlines of a vLLM engine with defaults that depend on the device, by the option's name."""
         rollout, on_gpus = self.rollout, self.on_gpus
-        takes_turns = self.strategy.offload.policy == "while_sampling" and self.rollout_sleep != "none"
-        share = default_gpu_share(split=self.placement.rollout == "split", takes_turns=takes_turns)
+        places, pools = self.strategy.offload.places, self.placement.pools
+        trained_leave = all(places[model] == "while_sampling" for model in places.keys() - {*FROZEN, *pools})
+        share = default_gpu_share(
+            split=self.placement.rollout == "split",
+            takes_turns=trained_leave and self.rollout_sleep != "none",
+            staying=sum(number for model, number in self.frozen_models.items() if places[model] == "stay"),
+        )
         return {
             "max_num_seqs": rollout.max_num_seqs or (1024 if on_gpus else 256),
             "gpu_memory_utilization": rollout.gpu_memory_utilization or share,

@@ -105,9 +105,11 @@ class RolloutConfig(EngineOptions):
             `model.path` at every token, or `merged`, all weights with the adapter merged into them. A vision-language
             model needs `merged`, or `model.lora.target_modules=language-model`.
         max_num_seqs: largest number of responses sampled at once by an engine; null is 256, or 1024 on GPUs.
-        gpu_memory_utilization: share of a GPU's memory for weights and KV cache (CUDA); null is 0.6, or 0.4 if the
-            policy's states stay on the GPU while the engine samples (`strategy.offload.policy`), or the engine keeps
-            its memory while the workers train (`rollout.sleep=none`), or 0.9 with `placement.rollout=split`.
+        gpu_memory_utilization: share of a GPU's memory for weights and KV cache (CUDA); null is 0.6, or 0.1 less for
+            each frozen model that stays on the workers' GPUs while the engine samples, but at least 0.4
+            (`strategy.offload.reference` and so on); or 0.4 if states of a trained model stay on the GPU
+            (`strategy.offload.policy`), or the engine keeps its memory while the workers train (`rollout.sleep=none`);
+            or 0.9 with `placement.rollout=split`.
         bucket_mb: memory for weights in transit, in MiB (unused by `shared_memory`, which writes to the final place);
             null is 64, or 256 on GPUs.
         ready_timeout_s: deadline for the start of the engine, in seconds; null is 300, or 900 on GPUs.
@@ -157,17 +159,18 @@ def default_sleep(*, on_gpus: bool, sends_adapter: bool) -> str:
     return "all" if on_gpus and not sends_adapter else "kv_cache"
 
 
-def default_gpu_share(*, split: bool, takes_turns: bool) -> float:
+def default_gpu_share(*, split: bool, takes_turns: bool, staying: int) -> float:
     """Return the share of a GPU's memory for a rollout engine; see `RolloutConfig.gpu_memory_utilization`.
 
     Args:
         split: True if the engine has GPUs of its own.
-        takes_turns: True if the states of training leave the GPU while the engine samples, and the engine's memory
-            while the workers train.
+        takes_turns: True if the states of trained models leave the GPU while the engine samples, and the engine's
+            memory while the workers train.
+        staying: number of frozen models that stay on the GPU while the engine samples.
     """
     if split:
         return SPLIT_GPU_SHARE
-    return 0.6 if takes_turns else 0.4
+    return max(4, 6 - staying) / 10 if takes_turns else 0.4
 
 
 def check_engine_arguments(arguments: Mapping[str, Any], own: Mapping[str, str | None] = OWN_ARGUMENTS) -> None:

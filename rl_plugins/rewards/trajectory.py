@@ -293,8 +293,11 @@ class Trajectory:
         )
 
     def _answered(self, work: Sequence[Work]) -> None:
-        turn = self._times[-1]
-        self._times[-1] = replace(turn, answered=unix_time(), work=(*turn.work, *work))
+        turn, now = self._times[-1], unix_time()
+        if turn.work and not work:
+            # The last answer follows a reply without room, and the environment reports no work on the last answer.
+            work = (Work("environment", turn.answered, now - turn.answered),)
+        self._times[-1] = replace(turn, answered=now, work=(*turn.work, *work))
 
     def generations(self) -> Generations:
         """Return the whole conversation as one response."""

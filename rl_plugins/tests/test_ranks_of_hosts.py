@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch
 from torch import distributed
 
 from rl_plugins import ranks
+from rl_plugins.network_interface import GLOO_INTERFACE, NCCL_INTERFACE
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.ranks import run_ranks
 
@@ -45,6 +47,7 @@ def communicate(rank: int, backend: str) -> tuple[list[Any], list[bool], int]:
         stack.enter_context(patch.object(distributed, "new_group", new_group))
         stack.enter_context(patch.object(distributed, "get_backend", lambda group=None: backend))
         stack.enter_context(patch.object(ranks, "_hosts", None))
+        stack.enter_context(patch.dict(os.environ, {NCCL_INTERFACE: "=lo", GLOO_INTERFACE: ""}))
         device = torch.device("cpu" if backend == "gloo" else "cuda")
         for _ in range(2):
             own = ranks.connected_ranks(rank, 2, device, TIMEOUT)
@@ -52,6 +55,8 @@ def communicate(rank: int, backend: str) -> tuple[list[Any], list[bool], int]:
         results = [own.any(rank == 1), own.any(False), own.gather(rank), ranks.gather(rank), ranks.broadcast(rank)]
         own.wait()
         ranks.barrier()
+        # The group of the hosts has the interface of NCCL.
+        assert os.environ[GLOO_INTERFACE] == ("lo" if made else "")
         return results, over_default, len(made)
 
 

@@ -21,11 +21,13 @@ from transformers import AutoModelForCausalLM
 from integration_tests.gpu.without_vllm.cases import Case, Place, seconds_of
 from integration_tests.gpu.without_vllm.kernel import use_kernel_of_this_torch
 from integration_tests.gpu.without_vllm.training import save_policy
-from rl_plugins.connections import free_port
+from rl_plugins.connections import ListeningStore, StoreAddress, join_store
 from rl_plugins.models.packed_attention import boundaries, use_packed_attention
 from rl_plugins.strategies.sequence_parallel import SequenceShards
 
 _TIMEOUT_S = 120.0
+_STORE: list[ListeningStore] = []
+"""Store of the process group in the process of rank 0."""
 _LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 
@@ -61,7 +63,7 @@ def cases(place: Place) -> Iterable[Case]:
 
 def _run_alone(place: Place, variant: Variant) -> Mapping[str, Any]:
     if not distributed.is_initialized():
-        _join("nccl" if place.on_gpu else "gloo", rank=0, ranks=1, port=free_port("127.0.0.1"))
+        _join("nccl" if place.on_gpu else "gloo", rank=0, ranks=1, address=_listen())
     return compare(place, variant)
 
 
@@ -93,19 +95,19 @@ class SecondRank:
     def _start(self) -> Connection:
         if distributed.is_initialized():
             distributed.destroy_process_group()
-        context, port = multiprocessing.get_context("spawn"), free_port("127.0.0.1")
+        context, address = multiprocessing.get_context("spawn"), _listen()
         self._pipe, theirs = context.Pipe()
         # A daemon ends with this process.
-        context.Process(target=serve_second_rank, args=(theirs, self._place, port), daemon=True).start()
+        context.Process(target=serve_second_rank, args=(theirs, self._place, address), daemon=True).start()
         # With no other copy of its end, the pipe ends with the process.
         theirs.close()
-        _join("gloo", rank=0, ranks=2, port=port)
+        _join("gloo", rank=0, ranks=2, address=address)
         return self._pipe
 
 
-def serve_second_rank(pipe: Connection, place: Place, port: int) -> None:
+def serve_second_rank(pipe: Connection, place: Place, address: StoreAddress) -> None:
     """Compare each variant from the pipe, and answer with a traceback or an empty text. Process of the second rank."""
-    _join("gloo", rank=1, ranks=2, port=port)
+    _join("gloo", rank=1, ranks=2, address=address)
     while True:
         variant = pipe.recv()
         try:
@@ -117,10 +119,16 @@ def serve_second_rank(pipe: Connection, place: Place, port: int) -> None:
             pipe.send("")
 
 
-def _join(backend: str, *, rank: int, ranks: int, port: int) -> None:
+def _listen() -> StoreAddress:
+    """Start the store of the next process group, and return its address."""
+    _STORE[:] = [ListeningStore("127.0.0.1", _TIMEOUT_S)]
+    return _STORE[0].address
+
+
+def _join(backend: str, *, rank: int, ranks: int, address: StoreAddress) -> None:
     distributed.init_process_group(
         backend,
-        init_method=f"tcp://127.0.0.1:{port}",
+        store=join_store(address, _TIMEOUT_S),
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=_TIMEOUT_S),

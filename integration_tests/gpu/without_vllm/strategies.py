@@ -11,7 +11,6 @@ from typing import Any
 from integration_tests.gpu.without_vllm.cases import Case, Place, need
 from integration_tests.gpu.without_vllm.kernel import use_kernel_of_this_torch
 from integration_tests.gpu.without_vllm.training import Variant, train, train_on_host
-from rl_plugins.connections import free_port
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.strategies.offload import HOST
 
@@ -90,8 +89,8 @@ def _cases(place: Place, make: MakeStrategy, variants: Mapping[str, Variant]) ->
 
 def _be_only_rank() -> None:
     """Set the variables of a process group of one rank."""
-    port = str(free_port("127.0.0.1"))
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0",
+    # With port 0, the store of the group takes a port without a listener.
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0",
              "NODE_RANK": "0"}  # fmt: skip
     for name, value in group.items():
         os.environ.setdefault(name, value)

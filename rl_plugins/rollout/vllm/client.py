@@ -186,6 +186,7 @@ class VLLMRollout:
         Raises:
             ConfigError: the engine expects an adapter, and the policy has no adapter.
         """
+        self._fleet.share_samples()
         if self._fleet.returning and self._fleet.add_restarted():
             self._disconnect()
         if not self._fleet.living:

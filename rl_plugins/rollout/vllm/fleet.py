@@ -88,7 +88,7 @@ class Fleet:
         self.on_lost: Callable[[int], None] | None = None
         # Engines lost by this rank since the last collective call; True for an engine without an answer.
         self._lost: dict[int, bool] = {}
-        # Engines that have sampled for this rank since their start.
+        # Engines that have sampled since their start: for this rank, and until the last weight update for any rank.
         self._warm: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -333,11 +333,12 @@ class Fleet:
         """Note that an engine has finished samples for this rank, so its kernels are compiled."""
         self._warm.add(engine)
 
+    def share_samples(self) -> None:
+        """Tell all ranks which engines have sampled: a rank also calls the engines of other ranks. Collective."""
+        self._warm = set().union(*gather(self._warm))
+
     def _stall_timeout_s(self, engine: int) -> float:
-        """Return the longest time without an answer. This rank has no samples of the engines of other ranks."""
-        own = self.engines_of_rank
-        known = [engine] if engine in own else own
-        return self.config.stall_timeout_s if self._warm.issuperset(known) else self.config.first_stall_timeout_s
+        return self.config.stall_timeout_s if engine in self._warm else self.config.first_stall_timeout_s
 
     def sampling_deadline(self) -> Deadline:
         """Return the deadline of sampling. The actor's deadline ends first and names the missing ranks."""

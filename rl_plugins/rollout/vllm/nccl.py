@@ -11,6 +11,7 @@ secret, so everybody who reaches the store could run code in the engines.
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -242,21 +243,30 @@ class NcclReceiver(NCCLWeightTransferEngine):
 
 
 def _abort_at_end(communicator: PyNcclCommunicator, store: Store) -> None:
-    _wait_for_end(store)
-    if not communicator.disabled:
-        _abort(communicator)
+    try:
+        _wait_for_end(store)
+    finally:
+        # Also without a store: otherwise the engine would wait for a lost rank 0 for ever.
+        if not communicator.disabled:
+            _abort(communicator)
 
 
 def _wait_for_end(store: Store) -> None:
-    """Wait until rank 0 ends the group, or the process of rank 0 has ended, and the store with the process."""
+    """Wait until rank 0 ends the group, or the process of rank 0 has ended, and the store with the process.
+
+    Raises:
+        DistStoreError: the store failed.
+    """
     with suppress(DistNetworkError):
         while True:
+            start = time.monotonic()
             try:
                 store.wait([_END], _TURN)
                 return
             except DistStoreError:
-                # A turn is over, and the group lives.
-                continue
+                # Torch has one type of error for the end of a turn, after which the group lives, and for failures.
+                if time.monotonic() - start < 0.5 * _TURN.total_seconds():
+                    raise
 
 
 def _abort(communicator: PyNcclCommunicator) -> None:

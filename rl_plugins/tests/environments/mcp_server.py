@@ -1,10 +1,12 @@
-"""An MCP server for tests: `python mcp_server.py [PORT]`, over stdin and stdout, or over HTTP."""
+"""An MCP server for tests: `python mcp_server.py [SOCKET]`, over stdin and stdout, or over a listening socket."""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 
+import uvicorn
 from mcp.server.mcpserver import MCPServer
 
 server = MCPServer("tests")
@@ -26,6 +28,7 @@ def variable(name: str) -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        server.run("streamable-http", port=int(sys.argv[1]))
+        listening = socket.socket(fileno=int(sys.argv[1]))
+        uvicorn.Server(uvicorn.Config(server.streamable_http_app())).run([listening])
     else:
         server.run("stdio")

@@ -30,16 +30,11 @@ def host_of(item: dict[str, Any], load_timeout_s: float = 30.0) -> ToolHost:
 @pytest.fixture
 def address() -> Iterator[str]:
     """Address of a server over HTTP."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
-
-    def answers() -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
-
-    wait_until(answers, "the server listens")
+    # The socket listens from here on, so no other process can take the port, and a client waits for the server.
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port, number = listening.getsockname()[1], listening.fileno()
+        command = [sys.executable, SERVER, str(number)]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, pass_fds=[number])
     yield f"http://127.0.0.1:{port}/mcp"
     process.kill()
     process.wait()

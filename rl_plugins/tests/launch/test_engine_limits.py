@@ -35,6 +35,7 @@ def on(device: str, *options: str) -> RecipeConfig:
         # Training or the engine keeps its memory while the other works.
         ("cuda", ("strategy.offload.policy=cpu",), {**GPU, "gpu_memory_utilization": 0.4}),
         ("cuda", ("rollout.sleep=none",), {**GPU, "gpu_memory_utilization": 0.4}),
+        ("cuda", ("strategy.offload.critic=stay",), {**GPU, "gpu_memory_utilization": 0.4}),
         ("cuda", tuple(f"rollout.{name}={value}" for name, value in OWN.items()), OWN),
     ],
 )
@@ -42,6 +43,23 @@ def test_engine_limits_are_the_options_or_the_defaults_of_the_device(
     device: str, options: tuple[str, ...], limits: dict[str, Any]
 ) -> None:
     assert on(device, *options).engine_limits == limits
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        (("algorithm.kl.coefficient=0.01",), 0.5),
+        (("algorithm.kl.coefficient=0.01", "strategy.offload.reference=while_sampling"), 0.6),
+        (("algorithm.kl.coefficient=0.01", "strategy.offload.reference=cpu"), 0.6),
+        (("algorithm.kl.coefficient=0.01", "placement.reference.actors=1"), 0.6),
+        (("algorithm.kl.coefficient=0.01", "model.lora.rank=8"), 0.6),
+        (("algorithm.kl.coefficient=0.01", "reward_model.path=model"), 0.4),
+        (("teacher.path=model",), 0.5),
+        (("+teacher.paths.math=model", "+teacher.paths.code=model", "reward_model.path=model"), 0.4),
+    ],
+)
+def test_default_share_of_a_gpu_leaves_room_for_frozen_models_that_stay(options: tuple[str, ...], share: float) -> None:
+    assert on("cuda", *options).engine_limits["gpu_memory_utilization"] == share
 
 
 @pytest.mark.parametrize(

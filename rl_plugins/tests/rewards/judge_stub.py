@@ -90,8 +90,9 @@ class JudgeStub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler, bind_and_activate=False)
+        self.server_bind()
         self.lock, self.over = threading.Lock(), threading.Event()
         self.requests: list[dict[str, Any]] = []
         self.open = self.most_open = 0
@@ -112,9 +113,10 @@ class JudgeStub(ThreadingHTTPServer):
 
 
 @contextmanager
-def judge_stub(port: int = 0) -> Iterator[JudgeStub]:
-    """Run the server."""
-    server = JudgeStub(port)
+def judge_stub(server: JudgeStub | None = None) -> Iterator[JudgeStub]:
+    """Run the server, by default a new one. Until then, clients of a server are refused."""
+    server = server or JudgeStub()
+    server.server_activate()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

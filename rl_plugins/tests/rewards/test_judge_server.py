@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.connections import free_port
 from rl_plugins.rewards import judge_server
 from rl_plugins.rewards.judge_server import JudgeReply, JudgeServer, NoAnswer, RequestLimits
 from rl_plugins.tests.patience import patient
@@ -93,7 +92,7 @@ def test_ask_ends_a_hanging_request_and_repeats(stub: JudgeStub) -> None:
 
 
 def test_ask_waits_for_a_server_that_starts_later(caplog: pytest.LogCaptureFixture) -> None:
-    port, started = free_port("127.0.0.1"), threading.Event()
+    stub, started = JudgeStub(), threading.Event()
     outcomes: list[Any] = []
 
     class Watch(logging.Handler):
@@ -103,12 +102,12 @@ def test_ask_waits_for_a_server_that_starts_later(caplog: pytest.LogCaptureFixtu
 
     watch = Watch()
     judge_server.logger.addHandler(watch)
-    thread = threading.Thread(target=lambda: outcomes.extend(ask(f"http://127.0.0.1:{port}/v1", questions=3)))
+    thread = threading.Thread(target=lambda: outcomes.extend(ask(stub.url, questions=3)))
     try:
         with caplog.at_level(logging.WARNING):
             thread.start()
             assert started.wait(patient(30))
-            with judge_stub(port):
+            with judge_stub(stub):
                 thread.join(patient(30))
     finally:
         judge_server.logger.removeHandler(watch)

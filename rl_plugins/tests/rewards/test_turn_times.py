@@ -50,3 +50,17 @@ def test_trajectory_keeps_the_times_of_each_turn() -> None:
     assert (first["messages"], first["response"], first["start"], first["end"]) == ([], "a", 1.0, 3.0)
     assert first["work"] == [{"name": "add", "start": 2.5, "seconds": 0.25}] and first["queue_s"] == 0.75
     assert (second["messages"], second["response"]) == ([{"role": "tool", "content": "5"}], "b")
+
+
+def test_last_answer_after_a_reply_without_room_is_work_of_the_environment() -> None:
+    response = Generations.from_responses([[3]], [[0.0]], ["stop"], 0)
+    with patch.object(trajectory_module, "unix_time", count(0.0).__next__):
+        talk = Trajectory([1], ScoringRequest("", "", "", {}), SamplingConfig(max_tokens=2), (), 0)
+        talk.ask()
+        talk.respond(response, "a", 9)
+        assert not talk.observe(Reply([{"role": "tool", "content": "5"}], [4], work=[Work("add", 2.5, 0.25)]))
+        talk.end(Score(1.0))
+    assert talk.ending is not None
+    (turn,) = talk.ending.times
+    assert (turn.sampled, turn.answered) == (2.0, 4.0) and turn.work[1] == Work("environment", 3.0, 1.0)
+    assert (turn.environment_s, turn.queue_s) == (1.25, 0.75)

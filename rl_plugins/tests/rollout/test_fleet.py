@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.rollout.vllm.client import VLLMRollout
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.fleet import Deadline, Fleet, assigned_range, split_prompts
+from rl_plugins.weights.source import ModuleWeightSource
 
 pytestmark = pytest.mark.unit
 
@@ -78,20 +80,27 @@ def test_engines_on_gpus_may_be_silent_for_longer_before_their_first_samples(mon
     fleet = fleet_of("cpu", "gloo")
     assert timeouts(0) == [120, 120]
     fleet = fleet_of("cuda", "nccl")
+    rollout, source = VLLMRollout(fleet.config), ModuleWeightSource(torch.nn.Linear(1, 1))
+    monkeypatch.setattr(rollout, "_fleet", fleet)
+    monkeypatch.setattr(rollout, "_send", lambda version: None)
     assert timeouts(0) == timeouts(1) == [900, 900]
     fleet.note_samples(0)
-    # Rank 0 updates the weights of engine 1, which samples for rank 1.
+    # Engine 1 samples for rank 1 alone. Rank 0 calls the engine in a weight update.
+    assert (timeouts(0), timeouts(1)) == ([120, 120], [900, 900])
+    with monkeypatch.context() as patch:
+        patch.setattr("rl_plugins.rollout.vllm.fleet.gather", lambda warm: [warm, {1}])
+        rollout.update_weights(source, version=1)
     assert timeouts(0) == timeouts(1) == [120, 120]
-    # Engine 0 is lost, and engine 1 samples for both ranks.
-    fleet.mark_lost(0, silent=False)
+    # Engine 1 is lost and starts again, and engine 0 samples for both ranks meanwhile.
+    fleet.mark_lost(1, silent=False)
     fleet.drop_lost()
+    fleet.note_samples(0)
+    fleet.living.append(1)
+    assert (timeouts(0), timeouts(1)) == ([120, 120], [900, 900])
+    rollout.update_weights(source, version=2)
     assert timeouts(1) == [900, 900]
     fleet.note_samples(1)
-    fleet.living.append(0)
     assert timeouts(1) == [120, 120]
-    # Engine 0 has started again.
-    fleet.living.sort()
-    assert timeouts(0) == [900, 900]
 
 
 def test_start_names_a_damaged_config_json_before_an_actor_starts(tmp_path: Path) -> None:

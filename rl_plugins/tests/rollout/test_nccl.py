@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from torch.distributed import DistStoreError
+
 from rl_plugins.connections import ListeningStore, join_store
 from rl_plugins.rollout.vllm import nccl
 from rl_plugins.tests.patience import patient, wait_until
@@ -50,3 +52,21 @@ def test_engines_abort_at_the_end_of_the_group_and_not_after_a_turn_of_waiting(
         join_store(listening.address, DEADLINE_S).set(nccl._END, "")
     waiting.join(DEADLINE_S)
     assert aborted == [communicator]
+
+
+def test_failure_of_the_store_ends_the_group_and_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[Any] = []
+    waits = []
+
+    class FailingStore:
+        def wait(self, keys: list[str], timeout: timedelta) -> None:
+            waits.append(keys)
+            assert len(waits) < 3, "an engine must not ask a failed store again and again"
+            raise DistStoreError("the store failed")
+
+    communicator: Any = SimpleNamespace(disabled=False)
+    store: Any = FailingStore()
+    monkeypatch.setattr(nccl, "_abort", aborted.append)
+    with pytest.raises(DistStoreError, match="the store failed"):
+        nccl._abort_at_end(communicator, store)
+    assert aborted == [communicator] and len(waits) == 1

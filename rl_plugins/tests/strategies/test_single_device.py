@@ -101,6 +101,19 @@ def test_rollout_without_an_engine_is_refused() -> None:
         trainer.fit(stage(), loader())
 
 
+def test_rollout_engine_with_lacking_members_is_refused_before_the_start_of_the_engine() -> None:
+    class Incomplete(canned.CannedRollout):
+        def __dir__(self) -> list[str]:
+            return sorted({*super().__dir__()} - {"shares_gpus", "num_living"})
+
+    rollout = Incomplete()
+    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=rollout))
+    message = r"the rollout engine Incomplete lacks num_living, shares_gpus: define all .*RolloutEngine"
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(stage(), loader())
+    assert not rollout.calls
+
+
 def test_sum_without_a_process_group_is_the_identity() -> None:
     values = torch.tensor([1.0, 2.0])
     assert Ranks(device=torch.device("cpu")).sum(values) is values

@@ -1,0 +1,66 @@
+"""Network interface of gloo, which follows `NCCL_SOCKET_IFNAME`.
+
+Ranks on GPUs communicate over NCCL and over gloo. By itself, gloo takes the address of the host name, which many
+machines give themselves as a loopback address, so the ranks of other machines would not connect.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+
+from rl_plugins.errors import ConfigError
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+
+
+def follow_nccl() -> None:
+    """Set `GLOO_SOCKET_IFNAME` to the first interface that `NCCL_SOCKET_IFNAME` allows, if only the latter is set.
+
+    Raises:
+        ConfigError: this machine has no such interface.
+    """
+    allowed = os.environ.get(NCCL_INTERFACE, "")
+    if allowed and not os.environ.get(GLOO_INTERFACE):
+        os.environ[GLOO_INTERFACE] = first_interface(allowed, _addresses())
+
+
+def first_interface(allowed: str, addresses: Mapping[str, Sequence[str]]) -> str:
+    """Return the first interface that a value of `NCCL_SOCKET_IFNAME` allows.
+
+    The value is a list of prefixes, such as `eth,ib`. `=` before the list stands for whole names, and `^` for all
+    interfaces but the listed ones. NCCL ignores a port after a name.
+
+    Args:
+        allowed: value of `NCCL_SOCKET_IFNAME`.
+        addresses: IP addresses of this machine by interface.
+
+    Raises:
+        ConfigError: no interface is allowed.
+    """
+    excludes = allowed.startswith("^")
+    listed = allowed.removeprefix("^")
+    names = [name.partition(":")[0] for name in listed.removeprefix("=").split(",") if name]
+    for interface, own in addresses.items():
+        is_listed = interface in names if listed.startswith("=") else interface.startswith(tuple(names))
+        is_loopback = all(address.startswith("127.") or address == "::1" for address in own)
+        if is_listed != excludes and not (excludes and is_loopback):
+            return interface
+    raise ConfigError(
+        f"{NCCL_INTERFACE}={allowed} allows none of the network interfaces of {socket.gethostname()} with an address "
+        f"({', '.join(addresses)}): name one of these, or unset the variable"
+    )
+
+
+def _addresses() -> dict[str, list[str]]:
+    import psutil
+
+    states = psutil.net_if_stats()
+    found = {
+        interface: [one.address for one in addresses if one.family in (socket.AF_INET, socket.AF_INET6)]
+        for interface, addresses in psutil.net_if_addrs().items()
+        if interface in states and states[interface].isup
+    }
+    return {interface: addresses for interface, addresses in found.items() if addresses}
