@@ -322,8 +322,8 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
     def weight_source(self, name: str = POLICY) -> WeightSource:
         """Return the weights of a model, for a rollout engine or an export."""
         module = self._module_of(name)
-        make: Callable[..., WeightSource] = ZeroWeightSource if self.zero_stage_3 else ModuleWeightSource
-        return plain_weights(make(module, self.global_rank, self.world_size), module)
+        source_type = ZeroWeightSource if self.zero_stage_3 else ModuleWeightSource
+        return plain_weights(source_type(module, self.global_rank, self.world_size), module)
 
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this rank's shard of each parameter. Collective."""
