@@ -13,7 +13,7 @@ import psutil
 from ray.cluster_utils import Cluster
 from ray.util.state import list_actors
 
-from rl_plugins.connections import free_port
+from rl_plugins.addresses import free_port
 from rl_plugins.tests.patience import patient
 
 _OBJECT_STORE_BYTES = 10**8

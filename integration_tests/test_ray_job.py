@@ -21,7 +21,7 @@ import pytest
 
 from integration_tests.command_server import take_signals
 from integration_tests.conftest import Recipe
-from rl_plugins.connections import free_port
+from rl_plugins.addresses import free_port
 from rl_plugins.run_folder import RunFolder, checkpoint_step, read_metrics
 from rl_plugins.tests.patience import patient, wait_until
 

@@ -19,7 +19,7 @@ from mlflow import MlflowClient
 from integration_tests.command_server import run_command
 from integration_tests.conftest import Recipe
 from integration_tests.mlflow_server import Server, best_of
-from rl_plugins.connections import free_port
+from rl_plugins.addresses import free_port
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.tests.patience import patient, wait_until

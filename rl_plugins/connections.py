@@ -36,25 +36,6 @@ _CREDENTIALS = struct.Struct("iII")
 _RETRY_S = 0.001
 
 
-def free_port(host: str = "") -> int:
-    """Return a port without a listening process. Another process may take the port before the caller does.
-
-    Args:
-        host: address of this machine; empty: all its addresses.
-    """
-    with socket.socket() as listener:
-        listener.bind((host, 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def own_address() -> str:
-    """Return the address of this machine in the Ray cluster."""
-    import ray
-
-    return str(ray.util.get_node_ip_address())
-
-
 # Stores of groups ---------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,8 @@ from ray.train.torch import TorchConfig
 from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
 from typing_extensions import override
 
-from rl_plugins.connections import ListeningStore, StoreAddress, join_store, own_address
+from rl_plugins.addresses import own_address
+from rl_plugins.connections import ListeningStore, StoreAddress, join_store
 
 if TYPE_CHECKING:
     from ray.train._internal.base_worker_group import BaseWorkerGroup

@@ -10,7 +10,7 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl_plugins.network_interface import follow_nccl
+from rl_plugins.addresses import follow_nccl
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rl_plugins.connections import free_port
+from rl_plugins.addresses import free_port
 from rl_plugins.run_folder import RunFolder
 
 IMAGES = Path(__file__).parent

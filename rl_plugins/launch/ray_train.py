@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from rl_plugins.addresses import free_port
 from rl_plugins.config.judge import ENGINE_KEY
 from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.recipe import RecipeConfig, write_config
-from rl_plugins.connections import free_port
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.garbage_collection import collector_off
 from rl_plugins.launch.gpu_checks import check_nodes

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection, wait
 from threading import Event, Thread
 from typing import Any
 
+from rl_plugins.addresses import free_port
 from rl_plugins.config.recipe import RecipeConfig
-from rl_plugins.connections import free_port
 from rl_plugins.errors import ConfigError, DeadlineExceeded, user_errors_of_tasks
 from rl_plugins.hub.files import model_folder
 from rl_plugins.rewards.child_process import ChildProcess

@@ -23,9 +23,10 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import override
 
+from rl_plugins.addresses import own_address
 from rl_plugins.algorithms.aggregation import GlobalCounts
 from rl_plugins.algorithms.inputs import one_rank
-from rl_plugins.connections import ListeningStore, StoreAddress, join_store, own_address
+from rl_plugins.connections import ListeningStore, StoreAddress, join_store
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.errors import UserError

@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 from rl_plugins import ranks
-from rl_plugins.network_interface import GLOO_INTERFACE, NCCL_INTERFACE
+from rl_plugins.addresses import GLOO_INTERFACE, NCCL_INTERFACE
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.ranks import run_ranks
 

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.connections import ListeningStore, StoreAddress, join_store, own_address
+from rl_plugins.addresses import own_address
+from rl_plugins.connections import ListeningStore, StoreAddress, join_store
 from rl_plugins.errors import DeadlineExceeded, EngineLost
 from rl_plugins.weights.layout import LoadWeights, dtype_name, dtype_named
 from rl_plugins.weights.shared_memory import WeightUpdateCalls

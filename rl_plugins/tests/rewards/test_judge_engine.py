@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.connections import free_port
+from rl_plugins.addresses import free_port
 from rl_plugins.errors import ConfigError, DeadlineExceeded
 from rl_plugins.launch.placement import roles_of
 from rl_plugins.rewards import judge_engine

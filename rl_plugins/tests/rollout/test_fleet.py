@@ -95,6 +95,7 @@ def test_engines_on_gpus_may_be_silent_for_longer_before_their_first_samples(mon
     fleet.mark_lost(1, silent=False)
     fleet.drop_lost()
     fleet.note_samples(0)
+    fleet.returning.clear()
     fleet.living.append(1)
     assert (timeouts(0), timeouts(1)) == ([120, 120], [900, 900])
     rollout.update_weights(source, version=2)

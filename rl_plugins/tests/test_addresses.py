@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from rl_plugins import network_interface
+from rl_plugins import addresses
+from rl_plugins.addresses import GLOO_INTERFACE, NCCL_INTERFACE, first_interface, follow_nccl
 from rl_plugins.errors import ConfigError
-from rl_plugins.network_interface import GLOO_INTERFACE, NCCL_INTERFACE, first_interface, follow_nccl
 
 pytestmark = pytest.mark.unit
 
@@ -45,7 +45,7 @@ def test_first_interface_names_the_interfaces_of_the_machine() -> None:
 
 
 def test_follow_nccl_keeps_the_interface_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_interface, "_addresses", lambda: ADDRESSES)
+    monkeypatch.setattr(addresses, "_addresses", lambda: ADDRESSES)
     seen = []
     for nccl, gloo in (("", ""), ("eth1", ""), ("eth1", "eth0"), ("", "eth0")):
         monkeypatch.setenv(NCCL_INTERFACE, nccl)

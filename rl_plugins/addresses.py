@@ -1,7 +1,8 @@
-"""Network interface of gloo, which follows `NCCL_SOCKET_IFNAME`.
+"""Addresses, free ports and network interfaces of this machine.
 
 Ranks on GPUs communicate over NCCL and over gloo. By itself, gloo takes the address of the host name, which many
-machines give themselves as a loopback address, so the ranks of other machines would not connect.
+machines give themselves as a loopback address, so the ranks of other machines would not connect. Therefore the
+interface of gloo follows `NCCL_SOCKET_IFNAME`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,25 @@ from rl_plugins.errors import ConfigError
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+
+
+def free_port(host: str = "") -> int:
+    """Return a port without a listening process. Another process may take the port before the caller does.
+
+    Args:
+        host: address of this machine; empty: all its addresses.
+    """
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def own_address() -> str:
+    """Return the address of this machine in the Ray cluster."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def follow_nccl() -> None:
