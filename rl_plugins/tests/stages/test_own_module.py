@@ -159,6 +159,17 @@ def test_model_made_in_configure_model_is_trained(path):
     assert (own.model.get_input_embeddings().weight - before).abs().max() > 0
 
 
+def test_lightning_module_with_its_model_under_another_name_is_refused_at_once(path):
+    class Other(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.head = torch.nn.Linear(1, 1)
+            self.lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    with pytest.raises(ConfigError, match=r"Other.model is not an nn.Module.*: add `self.model = self.lm` to the"):
+        PolicyOptimization(Other(), scorer=length, sampling=SAMPLING)
+
+
 def test_lightning_module_without_an_optimizer_gets_the_optimizer_of_the_stage(path):
     class Bare(LightningModule):
         def __init__(self):
