@@ -32,6 +32,7 @@ from rl_plugins.stages.critic import CriticTraining, value_objective
 from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.critics import Critic
 from rl_plugins.stages.experience_maker import ExperienceMaker
+from rl_plugins.stages.metrics import LearningSignal
 from rl_plugins.stages.off_policy import check_comparable, check_recomputed_routes
 from rl_plugins.stages.policy_learner import PolicyLearner
 from rl_plugins.stages.process_rewards import (
@@ -173,6 +174,7 @@ class PolicyOptimization(Stage):
         self.process_reward_model: Any = None
         self.process_reference: Any = None
         self._loaded_batches = 0
+        self._signal = LearningSignal()
         self._check(process_reward_model, has_reference=has_reference)
 
     def _check(self, process_reward_model: ProcessRewardConfig | None, *, has_reference: bool) -> None:
@@ -391,6 +393,7 @@ class PolicyOptimization(Stage):
         metrics |= {f"train/{name}": value for name, value in self.experience.metrics.items()}
         metrics |= self.rollouts.metrics(batch, self.step, seconds)
         self.end_step(metrics | self.prompts.report(self.rollouts.sample_metrics.group_results()))
+        self._signal.check(self.strategy.gradient_norm(POLICY), metrics)
 
     def update(self, batch: Experience) -> dict[str, float]:
         """Take the optimizer steps of an RL step; return its metrics, averaged over all ranks."""

@@ -32,7 +32,7 @@ from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.optimizer import FurtherLoss, MicroBatchLoss, build_optimizer, only_one, with_further
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
-from rl_plugins.stages.trainer_flags import COMPILED, check_trainer, take_gradient_clip
+from rl_plugins.stages.trainer_flags import COMPILED, check_trainer, silence_equal_metrics, take_gradient_clip
 from rl_plugins.stages.validation import GenerationValidation
 from rl_plugins.storage import local_path
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy_of
@@ -148,6 +148,7 @@ class Stage(LightningModule):
     def configure_callbacks(self) -> Any:
         # Lightning calls this hook before it reads data, and before it refuses flags in manual optimization.
         check_trainer(self.trainer)
+        silence_equal_metrics()
         if self._compiler_ctx is not None:
             raise ConfigError(COMPILED.format("stage"))
         self._trainers_clip = take_gradient_clip(self.trainer)
@@ -322,8 +323,7 @@ class Stage(LightningModule):
             prefix = "train" if name == self.trained else f"train/{name}"
             # The rate of this step, before the schedules set the rate of the next step.
             rates[f"{prefix}/lr"] = float(self._optimizer_of(name).param_groups[0]["lr"])
-            norm = self.strategy.gradient_norm(name)
-            if norm is not None:
+            if (norm := self.strategy.gradient_norm(name)) is not None:
                 rates[f"{prefix}/gradient_norm"] = norm
         self.step += 1
         self._step_schedulers("step", self.step)
