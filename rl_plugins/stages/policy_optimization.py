@@ -134,6 +134,9 @@ class PolicyOptimization(Stage):
         seed: int = 0,
         **stage: Unpack[StageArguments],
     ) -> None:
+        for name, value, kind in (("sampling", sampling, SamplingConfig), ("algorithm", algorithm, Algorithm)):
+            if not isinstance(value, kind | None):
+                raise ConfigError(f"{name}={value!r}: pass rl.{kind.__name__}(...)")
         super().__init__(policy, **stage)
         self.algorithm = algorithm or (Algorithm(advantage="prime") if process_reward_model else Algorithm())
         self.sampling = with_stop_token(sampling, self.tokenizer)
@@ -186,6 +189,11 @@ class PolicyOptimization(Stage):
                 "Set algorithm.group_filter.oversampling=1"
             )
         check_comparable(self.algorithm, self.schedule, self.sampling)
+        if self.sampling.num_samples == 1 and self.algorithm.advantage == "grpo":
+            rank_zero_warn(
+                "num_samples=1: GRPO compares the samples of a prompt, and the advantage of a single sample is its "
+                "score, never below 0 for scores from 0 to 1: set SamplingConfig(num_samples=8)"
+            )
         if reshaping := self.sampling.reshaping:
             rank_zero_warn(
                 f"sampling with {', '.join(reshaping)}: the loss uses the whole distribution of the policy, so samples "

@@ -200,3 +200,15 @@ def test_stop_token_ids_default_to_the_end_token_of_the_tokenizer(path):
 def test_model_without_a_path_and_tokenizer_is_refused():
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM has no name_or_path to load a tokenizer from"):
         PolicyOptimization(build_model(), scorer=length, sampling=SAMPLING)
+
+
+def test_options_of_another_type_are_refused_with_the_class(path):
+    with pytest.raises(ConfigError, match=r"sampling=\{'max_tokens': 3\}: pass rl\.SamplingConfig\(\.\.\.\)"):
+        PolicyOptimization(path, scorer=length, sampling={"max_tokens": 3})
+    with pytest.raises(ConfigError, match=r"algorithm='rloo': pass rl\.Algorithm\(\.\.\.\)"):
+        PolicyOptimization(path, scorer=length, sampling=SAMPLING, algorithm="rloo")
+
+
+def test_groups_of_one_sample_get_a_warning(path):
+    with pytest.warns(UserWarning, match="num_samples=1: GRPO compares the samples of a prompt"):
+        PolicyOptimization(path, scorer=length, sampling=SamplingConfig(max_tokens=3))
