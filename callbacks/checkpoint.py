@@ -96,7 +96,7 @@ class PolicyCheckpoint(Callback):
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | Path,
         *,
         every: int,
         keep_last: int = 2,

@@ -31,8 +31,8 @@ class CheckpointReference(Callback):
         folder: folder of the run.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = RunFolder(folder)
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = RunFolder(Path(folder))
         self._recorded: Path | None = None
 
     @override
@@ -93,8 +93,8 @@ class BestUpload(Callback):
         count: number of checkpoints in MLflow, at most `keep` of `BestCheckpoints`.
     """
 
-    def __init__(self, folder: Path, *, metric: str, mode: str, count: int) -> None:
-        self._folder, self._metric, self._mode, self._count = RunFolder(folder), metric, mode, count
+    def __init__(self, folder: str | Path, *, metric: str, mode: str, count: int) -> None:
+        self._folder, self._metric, self._mode, self._count = RunFolder(Path(folder)), metric, mode, count
         self._submitted: list[Path] = []
 
     @override

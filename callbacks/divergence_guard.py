@@ -74,14 +74,14 @@ class DivergenceGuard(Callback):
     """
 
     def __init__(
-        self, bounds: Bounds, *, action: str = "stop", folder: Path | None = None, max_rollbacks: int = 3
+        self, bounds: Bounds, *, action: str = "stop", folder: str | Path | None = None, max_rollbacks: int = 3
     ) -> None:
         if action not in ACTIONS:
             raise ConfigError(f"action={action!r}: use one of {', '.join(ACTIONS)}")
         if action == "roll_back" and folder is None:
             raise ConfigError("action='roll_back' needs the folder of the run, where PolicyCheckpoint saves")
         self._bounds, self._action, self._max_rollbacks = bounds, action, max_rollbacks
-        self._folder = None if folder is None else RunFolder(folder)
+        self._folder = None if folder is None else RunFolder(Path(folder))
         self._reward_average = BestAverage(bounds.reward_window)
         self._warned = False
         self.rollbacks = 0

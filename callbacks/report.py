@@ -22,8 +22,8 @@ class RunReport(Callback):
         folder: folder of the run.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = RunFolder(folder)
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = RunFolder(Path(folder))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -48,8 +48,8 @@ class Curves(Callback):
         folder: folder of the run.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = RunFolder(folder)
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = RunFolder(Path(folder))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

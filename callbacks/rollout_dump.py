@@ -35,8 +35,8 @@ class RolloutDump(Callback):
         keep_last: number of newest steps to keep.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int) -> None:
-        self._folder, self._keep_last = folder, keep_last
+    def __init__(self, folder: str | Path, *, keep_last: int) -> None:
+        self._folder, self._keep_last = Path(folder), keep_last
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -80,8 +80,8 @@ class RolloutReplay(Callback):
         DataError: the dump does not hold the samples of a step.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

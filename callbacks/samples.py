@@ -30,8 +30,8 @@ class SampleTable(Callback):
         rows: number of samples to write.
     """
 
-    def __init__(self, folder: Path, *, rows: int = 32) -> None:
-        self._folder, self._rows = folder, rows
+    def __init__(self, folder: str | Path, *, rows: int = 32) -> None:
+        self._folder, self._rows = Path(folder), rows
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

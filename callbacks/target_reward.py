@@ -21,8 +21,8 @@ class TargetReward(Callback):
         target: smallest `val/reward` that ends training.
     """
 
-    def __init__(self, folder: Path, target: float) -> None:
-        self._folder, self._target = RunFolder(folder), target
+    def __init__(self, folder: str | Path, target: float) -> None:
+        self._folder, self._target = RunFolder(Path(folder)), target
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from rl_plugins.errors import CheckpointError, ConfigError
+from rl_plugins.errors import CheckpointError, ConfigError, StorageError
 from rl_plugins.manifest import CheckpointWriter
 from rl_plugins.models.remote import RemoteLearner, RemoteModel
 from rl_plugins.plain_file import load_plain
-from rl_plugins.ranks import Ranks, barrier, broadcast
+from rl_plugins.ranks import Ranks, barrier, broadcast, gather
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.contract import HasNamedModels
 from rl_plugins.strategies.rollout_phases import RolloutPhases
@@ -195,8 +195,23 @@ def learners_of(models: Mapping[str, nn.Module]) -> dict[str, RemoteLearner]:
 
 
 def writer_of(storage_options: object, folder: Path) -> CheckpointWriter:
-    """Return the writer that `PolicyCheckpoint` passes as `storage_options`, or a new writer for a folder."""
-    return storage_options if isinstance(storage_options, CheckpointWriter) else CheckpointWriter(folder)
+    """Return the writer that `PolicyCheckpoint` passes as `storage_options`, or a new writer. Make the folder."""
+    writer = storage_options if isinstance(storage_options, CheckpointWriter) else CheckpointWriter(folder)
+    writer.make_folder(folder)
+    return writer
+
+
+def check_written(writer: CheckpointWriter, storage_options: object, path: Path) -> None:
+    """Wait until all ranks have written their files of a checkpoint. Collective.
+
+    `PolicyCheckpoint` reads the failures of the writer that it passes as `storage_options`.
+
+    Raises:
+        StorageError: a rank could not write a file with a writer of `writer_of`.
+    """
+    failure = next((failure for failure in gather(writer.failure) if failure is not None), None)
+    if failure is not None and writer is not storage_options:
+        raise StorageError(f"the checkpoint {path} is not saved: {failure}")
 
 
 def save_unsharded(

@@ -48,6 +48,7 @@ from rl_plugins.strategies.common import (
     HostWaits,
     check_divides,
     check_folder,
+    check_written,
     load_learner,
     local_models,
     optimizer_states,
@@ -292,13 +293,12 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         self.rollout_phases.memory.wait_for_optimizer()
         folder = Path(self.broadcast(os.fspath(filepath)))
         writer = writer_of(storage_options, folder)
-        writer.make_folder(folder)
         for name, model in self._models.items():
             if name in self._optimizers_of or name in self._blended.names:
                 save_model(writer, folder / name, model, self._optimizers_of.get(name))
         if self.is_global_zero:
             save_unsharded(writer, folder, self._models, checkpoint)
-        self.barrier("checkpoint written")
+        check_written(writer, storage_options, folder)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

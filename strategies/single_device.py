@@ -24,6 +24,7 @@ from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.common import (
     AutogradSteps,
+    check_written,
     learners_of,
     optimizers_of,
     restored_states,
@@ -147,11 +148,13 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
-        writer = writer_of(storage_options, Path(filepath).parent)
-        writer.save(checkpoint, Path(filepath))
+        path = Path(filepath)
+        writer = writer_of(storage_options, path.parent)
+        writer.save(checkpoint, path)
         # Lightning's checkpoint file does not hold learners.
         for name, learner in learners_of(self._models()).items():
             save_learner(writer, learner, _learner_folder(filepath, name))
+        check_written(writer, storage_options, path)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from rl_plugins.strategies.common import (
     HostWaits,
     check_divides,
     check_folder,
+    check_written,
     load_learner,
     local_models,
     optimizer_states,
@@ -383,7 +384,6 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         self.rollout_phases.memory.wait_for_optimizer()
         folder = Path(self.broadcast(os.fspath(filepath)))
         writer = writer_of(storage_options, folder)
-        writer.make_folder(folder)
         for name, engine in self._trained.items():
             # For a model with an adapter, the frozen weights remain only in the folder of the model.
             save_shards(writer, engine, folder / name, rank=self.global_rank, without_frozen=has_adapter(engine.module))
@@ -394,7 +394,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
                 writer.save(weights, folder / name / _WEIGHTS_FILE)
         if self.is_global_zero:
             save_unsharded(writer, folder, self._model_engines, checkpoint)
-        self.barrier("checkpoint written")
+        check_written(writer, storage_options, folder)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -61,9 +61,10 @@ def render(
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise a ConfigError if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
+        name = repr(tokenizer.name_or_path) if tokenizer.name_or_path else f"({type(tokenizer).__name__})"
         raise ConfigError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no chat template, which messages need: use the "
-            "tokenizer of an instruction-tuned model, or set its `chat_template`"
+            f"the tokenizer {name} has no chat template, which messages need: use the tokenizer of an "
+            "instruction-tuned model, or set its `chat_template`"
         )
 
 

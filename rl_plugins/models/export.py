@@ -36,7 +36,9 @@ class SavesPretrained(Protocol):
         """Write the weights, the config and the generation config."""
 
 
-def save_policy(model: nn.Module, source: WeightSource, processor: Processor, folder: Path, is_writer: bool) -> None:
+def save_policy(
+    model: nn.Module, source: WeightSource, processor: Processor, folder: str | Path, is_writer: bool
+) -> None:
     """Gather the weights layer by layer and write the folder. The folder appears when it is complete. Collective.
 
     Args:
@@ -49,7 +51,7 @@ def save_policy(model: nn.Module, source: WeightSource, processor: Processor, fo
     Raises:
         ConfigError: The model has no method `save_pretrained`, or `folder` is an address.
     """
-    local_path("folder", folder)
+    folder = local_path("folder", folder)
     if has_adapter(model):
         model = model.get_base_model()
     if not isinstance(model, SavesPretrained):
@@ -82,7 +84,7 @@ def write_policy(model: SavesPretrained, weights: dict[str, Tensor], processor: 
 
 
 def save_adapter(
-    model: PeftModel, weights: dict[str, Tensor], processor: Processor, folder: Path, is_writer: bool
+    model: PeftModel, weights: dict[str, Tensor], processor: Processor, folder: str | Path, is_writer: bool
 ) -> None:
     """Write an adapter in the format of peft, for `PeftModel.from_pretrained`, as one atomic step.
 
@@ -96,7 +98,7 @@ def save_adapter(
     Raises:
         ConfigError: `folder` is an address.
     """
-    local_path("folder", folder)
+    folder = local_path("folder", folder)
     if is_writer:
         with _atomic_folder(folder) as partial:
             model.save_pretrained(str(partial), state_dict=weights, save_embedding_layers=False)

@@ -137,7 +137,14 @@ class TransformersRollout(SynchronousGroups):
         """Copy every tensor of the source. There is no cache to drop."""
         with torch.no_grad():
             for name, tensor in source:
-                self._parameters[name].copy_(tensor)
+                parameter = self._parameters.get(name)
+                if parameter is None or parameter.shape != tensor.shape:
+                    here = "no such parameter" if parameter is None else f"a parameter of {list(parameter.shape)}"
+                    raise ConfigError(
+                        f"the trained model has the parameter {name} of {list(tensor.shape)}, and the rollout engine's "
+                        f"model {self._path} has {here}: start both from one model"
+                    )
+                parameter.copy_(tensor)
         self._version = version
 
     @override

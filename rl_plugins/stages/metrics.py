@@ -10,6 +10,7 @@ from typing import get_args
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rl_plugins.algorithms.masked import GroupStatistics, group_statistics
@@ -149,6 +150,7 @@ def _plain(name: str) -> str:
 
 
 _FAILURES = get_args(Failure)
+_STEPS_WITHOUT_SIGNAL = 5
 
 
 @dataclass
@@ -220,3 +222,29 @@ class SampleMetrics:
             metrics["generation_batches"] = float(len(self._batches))
         throughput = {"time/step": seconds, "samples_per_s": samples / seconds, "tokens_per_s": tokens / seconds}
         return {**{f"{prefix}/{name}": value for name, value in metrics.items()}, **throughput}
+
+
+@dataclass
+class LearningSignal:
+    """Warns once if no step of this process has changed the policy, because all samples of a prompt score alike."""
+
+    _steps: int = 0
+    _found: bool = False
+
+    def check(self, gradient_norm: float | None, metrics: Mapping[str, float]) -> None:
+        """Check one step.
+
+        Args:
+            gradient_norm: norm of the policy's gradient in the step; None without an update.
+            metrics: metrics of the step.
+        """
+        self._steps += 1
+        self._found |= gradient_norm != 0.0 or metrics.get("train/uniform_groups", 0.0) < 1
+        if self._steps == _STEPS_WITHOUT_SIGNAL and not self._found:
+            rank_zero_warn(
+                f"the policy has not changed in {_STEPS_WITHOUT_SIGNAL} steps: all samples of a prompt had the same "
+                f"score (train/reward={metrics['train/reward']:g}), so every gradient was 0. Look at samples, for "
+                "example with trainer.predict. Scores of 0: is the prompt like the texts of the model's training "
+                "(chat template), and does the reward accept the form of the answers? Scores of 1: the prompts are "
+                "too easy"
+            )

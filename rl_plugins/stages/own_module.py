@@ -14,6 +14,7 @@ from torch import nn
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.data.image_prompts import Processor, load_tokenizer_or_processor
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.export import SavesPretrained
 from rl_plugins.models.lora import has_adapter
 from rl_plugins.stages.trainer_flags import check_not_compiled
 
@@ -31,6 +32,8 @@ _WAY_OUT = {
     "backward": "move the code to on_before_backward",
 }
 """Methods that change an optimizer step, which a stage takes by itself."""
+_MAKE_MODELS = ("setup", "configure_model")
+"""Hooks that may set `.model` after the constructor."""
 _LEFT_OUT = ("on_validation_", "on_test_", "on_predict_")
 """Beginnings of the names of hooks around the module's own steps."""
 
@@ -97,11 +100,24 @@ def model_of(source: nn.Module) -> nn.Module:
     model = getattr(source, "model", None) if isinstance(source, LightningModule) else source
     check_not_compiled(model)
     if not isinstance(model, nn.Module):
+        named = (name for name, child in source.named_children() if isinstance(child, SavesPretrained))
+        line = f"self.model = self.{next(named, '...')}"
         raise ConfigError(
-            f"{type(source).__name__}.model is not an nn.Module: set the model to train as `.model` in its "
-            "constructor or its configure_model"
+            f"{type(source).__name__}.model is not an nn.Module, and a stage trains this attribute: add `{line}` to "
+            "the constructor or to configure_model"
         )
     return model
+
+
+def check_model(model: object) -> None:
+    """Refuse a compiled model, and a LightningModule that has no model and does not make one later.
+
+    Raises:
+        ConfigError: see `model_of`.
+    """
+    check_not_compiled(model)
+    if isinstance(model, LightningModule) and not any(is_overridden(hook, model) for hook in _MAKE_MODELS):
+        model_of(model)
 
 
 def check_adapter(lora: LoraConfig, model: object, stage: str, *, compares_log_probs: bool) -> None:
@@ -137,5 +153,8 @@ def own_tokenizer(model: str | nn.Module, trust_remote_code: bool = False) -> Pr
     inner = getattr(model, "model", model)
     name = model if isinstance(model, str) else getattr(inner, "name_or_path", None)
     if not name:
-        raise ConfigError(f"{type(model).__name__} has no name_or_path to load a tokenizer from: pass tokenizer=...")
+        raise ConfigError(
+            f"{type(model).__name__} has no name_or_path to load a tokenizer from: pass tokenizer=... to the stage, as "
+            "to the data module"
+        )
     return load_tokenizer_or_processor(name, trust_remote_code=trust_remote_code)

@@ -32,6 +32,7 @@ from rl_plugins.stages.critic import CriticTraining, value_objective
 from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.critics import Critic
 from rl_plugins.stages.experience_maker import ExperienceMaker
+from rl_plugins.stages.metrics import LearningSignal
 from rl_plugins.stages.off_policy import check_comparable, check_recomputed_routes
 from rl_plugins.stages.policy_learner import PolicyLearner
 from rl_plugins.stages.process_rewards import (
@@ -133,6 +134,9 @@ class PolicyOptimization(Stage):
         seed: int = 0,
         **stage: Unpack[StageArguments],
     ) -> None:
+        for name, value, kind in (("sampling", sampling, SamplingConfig), ("algorithm", algorithm, Algorithm)):
+            if not isinstance(value, kind | None):
+                raise ConfigError(f"{name}={value!r}: pass rl.{kind.__name__}(...)")
         super().__init__(policy, **stage)
         self.algorithm = algorithm or (Algorithm(advantage="prime") if process_reward_model else Algorithm())
         self.sampling = with_stop_token(sampling, self.tokenizer)
@@ -173,6 +177,7 @@ class PolicyOptimization(Stage):
         self.process_reward_model: Any = None
         self.process_reference: Any = None
         self._loaded_batches = 0
+        self._signal = LearningSignal()
         self._check(process_reward_model, has_reference=has_reference)
 
     def _check(self, process_reward_model: ProcessRewardConfig | None, *, has_reference: bool) -> None:
@@ -184,6 +189,11 @@ class PolicyOptimization(Stage):
                 "Set algorithm.group_filter.oversampling=1"
             )
         check_comparable(self.algorithm, self.schedule, self.sampling)
+        if self.sampling.num_samples == 1 and self.algorithm.advantage == "grpo":
+            rank_zero_warn(
+                "num_samples=1: GRPO compares the samples of a prompt, and the advantage of a single sample is its "
+                "score, never below 0 for scores from 0 to 1: set SamplingConfig(num_samples=8)"
+            )
         if reshaping := self.sampling.reshaping:
             rank_zero_warn(
                 f"sampling with {', '.join(reshaping)}: the loss uses the whole distribution of the policy, so samples "
@@ -391,6 +401,7 @@ class PolicyOptimization(Stage):
         metrics |= {f"train/{name}": value for name, value in self.experience.metrics.items()}
         metrics |= self.rollouts.metrics(batch, self.step, seconds)
         self.end_step(metrics | self.prompts.report(self.rollouts.sample_metrics.group_results()))
+        self._signal.check(self.strategy.gradient_norm(POLICY), metrics)
 
     def update(self, batch: Experience) -> dict[str, float]:
         """Take the optimizer steps of an RL step; return its metrics, averaged over all ranks."""

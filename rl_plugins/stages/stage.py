@@ -32,7 +32,7 @@ from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.optimizer import FurtherLoss, MicroBatchLoss, build_optimizer, only_one, with_further
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
-from rl_plugins.stages.trainer_flags import COMPILED, check_not_compiled, check_trainer, take_gradient_clip
+from rl_plugins.stages.trainer_flags import COMPILED, check_trainer, silence_equal_metrics, take_gradient_clip
 from rl_plugins.stages.validation import GenerationValidation
 from rl_plugins.storage import local_path
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy_of
@@ -112,7 +112,7 @@ class Stage(LightningModule):
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
-        check_not_compiled(model)
+        own_module.check_model(model)
         if lora is not None and lora.rank:
             own_module.check_adapter(lora, model, type(self).__name__, compares_log_probs=self.compares_log_probs)
         self.automatic_optimization = False
@@ -148,6 +148,7 @@ class Stage(LightningModule):
     def configure_callbacks(self) -> Any:
         # Lightning calls this hook before it reads data, and before it refuses flags in manual optimization.
         check_trainer(self.trainer)
+        silence_equal_metrics()
         if self._compiler_ctx is not None:
             raise ConfigError(COMPILED.format("stage"))
         self._trainers_clip = take_gradient_clip(self.trainer)
@@ -322,8 +323,7 @@ class Stage(LightningModule):
             prefix = "train" if name == self.trained else f"train/{name}"
             # The rate of this step, before the schedules set the rate of the next step.
             rates[f"{prefix}/lr"] = float(self._optimizer_of(name).param_groups[0]["lr"])
-            norm = self.strategy.gradient_norm(name)
-            if norm is not None:
+            if (norm := self.strategy.gradient_norm(name)) is not None:
                 rates[f"{prefix}/gradient_norm"] = norm
         self.step += 1
         self._step_schedulers("step", self.step)
@@ -376,7 +376,7 @@ class Stage(LightningModule):
         for name, value in metrics.items():
             self.log(name, value, logger=alone)
 
-    def export(self, folder: Path, *, adapter: bool = False) -> None:
+    def export(self, folder: str | Path, *, adapter: bool = False) -> None:
         """Write the trained model and its tokenizer as a Hugging Face folder, if all weights are finite. Collective.
 
         Args:

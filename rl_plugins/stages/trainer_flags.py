@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    EarlyStopping,
     LearningRateFinder,
+    ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch._dynamo import OptimizedModule
 
 from rl_plugins.errors import ConfigError
@@ -20,6 +27,10 @@ COMPILED = (
     "object before torch.compile, and add rl_plugins.callbacks.compiled_blocks.CompiledBlocks() to the callbacks of "
     "the trainer"
 )
+
+
+_FAMILIES = ("train/", "val/", "time/", "memory/", "rollout/", "idle/", "throughput/")
+"""Beginnings of the names of metrics of stages and of this package's callbacks."""
 
 
 def check_not_compiled(model: object) -> None:
@@ -36,7 +47,8 @@ def check_not_compiled(model: object) -> None:
 def check_trainer(trainer: Trainer) -> None:
     """Refuse unsupported strategies, flags and callbacks of the trainer.
 
-    In manual optimization, Lightning itself would refuse some flags, and some callbacks would do nothing.
+    In manual optimization, Lightning itself would refuse some flags, and some callbacks would do nothing. Callbacks of
+    Lightning that watch a metric get a warning if no stage logs the metric.
 
     Raises:
         ConfigError: the strategy, a flag or a callback is not supported; the message gives the replacement.
@@ -58,6 +70,8 @@ def check_trainer(trainer: Trainer) -> None:
                 "BatchSizeFinder (Tuner.scale_batch_size) changes batch_size, and memory follows the micro-batch: set "
                 "tokens_per_micro_batch; rl-plugins plan estimates the memory"
             )
+        if isinstance(callback, ModelCheckpoint | EarlyStopping) and trainer.state.fn == TrainerFn.FITTING:
+            _check_monitor(callback)
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(
             f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): a stage accumulates over its own "
@@ -67,6 +81,24 @@ def check_trainer(trainer: Trainer) -> None:
         raise ConfigError(
             "Trainer(gradient_clip_algorithm='value'): a stage clips by norm only: leave the flag out, or use 'norm'"
         )
+
+
+def _check_monitor(callback: ModelCheckpoint | EarlyStopping) -> None:
+    shown = f"{type(callback).__name__}(monitor={callback.monitor!r}"
+    if callback.monitor in ("train/reward", "val/reward") and callback.mode == "min":
+        raise ConfigError(f"{shown}, mode='min') looks for the smallest reward: set mode='max'")
+    if callback.monitor is not None and not callback.monitor.startswith(_FAMILIES):
+        rank_zero_warn(
+            f"{shown}): a stage logs no such metric, and does not call the steps of your own module. Unless a callback "
+            "or a hook logs the metric, training ends at the first check: use a metric such as val/reward with "
+            "mode='max', or val/loss of SFT"
+        )
+
+
+def silence_equal_metrics() -> None:
+    """Silence Lightning's advice to average metrics over the ranks: a stage logs equal values on all ranks."""
+    message = r"It is recommended to use `self\.log\('(train|val|test)/"
+    warnings.filterwarnings("ignore", message=message, category=PossibleUserWarning)
 
 
 def take_gradient_clip(trainer: Trainer) -> float | None:

@@ -59,7 +59,8 @@ def test_prompt_data_module_reads_only_validation_data_for_validation(row, token
 
 def test_prompt_data_module_refuses_a_tokenizer_without_a_chat_template(row, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    with pytest.raises(ConfigError, match="has no chat template"):
+    monkeypatch.setattr(tokenizer, "name_or_path", "")
+    with pytest.raises(ConfigError, match=rf"the tokenizer \({type(tokenizer).__name__}\) has no chat template"):
         PromptDataModule([row(0)], tokenizer=tokenizer, prompts_per_step=1).setup("fit")
 
 

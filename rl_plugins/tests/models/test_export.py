@@ -14,7 +14,7 @@ from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.export import save_adapter, save_policy
 from rl_plugins.models.lora import add_adapter, plain_weights
-from rl_plugins.models.tiny import build_tokenizer
+from rl_plugins.models.tiny import build_model, build_tokenizer
 from rl_plugins.weights.source import ModuleWeightSource
 
 
@@ -32,6 +32,12 @@ def test_save_policy_keeps_the_buffers_of_a_router(tmp_path: Path) -> None:
         assert all(torch.equal(files[key], start[key]) for key in start)
         (bias,) = [tensor for key, tensor in files.items() if key.endswith("e_score_correction_bias")]
         assert (bias == 0.25).all() and any(key.endswith("e_score_correction_bias") for key in before)
+
+
+def test_save_policy_takes_a_folder_as_text(tmp_path: Path) -> None:
+    policy, tokenizer = build_model(), build_tokenizer()
+    save_policy(policy, ModuleWeightSource(policy), tokenizer, str(tmp_path / "policy"), True)
+    assert (tmp_path / "policy" / "config.json").is_file()
 
 
 def test_export_to_an_address_is_refused_on_every_rank() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -39,6 +41,7 @@ from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization, PreferenceOptimization
 from rl_plugins.stages.reward_modeling import RewardModeling
 from rl_plugins.stages.sft import SFT
+from rl_plugins.stages.trainer_flags import silence_equal_metrics
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
@@ -297,14 +300,33 @@ def test_gradient_clip_val_of_the_trainer_bounds_the_gradient(tmp_path: Path) ->
         # Without a GPU, Lightning takes the flag 16-mixed for bf16-mixed.
         ({"plugins": [MixedPrecision("16-mixed", "cpu")]}, "bf16-mixed"),
         ({"precision": "16-true"}, "use bf16-true"),
+        ({"callbacks": [EarlyStopping("val/reward")]}, "looks for the smallest reward: set mode='max'"),
     ],
-    ids=["clipping by value", "accumulated batches", "16-mixed", "16-true"],
+    ids=["clipping by value", "accumulated batches", "16-mixed", "16-true", "smallest reward"],
 )
 def test_trainer_flags_that_a_stage_cannot_follow_are_refused(
     tmp_path: Path, flags: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         fit(make_trainer(tmp_path, logger=False, **flags), stage())
+
+
+def test_monitor_of_the_module_before_rl_gets_a_warning_at_the_start(tmp_path: Path) -> None:
+    """Lightning alone ends training at the first validation, perhaps after hours."""
+    callbacks = [EarlyStopping("train/reward", mode="max"), EarlyStopping("val_loss", strict=False)]
+    with pytest.warns(UserWarning, match=r"EarlyStopping\(monitor='val_loss'\): a stage logs no such metric") as warned:
+        fit(make_trainer(tmp_path, callbacks=callbacks, max_steps=1, logger=False, enable_checkpointing=False), stage())
+    assert not [one for one in warned if "monitor='train/reward'" in str(one.message)]
+
+
+def test_advice_to_average_equal_metrics_is_silent() -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        silence_equal_metrics()
+        for name in ("val/reward", "own_metric"):
+            advice = f"It is recommended to use `self.log({name!r}, ..., sync_dist=True)` when logging on epoch level"
+            warnings.warn(advice, PossibleUserWarning, stacklevel=1)
+    assert ["own_metric" in str(one.message) for one in shown] == [True]
 
 
 class OldData(LightningDataModule):

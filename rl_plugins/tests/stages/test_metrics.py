@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from torch import Tensor
 
 from rl_plugins.evaluation.measures import summarize
 from rl_plugins.rewards.records import Score
-from rl_plugins.stages.metrics import TokenMetrics, interval_metrics, mean_details, mean_over_ranks, sum_details
+from rl_plugins.stages.metrics import (
+    LearningSignal,
+    TokenMetrics,
+    interval_metrics,
+    mean_details,
+    mean_over_ranks,
+    sum_details,
+)
 
 
 def one_rank(values: Tensor) -> Tensor:
@@ -102,3 +110,21 @@ def test_interval_metrics_have_names_that_mlflow_accepts() -> None:
     }
     for name in metrics:
         _validate_metric_name(name)
+
+
+def test_learning_signal_warns_once_after_five_steps_of_equal_scores() -> None:
+    signal, equal = LearningSignal(), {"train/uniform_groups": 1.0, "train/reward": 0.0}
+    with pytest.warns(UserWarning, match=r"not changed in 5 steps: .*same score \(train/reward=0\)") as warned:
+        for _ in range(9):
+            signal.check(0.0, equal)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize(("norm", "uniform"), [(0.1, 1.0), (None, 1.0), (0.0, 0.9)])
+def test_learning_signal_is_silent_after_a_step_that_may_teach(norm: float | None, uniform: float) -> None:
+    signal, equal = LearningSignal(), {"train/uniform_groups": 1.0, "train/reward": 0.0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        signal.check(norm, equal | {"train/uniform_groups": uniform})
+        for _ in range(9):
+            signal.check(0.0, equal)

@@ -159,6 +159,17 @@ def test_model_made_in_configure_model_is_trained(path):
     assert (own.model.get_input_embeddings().weight - before).abs().max() > 0
 
 
+def test_lightning_module_with_its_model_under_another_name_is_refused_at_once(path):
+    class Other(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.head = torch.nn.Linear(1, 1)
+            self.lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    with pytest.raises(ConfigError, match=r"Other.model is not an nn.Module.*: add `self.model = self.lm` to the"):
+        PolicyOptimization(Other(), scorer=length, sampling=SAMPLING)
+
+
 def test_lightning_module_without_an_optimizer_gets_the_optimizer_of_the_stage(path):
     class Bare(LightningModule):
         def __init__(self):
@@ -189,3 +200,15 @@ def test_stop_token_ids_default_to_the_end_token_of_the_tokenizer(path):
 def test_model_without_a_path_and_tokenizer_is_refused():
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM has no name_or_path to load a tokenizer from"):
         PolicyOptimization(build_model(), scorer=length, sampling=SAMPLING)
+
+
+def test_options_of_another_type_are_refused_with_the_class(path):
+    with pytest.raises(ConfigError, match=r"sampling=\{'max_tokens': 3\}: pass rl\.SamplingConfig\(\.\.\.\)"):
+        PolicyOptimization(path, scorer=length, sampling={"max_tokens": 3})
+    with pytest.raises(ConfigError, match=r"algorithm='rloo': pass rl\.Algorithm\(\.\.\.\)"):
+        PolicyOptimization(path, scorer=length, sampling=SAMPLING, algorithm="rloo")
+
+
+def test_groups_of_one_sample_get_a_warning(path):
+    with pytest.warns(UserWarning, match="num_samples=1: GRPO compares the samples of a prompt"):
+        PolicyOptimization(path, scorer=length, sampling=SamplingConfig(max_tokens=3))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.errors import CheckpointError
+from rl_plugins.errors import CheckpointError, StorageError
 from rl_plugins.models import log_probs
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.fsdp import FSDPStrategy
@@ -260,6 +260,8 @@ class Inspected(Recorded):
         """Folders without a checkpoint, or with an incomplete checkpoint, are refused."""
         saved = self.folder / "saved"
         self.trainer.save_checkpoint(saved)
+        with pytest.raises(StorageError, match=r"is not saved: .*cannot be written"):
+            self.trainer.save_checkpoint(saved / "lightning.ckpt" / "below_a_file")
         with pytest.raises(CheckpointError, match=r"not a checkpoint of this package: .*lightning\.ckpt"):
             strategy.load_checkpoint(self.folder)
         part = next((saved / "critic").glob("__0_*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, StorageError
 from rl_plugins.models.tiny import build_model
 from rl_plugins.ranks import Ranks
 from rl_plugins.stages.policy_optimization import PolicyOptimization
@@ -80,6 +81,23 @@ def test_update_weights_is_called_after_a_checkpoint_is_loaded(tmp_path: Any) ->
     take(calls)
     trainer.validate(module, loader(2), ckpt_path=tmp_path / "state.ckpt", weights_only=True, verbose=False)
     assert updates(calls) == ["update_weights 1"]
+
+
+def test_save_checkpoint_makes_its_folder(tmp_path: Path) -> None:
+    """A `ModelCheckpoint` of Lightning makes no folder."""
+    trainer, _ = trainer_and_calls()
+    trainer.fit(stage(), loader(1))
+    trainer.save_checkpoint(tmp_path / "new" / "folder" / "state.ckpt")
+    assert (tmp_path / "new" / "folder" / "state.ckpt").is_file()
+
+
+def test_save_checkpoint_ends_with_the_reason_if_nothing_can_be_written(tmp_path: Path) -> None:
+    """Without an error, training would go on without checkpoints."""
+    (tmp_path / "file").touch()
+    trainer, _ = trainer_and_calls()
+    trainer.fit(stage(), loader(1))
+    with pytest.raises(StorageError, match=r"state\.ckpt is not saved: .*file cannot be written"):
+        trainer.save_checkpoint(tmp_path / "file" / "state.ckpt")
 
 
 def test_rollout_error_passes_after_the_engine_sleeps() -> None:

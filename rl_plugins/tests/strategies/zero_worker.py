@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.errors import CheckpointError
+from rl_plugins.errors import CheckpointError, StorageError
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.policy_optimization import PolicyOptimization
@@ -79,6 +79,8 @@ class Inspect(PolicyOptimization):
     def check_checkpoint(self, strategy: ZeroStrategy) -> None:
         path = self.folder / "state"
         self.trainer.save_checkpoint(path)
+        with pytest.raises(StorageError, match=r"is not saved: .*cannot be written"):
+            self.trainer.save_checkpoint(path / "lightning.ckpt" / "below_a_file")
         expected = optimizer_state(strategy)
         assert expected
         with torch.no_grad():
