@@ -388,6 +388,6 @@ def _score(name: str, talk: _AgentTalk, result: Answer) -> Score:
         )
     else:
         assert result.score is not None, "an agent without a failure has a score"
-        score = Score(result.score, dict(result.details))
+        score = Score(result.score, dict(result.details), token_rewards=result.token_rewards)
     own = {f"{AGENT_DETAILS}{name}": float(count) for name, count in {**counts, "seconds": result.seconds}.items()}
     return replace(score, details={**score.details, **own})

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.control_characters import whole_characters
-from rl_plugins.rewards.records import Message, Score, ScoringRequest
+from rl_plugins.rewards.records import Message, Score, ScoringRequest, both_kinds, for_tokens
 from rl_plugins.rewards.turn_times import TurnTimes, Work, unix_time
 from rl_plugins.rollout.engine import Generations, padded_routes
 
@@ -113,7 +113,8 @@ class Ending:
         prompt: messages of the environment in place of the prompt; None with the prompt of the row.
         prompt_ids: token ids of `prompt`.
         turn_ends: position of the last token of each response, counted from the end of the prompt.
-        turn_rewards: reward of each turn, with the final score in the last; their sum is the score.
+        turn_rewards: reward of each turn, or sum of the rewards of the turn's tokens, with the rest of the score in the
+            last; their sum is the score.
         sequence_changes: position and new sequence of each token whose sequence is not that of the token before,
             counted from the end of the prompt.
         times: times of each turn.
@@ -240,7 +241,11 @@ class Trajectory:
         *before, last = self._said
         log_probs = self._log_probs[self._turn_ends[-1] + 1 - self._length :][: self._length]
         request = replace(
-            self._request, solution_str=last["content"], turns=tuple(before), turns_left=max(0, turns_left)
+            self._request,
+            solution_str=last["content"],
+            turns=tuple(before),
+            turns_left=max(0, turns_left),
+            token_ids=[token for token, sampled in zip(self._token_ids, self._sampled, strict=True) if sampled],
         )
         return Turn(request, self.tokens, self._length, log_probs, self._finish_reason, self.turns)
 
@@ -269,6 +274,7 @@ class Trajectory:
     def end(self, answer: Score | LastWords) -> None:
         """End the conversation with the score, or the failure, of the environment."""
         score, messages = (answer.score, answer.messages) if isinstance(answer, LastWords) else (answer, ())
+        score = self._fitting(score)
         if self._turn_rewards:
             self._turn_rewards[-1] += (score.value or 0.0) - sum(self._turn_rewards)
             self._answered(())
@@ -291,6 +297,19 @@ class Trajectory:
             ),
             times=tuple(self._times),
         )
+
+    def _fitting(self, score: Score) -> Score:
+        """Divide rewards of tokens among the turns; return the score, or a failure if the rewards do not fit."""
+        if score.token_rewards is None:
+            return score
+        if any(self._turn_rewards):
+            return both_kinds(score)
+        score = for_tokens(score, sum(self._sampled))
+        if score.token_rewards is not None:
+            num_sampled = [0, *accumulate(self._sampled)]
+            places = [0, *(num_sampled[end + 1] for end in self._turn_ends)]
+            self._turn_rewards = [sum(score.token_rewards[start:end]) for start, end in pairwise(places)]
+        return score
 
     def _answered(self, work: Sequence[Work]) -> None:
         turn, now = self._times[-1], unix_time()

@@ -1,4 +1,4 @@
-"""Turns and sequences of conversations as tensors: rewards, numbers and states."""
+"""Turns and sequences of conversations as tensors: numbers and states."""
 
 from __future__ import annotations
 
@@ -12,18 +12,6 @@ from torch import Tensor
 
 from rl_plugins.data.experience import Experience
 from rl_plugins.rewards.trajectory import Ending
-
-
-def turn_rewards(samples: Experience) -> Tensor:
-    """Return the reward of each turn at the last token of the turn, [B, T]."""
-    rewards_BT = torch.zeros_like(samples.rollout_log_probs)
-    ended: list[Ending] = samples.columns["ending"]
-    for row_T, ending in zip(rewards_BT, ended, strict=True):
-        for position, reward in zip(ending.turn_ends, ending.turn_rewards, strict=True):
-            # A policy may end its turn without a token.
-            if position >= 0:
-                row_T[position] += reward
-    return rewards_BT
 
 
 def sequences(samples: Experience) -> Tensor:

@@ -191,6 +191,19 @@ async def delegate(row: Row, base_url: str, api_key: str, *, max_tokens: int = 2
     return 1.0 + len(str(last["content"]))
 
 
+async def reward_tokens(row: Row, base_url: str, api_key: str) -> Any:
+    """Ask twice, and number the tokens of both answers; one too few if the row says so."""
+    count = 0
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages: list[Any] = [*row["prompt"]]
+        for _ in range(2):
+            answer = await client.chat.completions.create(model="m", messages=messages)
+            assert answer.usage is not None
+            count += answer.usage.completion_tokens
+            messages += [answer.choices[0].message.to_dict(), {"role": "user", "content": "more"}]
+    return {"token_rewards": range(1, count + 1)[row["ground_truth"] == "short" :], "answers": 2}
+
+
 def other_arguments(row: Row, url: str) -> float:
     return 0.0
 

@@ -181,6 +181,18 @@ def test_agents_that_fail_lose_one_trajectory_each_and_are_counted_by_kind() -> 
         run(environment, {}, ["hang"])
 
 
+def test_agent_rewards_the_tokens_of_all_answers() -> None:
+    with closing(agent("reward_tokens", max_failure_rate=0.5)) as environment:
+        good, short = run(environment, {ASKED: tokenizer.encode("abc<|end|>")}, ["", "short"])
+    score = good.endings[0].score
+    # The second answer is `5`.
+    assert (score.value, tuple(score.token_rewards or ())) == (21.0, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
+    assert good.endings[0].turn_rewards == (10.0, 11.0) and score.details["answers"] == 2.0
+    failure = short.endings[0].score
+    assert failure.failure == "raised" and "'token_rewards' has 5 numbers for 6 sampled tokens" in failure.message
+    assert failure.details["agent/calls"] == 2.0
+
+
 def test_call_after_the_end_of_a_trajectory_gets_a_clear_error() -> None:
     import openai
 
