@@ -234,13 +234,10 @@ class AgentConversations:
             raise Refused("the agent has returned its reward: call the policy before")
         tools = self._tools_of(call.tools)
         if not talk.turns:
+            self._check_choices(talk, call.num_choices, begins_sequence=True)
             return self._first(call, tools)
         talk.current, new = self._continued(talk, call)
-        if talk.turns >= self._limits.max_turns:
-            raise Refused(
-                f"the policy has given max_turns={talk.turns} answers in the trajectory: raise max_turns "
-                "(environment.max_turns in a recipe)"
-            )
+        self._check_choices(talk, call.num_choices, begins_sequence=talk.current == len(talk.sequences))
         if talk.current == len(talk.sequences):
             tokens = self._prompt(new, tools)
         else:
@@ -249,7 +246,32 @@ class AgentConversations:
                 tokens = tools.following.tokens(before.called, for_template(new), before.last_token)
             except ConfigError as error:
                 raise Refused(str(error)) from error
-        return Reply(new, tokens, max_tokens=call.max_tokens, sequence=talk.current)
+        return Reply(new, tokens, max_tokens=call.max_tokens, sequence=talk.current, num_responses=call.num_choices)
+
+    def _check_choices(self, talk: _AgentTalk, num_choices: int, *, begins_sequence: bool) -> None:
+        """Check that the trajectory may have so many further answers, and sequences of the answers.
+
+        Raises:
+            Refused: there are too many.
+        """
+        limit = self._limits.max_turns
+        if talk.turns >= limit:
+            raise Refused(
+                f"the policy has given max_turns={limit} answers in the trajectory: raise max_turns "
+                "(environment.max_turns in a recipe)"
+            )
+        if talk.turns + num_choices > limit:
+            raise Refused(
+                f"n={num_choices}: the policy has given {talk.turns} of max_turns={limit} answers in the trajectory: "
+                "lower n, or raise max_turns (environment.max_turns in a recipe)"
+            )
+        limit = self._limits.max_sequences
+        if num_choices > 1 and len(talk.sequences) + begins_sequence + num_choices - 1 > limit:
+            raise Refused(
+                f"n={num_choices}: each choice but the first begins a sequence, and the trajectory has "
+                f"{len(talk.sequences)} of max_sequences={limit} sequences: lower n, or raise max_sequences "
+                "(environment.max_sequences in a recipe)"
+            )
 
     def _first(self, call: ChatCall, tools: _Tools) -> Start:
         tokens = self._prompt(call.messages, tools)
@@ -258,7 +280,7 @@ class AgentConversations:
                 f"the messages of the first call have {len(tokens)} tokens, more than max_prompt_tokens="
                 f"{self._limits.max_prompt_tokens} (data.max_prompt_tokens in a recipe)"
             )
-        return Start(call.messages, tokens, call.max_tokens)
+        return Start(call.messages, tokens, call.max_tokens, call.num_choices)
 
     def _prompt(self, messages: Sequence[Message], tools: _Tools) -> list[int]:
         (tokens,) = encode_prompts([for_template(messages)], self._tokenizer, tools.options)
@@ -295,43 +317,53 @@ class AgentConversations:
         )
 
     def _answer(self, talk: _AgentTalk, turn: Turn) -> None:
-        """Send a response of the policy to the agent."""
+        """Send a response of the policy to the agent, or several responses as choices."""
         assert talk.received is not None and talk.call is not None, "a call asked for the response"
-        call, ids = talk.call, turn.response
-        parsed = self._parsed(call, ids)
+        call, turns = talk.call, (turn, *turn.alternatives)
+        parsed = [self._parsed(call, one.response) for one in turns]
+        choices = [
+            self._choice(call, *pair, number=talk.turns + place)
+            for place, pair in enumerate(zip(turns, parsed, strict=True))
+        ]
+        sent = HttpAnswer(200, *completion(call, choices))
+        for one, read, choice in zip(turns, parsed, choices, strict=True):
+            talk.turns += 1
+            talk.counts["malformed"] += read.is_malformed
+            sequence = _Answered(
+                messages=[*call.messages, choice.message],
+                tools=call.tools,
+                called=[
+                    ToolUse(str(called["id"]), name)
+                    for called, (name, _) in zip(choice.calls, read.calls, strict=False)
+                ],
+                last_token=one.tokens[-1],
+                body=talk.received.body,
+                sent=sent,
+            )
+            # Each choice but the first begins a sequence.
+            if one is turn and talk.current < len(talk.sequences):
+                talk.sequences[talk.current] = sequence
+            else:
+                talk.sequences.append(sequence)
+        self._endpoint.answer(talk.received, sent)
+
+    def _choice(self, call: ChatCall, turn: Turn, parsed: ParsedResponse, *, number: int) -> ChatAnswer:
+        """Return a response of the policy as a choice of an answer."""
         calls = [
             # Nine letters or digits, which all templates accept.
-            {
-                "id": f"c{talk.turns:04d}{place:04d}",
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
+            {"id": f"c{number:04d}{place:04d}", "type": "function", "function": {"name": name, "arguments": arguments}}
             for place, (name, arguments) in enumerate(parsed.calls[:1] if call.one_call else parsed.calls)
         ]
-        answer = ChatAnswer(
+        ids = turn.response
+        return ChatAnswer(
             content=parsed.content,
             calls=calls,
             finish_reason="tool_calls" if calls else "length" if turn.finish_reason == "length" else "stop",
-            prompt_tokens=len(turn.tokens) - turn.length,
+            prompt_ids=turn.tokens[: len(turn.tokens) - turn.length],
             tokens=ids,
             token_texts=[str(self._tokenizer.decode([token])) for token in ids] if call.logprobs else [],
             log_probs=turn.log_probs if call.logprobs else [],
         )
-        talk.turns += 1
-        talk.counts["malformed"] += parsed.is_malformed
-        sequence = _Answered(
-            messages=[*call.messages, answer.message],
-            tools=call.tools,
-            called=[ToolUse(str(one["id"]), name) for one, (name, _) in zip(calls, parsed.calls, strict=False)],
-            last_token=turn.tokens[-1],
-            body=talk.received.body,
-            sent=HttpAnswer(200, *completion(call, answer)),
-        )
-        if talk.current == len(talk.sequences):
-            talk.sequences.append(sequence)
-        else:
-            talk.sequences[talk.current] = sequence
-        self._endpoint.answer(talk.received, sequence.sent)
 
     def _parsed(self, call: ChatCall, ids: Sequence[int]) -> ParsedResponse:
         parser = self._tools_of(call.tools).parser

@@ -235,9 +235,11 @@ class Conversations:
         for own, generations in responses.items():
             # A turn of a dropped group is no longer in `_asked`.
             if turn := self._asked.pop(own, None):
-                parts = generations.split([1] * len(turn.trajectories))
-                for trajectory, part in zip(turn.trajectories, parts, strict=True):
-                    self._begin(trajectory, turn, trajectory.respond(part, self._text(part), self._max_turns))
+                parts = generations.split([1] * len(generations.lengths))
+                size = len(parts) // len(turn.trajectories)
+                for place, trajectory in enumerate(turn.trajectories):
+                    own = parts[place * size : (place + 1) * size]
+                    self._begin(trajectory, turn, trajectory.respond(own, list(map(self._text, own)), self._max_turns))
         if not self._answering:
             return bool(responses)
         wait_s = 0.0
@@ -249,11 +251,8 @@ class Conversations:
             trajectory, turn = self._answering.pop(key)
             if isinstance(answer, Score | LastWords):
                 trajectory.end(answer)
-            elif isinstance(answer, Start):
-                trajectory.start(answer)
-                next_turns.append(self._next_turn(trajectory, turn, answer.max_tokens))
-            elif trajectory.observe(answer):
-                next_turns.append(self._next_turn(trajectory, turn, answer.max_tokens))
+            elif trajectory.start(answer) if isinstance(answer, Start) else trajectory.observe(answer):
+                next_turns.append(self._next_turn(trajectory, turn, answer))
             else:
                 self._begin(trajectory, turn, trajectory.last_turn(turns_left=0))
         self._send(next_turns)
@@ -267,15 +266,16 @@ class Conversations:
         return str(self._tokenizer.decode(response.token_ids.tolist(), skip_special_tokens=True))
 
     def _next_turn(
-        self, trajectory: Trajectory, turn: _Asked, max_tokens: int | None
+        self, trajectory: Trajectory, turn: _Asked, answer: Start | Reply
     ) -> tuple[GroupRequest, SamplingConfig]:
         sample = next(place for place, member in enumerate(self._groups[turn.ticket]) if member is trajectory)
         seed = sample_seed(turn.request.seed, sample, trajectory.turns)
-        longest = trajectory.room if max_tokens is None else min(trajectory.room, max_tokens)
+        room = trajectory.room_of_each(answer.num_responses)
+        longest = room if answer.max_tokens is None else min(room, answer.max_tokens)
         images = turn.request.images
         request = GroupRequest(0, trajectory.tokens, seed, max_tokens=longest, images=images)
-        single = replace(turn.sampling, num_samples=1)
-        return self._ask([trajectory], turn.ticket, request, single), single
+        sampling = replace(turn.sampling, num_samples=answer.num_responses)
+        return self._ask([trajectory], turn.ticket, request, sampling), sampling
 
     def _send(self, turns: Sequence[tuple[GroupRequest, SamplingConfig]]) -> None:
         by_sampling: dict[SamplingConfig, list[GroupRequest]] = {}

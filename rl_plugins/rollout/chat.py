@@ -38,6 +38,8 @@ class ChatCall:
         stream: True if the answer is a stream of events.
         stream_usage: True if the stream has the numbers of tokens.
         model: name of the model in the call.
+        num_choices: number of answers to the call.
+        token_ids: True if the answer has token ids.
     """
 
     messages: Sequence[Message]
@@ -49,17 +51,19 @@ class ChatCall:
     stream: bool
     stream_usage: bool
     model: str
+    num_choices: int
+    token_ids: bool
 
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """Answer to a call.
+    """Answer to a call: one of its choices.
 
     Attributes:
         content: text without calls of tools.
         calls: calls of tools, in the form of messages.
         finish_reason: `stop`, `length` or `tool_calls`.
-        prompt_tokens: number of tokens before the answer.
+        prompt_ids: token ids before the answer.
         tokens: token ids of the answer.
         token_texts: text of each token, for log-probs.
         log_probs: log-prob of each token.
@@ -68,7 +72,7 @@ class ChatAnswer:
     content: str
     calls: Sequence[Message]
     finish_reason: str
-    prompt_tokens: int
+    prompt_ids: Sequence[int]
     tokens: Sequence[int]
     token_texts: Sequence[str]
     log_probs: Sequence[float]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.data.experience import Experience
-from rl_plugins.rewards.trajectory import Ending
+from rl_plugins.rewards.trajectory import ALTERNATIVE, Ending
 
 
 def sequences(samples: Experience) -> Tensor:
@@ -69,7 +69,10 @@ def _states(ending: Ending) -> list[int]:
     """Return the number of the state before each turn."""
     states, before = [], list(ending.prompt or ())
     for message in ending.said:
-        if message["role"] == "assistant":
+        if ALTERNATIVE in message:
+            # The response has the same state as the first response to its prompt.
+            states.append(states[-1])
+        elif message["role"] == "assistant":
             states.append(_hash(before))
             before = []
         else:

@@ -1,12 +1,13 @@
 """Calls of `/v1/chat/completions` and their answers, in the classes of vLLM's own server.
 
 The settings of sampling are those of the run, because log-probs belong to the sampled distribution. So a call may set
-its length alone. Other settings of sampling (temperature, top_p, seed, penalties, ...) are ignored, and options that
-change the form of an answer (n, stop, a forced call, a grammar, ...) are refused.
+its length and the number of answers alone. Other settings of sampling (temperature, top_p, seed, penalties, ...) are
+ignored, and options that change the form of an answer (stop, a forced call, a grammar, ...) are refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -37,7 +38,6 @@ MODEL = "policy"
 """Name of the policy in `/v1/models`. A call may give any name."""
 _OF_THE_RUN = "the settings of sampling are those of the run"
 _REFUSED = {
-    "n": "an answer has one choice: leave n out, or set 1",
     "stop": f"{_OF_THE_RUN}: set sampling.stop of the run",
     "stop_token_ids": f"{_OF_THE_RUN}: set sampling.stop_token_ids of the run",
     "response_format": f"a grammar changes the distribution, and {_OF_THE_RUN}: leave response_format out",
@@ -93,6 +93,8 @@ def read_chat_call(body: bytes) -> ChatCall:
         stream=bool(request.stream),
         stream_usage=bool(request.stream_options and request.stream_options.include_usage),
         model=request.model or MODEL,
+        num_choices=1 if request.n is None else request.n,
+        token_ids=bool(request.return_token_ids),
     )
 
 
@@ -106,6 +108,8 @@ def _check(request: ChatCompletionRequest) -> None:
             raise Refused(f"{name}: {reason}")
     if request.tool_choice not in (None, "none", "auto"):
         raise Refused(f"tool_choice: a forced call is not sampled from the policy, and {_OF_THE_RUN}: use auto or none")
+    if request.n is not None and request.n < 1:
+        raise Refused(f"n={request.n}: must be at least 1")
     longest = _longest(request)
     if longest is not None and longest < 1:
         raise Refused(f"max_tokens={longest}: must be at least 1")
@@ -119,17 +123,27 @@ def _longest(request: ChatCompletionRequest) -> int | None:
     return older if newer is None else newer
 
 
-def completion(call: ChatCall, answer: ChatAnswer) -> tuple[str, bytes]:
-    """Return the media type and the body of an answer."""
+def completion(call: ChatCall, choices: Sequence[ChatAnswer]) -> tuple[str, bytes]:
+    """Return the media type and the body of the answers to a call."""
     if call.stream:
-        return "text/event-stream", _events(call, answer)
-    message = ChatMessage(
-        role="assistant", content=answer.content or (None if answer.calls else ""), tool_calls=_calls(answer)
+        return "text/event-stream", _events(call, choices)
+    response = ChatCompletionResponse(
+        model=call.model,
+        choices=[
+            ChatCompletionResponseChoice(
+                index=index,
+                message=ChatMessage(
+                    role="assistant", content=one.content or (None if one.calls else ""), tool_calls=_calls(one)
+                ),
+                logprobs=_log_probs(call, one),
+                finish_reason=one.finish_reason,
+                token_ids=list(one.tokens) if call.token_ids else None,
+            )
+            for index, one in enumerate(choices)
+        ],
+        usage=_usage(choices),
+        prompt_token_ids=list(choices[0].prompt_ids) if call.token_ids else None,
     )
-    choice = ChatCompletionResponseChoice(
-        index=0, message=message, logprobs=_log_probs(call, answer), finish_reason=answer.finish_reason
-    )
-    response = ChatCompletionResponse(model=call.model, choices=[choice], usage=_usage(answer))
     return "application/json", response.model_dump_json().encode()
 
 
@@ -144,10 +158,22 @@ def error_body(status: int, reason: str) -> bytes:
     return ErrorResponse(error=ErrorInfo(message=reason, type=kind, code=status)).model_dump_json().encode()
 
 
-def _events(call: ChatCall, answer: ChatAnswer) -> bytes:
-    """Return a whole answer as server-sent events: the role, text and calls, the end, and the usage if asked for."""
+def _events(call: ChatCall, choices: Sequence[ChatAnswer]) -> bytes:
+    """Return whole answers as server-sent events: the role, text and calls, the end, and the usage if asked for."""
     first = ChatCompletionStreamResponse(model=call.model, choices=[])
     shared: dict[str, Any] = {name: getattr(first, name) for name in ("id", "object", "created", "model")}
+    parts = [part for index, one in enumerate(choices) for part in _parts(call, index, one)]
+    chunks = [ChatCompletionStreamResponse(**shared, choices=[part]) for part in parts]
+    if call.token_ids:
+        chunks[0].prompt_token_ids = list(choices[0].prompt_ids)
+    if call.stream_usage:
+        chunks.append(ChatCompletionStreamResponse(**shared, choices=[], usage=_usage(choices)))
+    texts = [*(chunk.model_dump_json(exclude_unset=True) for chunk in chunks), "[DONE]"]
+    return "".join(f"data: {text}\n\n" for text in texts).encode()
+
+
+def _parts(call: ChatCall, index: int, answer: ChatAnswer) -> list[ChatCompletionResponseStreamChoice]:
+    """Return the parts of one choice in a stream."""
     calls = [
         DeltaToolCall(
             index=place,
@@ -160,25 +186,20 @@ def _events(call: ChatCall, answer: ChatAnswer) -> bytes:
     deltas = [DeltaMessage(role="assistant", content="")]
     deltas += [DeltaMessage(content=answer.content)] if answer.content else []
     deltas += [DeltaMessage(tool_calls=calls)] if calls else []
-    choices = [ChatCompletionResponseStreamChoice(index=0, delta=delta) for delta in deltas]
-    choices.append(
-        ChatCompletionResponseStreamChoice(
-            index=0, delta=DeltaMessage(), logprobs=_log_probs(call, answer), finish_reason=answer.finish_reason
-        )
+    end = ChatCompletionResponseStreamChoice(
+        index=index, delta=DeltaMessage(), logprobs=_log_probs(call, answer), finish_reason=answer.finish_reason
     )
-    chunks = [ChatCompletionStreamResponse(**shared, choices=[choice]) for choice in choices]
-    if call.stream_usage:
-        chunks.append(ChatCompletionStreamResponse(**shared, choices=[], usage=_usage(answer)))
-    texts = [*(chunk.model_dump_json(exclude_unset=True) for chunk in chunks), "[DONE]"]
-    return "".join(f"data: {text}\n\n" for text in texts).encode()
+    if call.token_ids:
+        end.token_ids = list(answer.tokens)
+    return [*(ChatCompletionResponseStreamChoice(index=index, delta=delta) for delta in deltas), end]
 
 
 def _calls(answer: ChatAnswer) -> list[ToolCall]:
     return [ToolCall(id=one["id"], function=FunctionCall(**one["function"])) for one in answer.calls]
 
 
-def _usage(answer: ChatAnswer) -> UsageInfo:
-    prompt, sampled = answer.prompt_tokens, len(answer.tokens)
+def _usage(choices: Sequence[ChatAnswer]) -> UsageInfo:
+    prompt, sampled = len(choices[0].prompt_ids), sum(len(one.tokens) for one in choices)
     return UsageInfo(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
 
 

@@ -119,7 +119,7 @@ def break_rules(row: Row, base_url: str, api_key: str) -> float:
             stranger.chat.completions.create, openai.AuthenticationError, model="m", messages=first
         )
         for name, value in {
-            "n": 2, "stop": ["x"], "top_logprobs": 3, "response_format": {"type": "json_object"},
+            "n": 4, "stop": ["x"], "top_logprobs": 3, "response_format": {"type": "json_object"},
             "tool_choice": "required", "max_tokens": 0, "messages": [],
         }.items():  # fmt: skip
             extra = {"logprobs": True} if name == "top_logprobs" else {"tools": [ADD]} if name == "tool_choice" else {}
@@ -189,6 +189,54 @@ async def delegate(row: Row, base_url: str, api_key: str, *, max_tokens: int = 2
         await answer([*row["prompt"], {"role": "user", "content": "in short"}])
         last = await answer(other)
     return 1.0 + len(str(last["content"]))
+
+
+def choose(row: Row, base_url: str, api_key: str, *, max_tokens: int = 4) -> Any:
+    """Ask for choices, go on with the longest, and then with another. The reward of each token is its id."""
+    rewards: list[float] = []
+    more = {"role": "user", "content": "more"}
+
+    def choices_of(create: Any, messages: list[Any], n: int) -> list[Any]:
+        options: dict[str, Any] = {"model": "m", "messages": messages, "n": n, "max_tokens": max_tokens}
+        options["extra_body"] = {"return_token_ids": True}
+        if not (row["extra_info"] or {}).get("stream"):
+            answer = create(**options)
+            assert answer.usage.completion_tokens == sum(len(one.token_ids) for one in answer.choices)
+            assert [one.index for one in answer.choices] == list(range(n)) and answer.prompt_token_ids
+            rewards.extend(token for one in answer.choices for token in one.token_ids)
+            return [one.message.to_dict() for one in answer.choices]
+        said = [{"role": "assistant", "content": ""} for _ in range(n)]
+        for chunk in create(**options, stream=True, stream_options={"include_usage": True}):
+            for part in chunk.choices:
+                said[part.index]["content"] += part.delta.content or ""
+                rewards.extend(getattr(part, "token_ids", None) or [])
+        assert chunk.usage.completion_tokens > n
+        return said
+
+    with client_of(base_url, api_key) as client:
+        asked, create = [*row["prompt"]], client.chat.completions.create
+        said = choices_of(create, asked, 3)
+        longest = max(range(3), key=lambda place: len(said[place]["content"]))
+        choices_of(create, [*asked, said[longest], more], 2)
+        choices_of(create, [*asked, said[0 if longest else 1], more], 1)
+    return {"token_rewards": rewards}
+
+
+def ask_too_much(row: Row, base_url: str, api_key: str) -> float:
+    """Ask for more choices than the limits allow, before and after calls that are answered."""
+    with client_of(base_url, api_key) as client:
+        create, first = client.chat.completions.create, [*row["prompt"]]
+        said, more = {"role": "assistant", "content": "5"}, {"role": "user", "content": "more"}
+        assert "n=0: must be at least 1" in refused(create, model="m", messages=first, n=0)
+        assert "n=5: the policy has given 0 of max_turns=4" in refused(create, model="m", messages=first, n=5)
+        assert "0 of max_sequences=3 sequences" in refused(create, model="m", messages=first, n=4)
+        assert len(create(model="m", messages=first, n=2).choices) == 2
+        assert "2 of max_sequences=3 sequences" in refused(create, model="m", messages=first, n=2)
+        # The copy of the tokens before a second choice has no room.
+        long = {"role": "user", "content": "x" * 12}
+        assert "no tokens left" in refused(create, model="m", messages=[*first, said, long], n=2)
+        create(model="m", messages=[*first, said, more])
+    return 1.0
 
 
 async def reward_tokens(row: Row, base_url: str, api_key: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -16,6 +16,7 @@ import rl_plugins.rollout.vllm.chat_protocol
 import rl_plugins.rollout.vllm.tool_parser  # noqa: F401
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.data.experience import Experience
 from rl_plugins.environments.agent import AgentEnvironment
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
@@ -25,7 +26,8 @@ from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.rollout.engine import Generations, GroupRequest
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
-from rl_plugins.stages.sequence_rows import most_sequences
+from rl_plugins.stages.sequence_rows import SequenceRows, most_sequences
+from rl_plugins.stages.turns import add_turns, sequences
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.stages import canned
@@ -39,9 +41,9 @@ CALL = '{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call><|end|>'
 
 
 class Script(canned.CannedRollout):
-    """A rollout engine with token ids for each prompt, and a policy version for each request."""
+    """A rollout engine with token ids, or several choices, for each prompt, and a policy version for each request."""
 
-    def __init__(self, said: dict[str, Sequence[int]]) -> None:
+    def __init__(self, said: Mapping[str, Sequence[Any]]) -> None:
         super().__init__()
         self.said, self.version = said, 0
 
@@ -53,10 +55,14 @@ class Script(canned.CannedRollout):
     @override
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
         (prompt,) = map(tokenizer.decode, prompts)
-        whole = list(self.said.get(prompt, tokenizer.encode("5<|end|>")))
-        ids, self.version = whole[: sampling.max_tokens], self.version + 1
-        reason = "stop" if len(ids) == len(whole) else "length"
-        return Generations.from_responses([ids], [[-float(len(ids))] * len(ids)], [reason], self.version)
+        self.version += 1
+        found = self.said.get(prompt, tokenizer.encode("5<|end|>"))
+        wholes = [found] * sampling.num_samples if isinstance(found[0], int) else found[: sampling.num_samples]
+        assert len(wholes) == sampling.num_samples
+        responses = [list(whole)[: sampling.max_tokens] for whole in wholes]
+        reasons = ["stop" if len(ids) == len(whole) else "length" for ids, whole in zip(responses, wholes, strict=True)]
+        log_probs = [[-float(len(ids))] * len(ids) for ids in responses]
+        return Generations.from_responses(responses, log_probs, reasons, self.version)
 
 
 def agent(name: str, **options: Any) -> AgentEnvironment:
@@ -66,7 +72,7 @@ def agent(name: str, **options: Any) -> AgentEnvironment:
 
 def run(
     environment: AgentEnvironment,
-    said: dict[str, Sequence[int]],
+    said: Mapping[str, Sequence[Any]],
     acts: Sequence[str] = ("",),
     *,
     max_tokens: int = 400,
@@ -154,6 +160,68 @@ def test_call_that_continues_no_call_begins_a_sequence_with_tokens_of_the_engine
     assert ending.score.details["agent/sequences"] == 3 and ending.turns == 5
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_of_a_call_are_sequences_with_tokens_of_the_engine(stream: bool) -> None:
+    more = "<|user|>more<|assistant|>"
+    first, second = ("a<|end|>", "bb<|end|>", "b<|end|>"), ("5<|end|>", "77<|end|>")
+    said = {ASKED: list(map(tokenizer.encode, first)), f"{ASKED}bb<|end|>{more}": list(map(tokenizer.encode, second))}
+    with closing(agent("choose", max_turns=6, max_sequences=4)) as environment:
+        (generations,) = run(environment, said, stream=stream)
+    (ending,) = generations.endings
+    assert ending.score.failure is None, ending.score.message
+    (ids,), (mask,) = generations.responses(), generations.response_masks() or []
+    # Choices but the first begin with all tokens before the choice, and the agent goes on with the second.
+    parts = [
+        first[0],
+        ASKED,
+        first[1],
+        ASKED,
+        first[2],
+        more,
+        second[0],
+        f"{ASKED}bb<|end|>{more}",
+        second[1],
+        more,
+        first[0],
+    ]
+    parts[-1] = "5<|end|>"
+    assert tokenizer.decode(ids) == "".join(parts)
+    sampled = {0, 2, 4, 6, 8, 10}
+    assert mask == [float(place in sampled) for place, part in enumerate(parts) for _ in tokenizer.encode(part)]
+    lengths = [len(tokenizer.encode(part)) for part in parts]
+    begins = [sum(lengths[:place]) for place in range(len(parts))]
+    assert ending.sequence_changes == ((begins[1], 1), (begins[3], 2), (begins[5], 1), (begins[7], 3), (begins[9], 0))
+    assert (ending.turns, ending.score.details["agent/sequences"], ending.score.details["agent/calls"]) == (6, 4, 3)
+    # The agent rewards each token by its id, as the endpoint has sent the ids.
+    taught = [token for token, learned in zip(ids, mask, strict=True) if learned]
+    assert ending.score.token_rewards is not None and list(ending.score.token_rewards) == taught
+    (log_probs,) = generations.response_log_probs()
+    assert {log_prob for log_prob, learned in zip(log_probs, mask, strict=True) if learned} == {-2.0, -3.0}
+    samples = Experience.from_responses([list(ending.prompt_ids)], [ids], 0, response_masks=[mask])
+    samples.set_column("ending", [ending])
+    samples.sequences = sequences(samples)
+    rows = SequenceRows.of(samples).samples
+    seen = [tokenizer.decode(row[kept]) for row, kept in zip(rows.input_ids, rows.attention_mask, strict=True)]
+    assert seen == [
+        f"{ASKED}a<|end|>{more}5<|end|>",
+        f"{ASKED}bb<|end|>{more}5<|end|>",
+        f"{ASKED}b<|end|>",
+        f"{ASKED}bb<|end|>{more}77<|end|>",
+    ]
+    # The choices of a call begin in the same state.
+    add_turns(samples)
+    states = [samples.states[0, end] for end in ending.turn_ends] if samples.states is not None else []
+    assert states[0] == states[1] == states[2] != states[3] == states[4]
+
+
+def test_choices_beyond_the_limits_are_refused_with_the_option() -> None:
+    with closing(agent("ask_too_much", max_turns=4, max_sequences=3)) as environment:
+        (generations,) = run(environment, {ASKED: tokenizer.encode("5<|end|>")}, max_tokens=40)
+    score = generations.endings[0].score
+    assert score.value == 1.0, score.message
+    assert (score.details["agent/refused"], generations.endings[0].turns) == (5.0, 3)
+
+
 def test_agents_that_fail_lose_one_trajectory_each_and_are_counted_by_kind() -> None:
     kinds = {
         "silent": "raised", "die": "died", "raise": "raised", "nothing": "raised", "nan": "not_finite",
@@ -231,11 +299,13 @@ def test_connections_of_the_endpoint_send_without_delay() -> None:
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-@pytest.mark.parametrize(("name", "packing"), [("talk", True), ("delegate", True), ("delegate", False)])
+@pytest.mark.parametrize(
+    ("name", "packing"), [("talk", True), ("delegate", True), ("delegate", False), ("choose", True), ("choose", False)]
+)
 def test_policy_learns_from_the_rewards_of_agents(name: str, packing: bool, tmp_path: Any) -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
     save_tiny_policy(tmp_path, **sizes)
-    environment = agent(name, max_turns=5)
+    environment = agent(name, max_turns=6)
     stage = canned.Keeping(
         build_model(**sizes),
         tokenizer=canned.tokenizer,
@@ -252,10 +322,12 @@ def test_policy_learns_from_the_rewards_of_agents(name: str, packing: bool, tmp_
     (samples,), (metrics,) = stage.trained_on, stage.metrics
     # The trainer gives each token the log-prob from its sampling.
     assert metrics["train/rollout_gap_max"] < 1e-4 and metrics["train/turns"] > 1
-    assert metrics["train/agent/calls"] >= metrics["train/turns"] and metrics["train/agent/seconds"] > 0
+    # Three calls of `choose` have six choices.
+    answers = metrics["train/turns"] / (2 if name == "choose" else 1)
+    assert metrics["train/agent/calls"] >= answers and metrics["train/agent/seconds"] > 0
     assert metrics["train/agent/refused"] == metrics["train/reward_raised"] == 0
     assert (samples.response_mask.sum(dim=1) < samples.response_lengths).any()
-    assert metrics["train/agent/sequences"] == most_sequences(samples) == (3 if name == "delegate" else 1)
+    assert metrics["train/agent/sequences"] == most_sequences(samples) == {"talk": 1, "delegate": 3, "choose": 4}[name]
 
 
 @pytest.mark.parametrize(
