@@ -30,11 +30,12 @@ from rl_plugins.rewards.trajectory import LastWords, Reply, Start, Turn
 from rl_plugins.rewards.turn_times import Work, unix_time
 from rl_plugins.rollout.chat import ChatAnswer, ChatCall, Message, NotContinued, Refused, continuation, for_template
 from rl_plugins.rollout.tool_calls import ParsedResponse, ResponseParser, decoded
-from rl_plugins.rollout.vllm.chat_protocol import completion, read_chat_call
+from rl_plugins.rollout.vllm.chat_protocol import ChatEvents, completion, read_chat_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_EVENTS = "text/event-stream"
 _TOOL_SETS = 64
 """Largest number of different lists of tools whose parsers are kept."""
 _COUNTED = ("calls", "refused", "not_continued", "malformed", "without_call")
@@ -83,6 +84,7 @@ class _AgentTalk:
     Attributes:
         received: call in progress, or the last call; None before the first.
         call: content of the call.
+        events: events of the answer; None for an answer without a stream.
         sequences: sequences of the trajectory.
         current: number of the sequence of the call in progress.
         waiting: calls that wait for the call in progress.
@@ -95,6 +97,7 @@ class _AgentTalk:
 
     received: Received | None = None
     call: ChatCall | None = None
+    events: ChatEvents | None = None
     sequences: list[_Answered] = field(default_factory=list)
     current: int = 0
     waiting: deque[Received] = field(default_factory=deque)
@@ -148,6 +151,23 @@ class AgentConversations:
         if talk.result is not None:
             self._results[key] = talk.result
 
+    def sampled(self, key: int, responses: Sequence[Sequence[int]]) -> None:
+        """Send the new text of responses in progress to the agent."""
+        talk = self._talks[key]
+        assert talk.received is not None and talk.call is not None and talk.events is not None, "a call streams"
+        events = talk.events.more([self._text_so_far(talk.call, ids) for ids in responses])
+        if events:
+            self._endpoint.send(talk.received, events)
+
+    def _text_so_far(self, call: ChatCall, ids: Sequence[int]) -> str:
+        parser = self._tools_of(call.tools).parser
+        if parser is not None and call.may_call:
+            text = parser.text_before_calls(ids)
+        else:
+            text = decoded(self._tokenizer, ids, skip_special_tokens=True)
+        # The next tokens may complete the last character.
+        return text.rstrip("\ufffd")
+
     def answers(self, wait_s: float) -> Mapping[int, Reply | Score | Start | LastWords]:
         """Return calls of agents, and the scores of agents that have ended."""
         answers: dict[int, Reply | Score | Start | LastWords] = {}
@@ -188,6 +208,8 @@ class AgentConversations:
         if received.is_repeated:
             if talk.is_sampling and talk.received is not None and talk.received.body == received.body:
                 talk.received = received
+                if talk.call is not None and talk.call.stream:
+                    talk.events = ChatEvents(talk.call)
                 return
             for sequence in talk.sequences:
                 if sequence.body == received.body:
@@ -221,6 +243,7 @@ class AgentConversations:
             turn = replace(turn, work=[Work("agent", unix_time(talk.answered_at), seconds)])
         answers[key] = turn
         talk.received, talk.call, talk.is_sampling = received, call, True
+        talk.events = ChatEvents(call) if call.stream else None
         # The time in which a call waited for the call before is already left out.
         self._host.pause(key, since=max(received.at, talk.answered_at))
 
@@ -246,7 +269,14 @@ class AgentConversations:
                 tokens = tools.following.tokens(before.called, for_template(new), before.last_token)
             except ConfigError as error:
                 raise Refused(str(error)) from error
-        return Reply(new, tokens, max_tokens=call.max_tokens, sequence=talk.current, num_responses=call.num_choices)
+        return Reply(
+            new,
+            tokens,
+            max_tokens=call.max_tokens,
+            sequence=talk.current,
+            num_responses=call.num_choices,
+            reports_tokens=call.stream,
+        )
 
     def _check_choices(self, talk: _AgentTalk, num_choices: int, *, begins_sequence: bool) -> None:
         """Check that the trajectory may have so many further answers, and sequences of the answers.
@@ -280,7 +310,7 @@ class AgentConversations:
                 f"the messages of the first call have {len(tokens)} tokens, more than max_prompt_tokens="
                 f"{self._limits.max_prompt_tokens} (data.max_prompt_tokens in a recipe)"
             )
-        return Start(call.messages, tokens, call.max_tokens, call.num_choices)
+        return Start(call.messages, tokens, call.max_tokens, call.num_choices, reports_tokens=call.stream)
 
     def _prompt(self, messages: Sequence[Message], tools: _Tools) -> list[int]:
         (tokens,) = encode_prompts([for_template(messages)], self._tokenizer, tools.options)
@@ -322,10 +352,14 @@ class AgentConversations:
         call, turns = talk.call, (turn, *turn.alternatives)
         parsed = [self._parsed(call, one.response) for one in turns]
         choices = [
-            self._choice(call, *pair, number=talk.turns + place)
-            for place, pair in enumerate(zip(turns, parsed, strict=True))
+            self._choice(talk, call, one, read, place)
+            for place, (one, read) in enumerate(zip(turns, parsed, strict=True))
         ]
-        sent = HttpAnswer(200, *completion(call, choices))
+        if talk.events is None:
+            sent = rest = HttpAnswer(200, "application/json", completion(call, choices))
+        else:
+            sent = HttpAnswer(200, _EVENTS, talk.events.whole(choices))
+            rest = HttpAnswer(200, _EVENTS, talk.events.rest(choices))
         for one, read, choice in zip(turns, parsed, choices, strict=True):
             talk.turns += 1
             talk.counts["malformed"] += read.is_malformed
@@ -345,18 +379,21 @@ class AgentConversations:
                 talk.sequences[talk.current] = sequence
             else:
                 talk.sequences.append(sequence)
-        self._endpoint.answer(talk.received, sent)
+        self._endpoint.answer(talk.received, rest)
 
-    def _choice(self, call: ChatCall, turn: Turn, parsed: ParsedResponse, *, number: int) -> ChatAnswer:
+    def _choice(self, talk: _AgentTalk, call: ChatCall, turn: Turn, parsed: ParsedResponse, place: int) -> ChatAnswer:
         """Return a response of the policy as a choice of an answer."""
+        number, content = talk.turns + place, parsed.content
+        said = "" if talk.events is None else talk.events.sent.get(place, "")
         calls = [
             # Nine letters or digits, which all templates accept.
-            {"id": f"c{number:04d}{place:04d}", "type": "function", "function": {"name": name, "arguments": arguments}}
-            for place, (name, arguments) in enumerate(parsed.calls[:1] if call.one_call else parsed.calls)
+            {"id": f"c{number:04d}{nth:04d}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for nth, (name, arguments) in enumerate(parsed.calls[:1] if call.one_call else parsed.calls)
         ]
         ids = turn.response
         return ChatAnswer(
-            content=parsed.content,
+            # A parser may strip the text before a call, and the agent has got the text.
+            content=content if content.startswith(said) else said,
             calls=calls,
             finish_reason="tool_calls" if calls else "length" if turn.finish_reason == "length" else "stop",
             prompt_ids=turn.tokens[: len(turn.tokens) - turn.length],

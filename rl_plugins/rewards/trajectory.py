@@ -67,6 +67,7 @@ class Reply:
         work: work of the environment on the response; empty if the environment does not report its work.
         num_responses: number of responses to the messages. The first response continues the sequence of the messages,
             and each other response begins a new sequence with a copy of all tokens before it.
+        reports_tokens: True if the environment, a `WatchingEnvironment`, sees the tokens while the policy responds.
     """
 
     messages: Sequence[Message]
@@ -78,6 +79,7 @@ class Reply:
     sequence: int = 0
     work: Sequence[Work] = ()
     num_responses: int = 1
+    reports_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,14 @@ class Start:
         tokens: token ids of the messages and of the start of the policy's turn.
         max_tokens: longest first response in tokens, if shorter than the conversation's tokens.
         num_responses: number of first responses, as in a `Reply`.
+        reports_tokens: as in a `Reply`.
     """
 
     messages: Sequence[Message]
     tokens: Sequence[int]
     max_tokens: int | None = None
     num_responses: int = 1
+    reports_tokens: bool = False
 
 
 @dataclass(frozen=True)

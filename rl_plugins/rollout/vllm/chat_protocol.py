@@ -123,10 +123,8 @@ def _longest(request: ChatCompletionRequest) -> int | None:
     return older if newer is None else newer
 
 
-def completion(call: ChatCall, choices: Sequence[ChatAnswer]) -> tuple[str, bytes]:
-    """Return the media type and the body of the answers to a call."""
-    if call.stream:
-        return "text/event-stream", _events(call, choices)
+def completion(call: ChatCall, choices: Sequence[ChatAnswer]) -> bytes:
+    """Return the body of the answers to a call."""
     response = ChatCompletionResponse(
         model=call.model,
         choices=[
@@ -144,7 +142,7 @@ def completion(call: ChatCall, choices: Sequence[ChatAnswer]) -> tuple[str, byte
         usage=_usage(choices),
         prompt_token_ids=list(choices[0].prompt_ids) if call.token_ids else None,
     )
-    return "application/json", response.model_dump_json().encode()
+    return response.model_dump_json().encode()
 
 
 def models() -> bytes:
@@ -158,22 +156,81 @@ def error_body(status: int, reason: str) -> bytes:
     return ErrorResponse(error=ErrorInfo(message=reason, type=kind, code=status)).model_dump_json().encode()
 
 
-def _events(call: ChatCall, choices: Sequence[ChatAnswer]) -> bytes:
-    """Return whole answers as server-sent events: the role, text and calls, the end, and the usage if asked for."""
-    first = ChatCompletionStreamResponse(model=call.model, choices=[])
-    shared: dict[str, Any] = {name: getattr(first, name) for name in ("id", "object", "created", "model")}
-    parts = [part for index, one in enumerate(choices) for part in _parts(call, index, one)]
-    chunks = [ChatCompletionStreamResponse(**shared, choices=[part]) for part in parts]
-    if call.token_ids:
-        chunks[0].prompt_token_ids = list(choices[0].prompt_ids)
-    if call.stream_usage:
-        chunks.append(ChatCompletionStreamResponse(**shared, choices=[], usage=_usage(choices)))
-    texts = [*(chunk.model_dump_json(exclude_unset=True) for chunk in chunks), "[DONE]"]
-    return "".join(f"data: {text}\n\n" for text in texts).encode()
+class ChatEvents:
+    """Server-sent events of the answers to a call, which may begin while the policy samples.
+
+    Args:
+        call: the call.
+
+    Attributes:
+        sent: text of each choice in the events so far, by the number of the choice.
+    """
+
+    def __init__(self, call: ChatCall) -> None:
+        self._call = call
+        first = ChatCompletionStreamResponse(model=call.model, choices=[])
+        self._shared: dict[str, Any] = {name: getattr(first, name) for name in ("id", "object", "created", "model")}
+        self.sent: dict[int, str] = {}
+
+    def more(self, texts: Sequence[str]) -> bytes:
+        """Return events with the new text of each choice; empty without new text.
+
+        Args:
+            texts: text of each choice so far.
+        """
+        parts: list[ChatCompletionResponseStreamChoice] = []
+        for index, text in enumerate(texts):
+            sent = self.sent.get(index, "")
+            if len(text) > len(sent) and text.startswith(sent):
+                parts += self._begun(index)
+                parts.append(_part(index, DeltaMessage(content=text[len(sent) :])))
+                self.sent[index] = text
+        return self._written(self._chunks(parts))
+
+    def rest(self, choices: Sequence[ChatAnswer]) -> bytes:
+        """Return the events after the events so far: the rest of the texts, the calls, the ends, and the usage.
+
+        Args:
+            choices: the answers. Each text begins with its text in `sent`.
+        """
+        parts: list[ChatCompletionResponseStreamChoice] = []
+        for index, one in enumerate(choices):
+            sent = self.sent.get(index, "")
+            parts += [*self._begun(index), *_last_parts(self._call, index, one, one.content[len(sent) :])]
+        chunks = self._chunks(parts)
+        if self._call.token_ids:
+            chunks[0].prompt_token_ids = list(choices[0].prompt_ids)
+        if self._call.stream_usage:
+            chunks.append(ChatCompletionStreamResponse(**self._shared, choices=[], usage=_usage(choices)))
+        return self._written(chunks) + b"data: [DONE]\n\n"
+
+    def whole(self, choices: Sequence[ChatAnswer]) -> bytes:
+        """Return all events, for a client that asks again."""
+        again = ChatEvents(self._call)
+        again._shared = self._shared
+        return again.rest(choices)
+
+    def _begun(self, index: int) -> list[ChatCompletionResponseStreamChoice]:
+        """Return the first part of a choice, if no part has been returned."""
+        if index in self.sent:
+            return []
+        self.sent[index] = ""
+        return [_part(index, DeltaMessage(role="assistant", content=""))]
+
+    def _chunks(self, parts: Sequence[ChatCompletionResponseStreamChoice]) -> list[ChatCompletionStreamResponse]:
+        return [ChatCompletionStreamResponse(**self._shared, choices=[part]) for part in parts]
+
+    @staticmethod
+    def _written(chunks: Sequence[ChatCompletionStreamResponse]) -> bytes:
+        return "".join(f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n" for chunk in chunks).encode()
 
 
-def _parts(call: ChatCall, index: int, answer: ChatAnswer) -> list[ChatCompletionResponseStreamChoice]:
-    """Return the parts of one choice in a stream."""
+def _part(index: int, delta: DeltaMessage) -> ChatCompletionResponseStreamChoice:
+    return ChatCompletionResponseStreamChoice(index=index, delta=delta)
+
+
+def _last_parts(call: ChatCall, index: int, answer: ChatAnswer, text: str) -> list[ChatCompletionResponseStreamChoice]:
+    """Return the last parts of one choice in a stream: text, calls, and the end."""
     calls = [
         DeltaToolCall(
             index=place,
@@ -183,15 +240,14 @@ def _parts(call: ChatCall, index: int, answer: ChatAnswer) -> list[ChatCompletio
         )
         for place, one in enumerate(answer.calls)
     ]
-    deltas = [DeltaMessage(role="assistant", content="")]
-    deltas += [DeltaMessage(content=answer.content)] if answer.content else []
+    deltas = [DeltaMessage(content=text)] if text else []
     deltas += [DeltaMessage(tool_calls=calls)] if calls else []
     end = ChatCompletionResponseStreamChoice(
         index=index, delta=DeltaMessage(), logprobs=_log_probs(call, answer), finish_reason=answer.finish_reason
     )
     if call.token_ids:
         end.token_ids = list(answer.tokens)
-    return [*(ChatCompletionResponseStreamChoice(index=index, delta=delta) for delta in deltas), end]
+    return [*(_part(index, delta) for delta in deltas), end]
 
 
 def _calls(answer: ChatAnswer) -> list[ToolCall]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -220,6 +221,27 @@ def choose(row: Row, base_url: str, api_key: str, *, max_tokens: int = 4) -> Any
         choices_of(create, [*asked, said[longest], more], 2)
         choices_of(create, [*asked, said[0 if longest else 1], more], 1)
     return {"token_rewards": rewards}
+
+
+def listen(row: Row, base_url: str, api_key: str) -> Any:
+    """Hear a stream of two choices, and let the engine go on after the first text. The reward of a token is its id."""
+    info, texts, rewards, calls = row["extra_info"], ["", ""], [list[int](), list[int]()], list[Any]()
+    options: dict[str, Any] = {"tools": [ADD]} if info["tools"] else {}
+    events = 0
+    with client_of(base_url, api_key) as client:
+        for chunk in client.chat.completions.create(
+            model="m", messages=row["prompt"], n=2, stream=True, extra_body={"return_token_ids": True}, **options
+        ):
+            for part in chunk.choices:
+                texts[part.index] += part.delta.content or ""
+                calls += part.delta.tool_calls or []
+                rewards[part.index] += getattr(part, "token_ids", None) or []
+                events += bool(part.delta.content)
+            if all(texts):
+                Path(info["heard"]).touch()
+    assert texts == ["I add <tooé.", "no"], texts
+    assert len(calls) == bool(info["tools"]), calls
+    return {"token_rewards": [*rewards[0], *rewards[1]], "events": events}
 
 
 def ask_too_much(row: Row, base_url: str, api_key: str) -> float:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typing_extensions import override
 
@@ -18,6 +21,7 @@ from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.environments.agent import AgentEnvironment
+from rl_plugins.environments.endpoint import Received
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
 from rl_plugins.rewards import ScoringRequest
@@ -29,7 +33,7 @@ from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.sequence_rows import SequenceRows, most_sequences
 from rl_plugins.stages.turns import add_turns, sequences
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
-from rl_plugins.tests.patience import patient
+from rl_plugins.tests.patience import patient, wait_until
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.stages.test_scheduled_sampler import Loader
 
@@ -65,6 +69,39 @@ class Script(canned.CannedRollout):
         return Generations.from_responses(responses, log_probs, reasons, self.version)
 
 
+class Reporting(Script):
+    """A rollout engine that samples one token between two reports. The second token of a response waits for `goes_on`.
+
+    Args:
+        said: Token ids by prompt, as of `Script`.
+        goes_on: File whose existence lets the engine go on.
+    """
+
+    def __init__(self, said: Mapping[str, Sequence[Any]], goes_on: Path) -> None:
+        super().__init__(said)
+        self.goes_on, self.reports = goes_on, 0
+        self._open: dict[int, tuple[Generations, int]] = {}
+
+    @override
+    def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
+        super().submit(requests, sampling)
+        for request in requests:
+            assert request.reports_tokens
+            self._open[request.ticket] = (self._finished.pop(request.ticket), 0)
+
+    def tokens_so_far(self, tickets: Sequence[int]) -> dict[int, list[list[int]]]:
+        found = {}
+        for ticket in set(tickets) & self._open.keys():
+            whole, count = self._open[ticket]
+            count += count < 1 or self.goes_on.exists()
+            found[ticket] = [response[:count] for response in whole.responses()]
+            self._open[ticket] = (whole, count)
+            self.reports += 1
+            if count > max(whole.lengths):
+                self._finished[ticket] = self._open.pop(ticket)[0]
+        return found
+
+
 def agent(name: str, **options: Any) -> AgentEnvironment:
     limits = {"max_turns": 3, "deadline_s": patient(30), "max_prompt_tokens": 60, **options}
     return AgentEnvironment({"_target_": f"{HERE}.{name}"}, **limits)
@@ -77,10 +114,12 @@ def run(
     *,
     max_tokens: int = 400,
     prompt: Any = ASK,
+    engine: Script | None = None,
     **extra: Any,
 ) -> list[Generations]:
     """Run a trajectory for each act."""
-    talk = Conversations(environment.connect(tokenizer), tokenizer, environment.max_turns).by(Script(said))
+    engine = Script(said) if engine is None else engine
+    talk = Conversations(environment.connect(tokenizer), tokenizer, environment.max_turns).by(engine)
     openings = [
         Opening(number, tokenizer.encode("row"), 5, about=ScoringRequest("s", "", act, extra, prompt))
         for number, act in enumerate(acts)
@@ -220,6 +259,56 @@ def test_choices_beyond_the_limits_are_refused_with_the_option() -> None:
     score = generations.endings[0].score
     assert score.value == 1.0, score.message
     assert (score.details["agent/refused"], generations.endings[0].turns) == (5.0, 3)
+
+
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_stream_comes_while_the_engine_samples_and_tokens_stay_those_of_the_engine(
+    with_tools: bool, tmp_path: Path
+) -> None:
+    start = "<|system|>add(a,b)<|user|>ask<|assistant|>" if with_tools else ASKED
+    call = f"<tool_call>{CALL}" if with_tools else "<|end|>"
+    # The last letter has two tokens.
+    choices = [tokenizer.encode(f"I add <tooé.{call}"), tokenizer.encode("no<|end|>")]
+    engine = Reporting({start: choices}, tmp_path / "heard")
+    extra = {"tools": with_tools, "heard": str(engine.goes_on)}
+    with closing(agent("listen", max_turns=2)) as environment:
+        (generations,) = run(environment, {}, engine=engine, **extra)
+    (ending,) = generations.endings
+    assert ending.score.failure is None, ending.score.message
+    # A text that may begin a call waits for further letters, and a call comes at the end.
+    assert ending.score.details["events"] > 8 and engine.reports >= len(choices[0])
+    (ids,), (mask,) = generations.responses(), generations.response_masks() or []
+    copied = tokenizer.encode(start)
+    assert ids == [*choices[0], *copied, *choices[1]]
+    assert mask == [1.0] * len(choices[0]) + [0.0] * len(copied) + [1.0] * len(choices[1])
+    assert list(ending.score.token_rewards or ()) == [*choices[0], *choices[1]]
+
+
+def test_stream_of_a_trajectory_that_ends_ends_with_an_error(tmp_path: Path) -> None:
+    from rl_plugins.environments.endpoint import Endpoint
+    from rl_plugins.rollout.vllm.chat_protocol import error_body, models
+
+    with closing(Endpoint("127.0.0.1", models(), error_body)) as endpoint:
+        key, heard = endpoint.open(3), list[str]()
+
+        def listen() -> None:
+            with httpx.stream(
+                "POST", f"{endpoint.base_url}/chat/completions", headers={"authorization": f"Bearer {key}"}, timeout=60
+            ) as answer:
+                for line in filter(None, answer.iter_lines()):
+                    heard.append(line)
+                    (tmp_path / "heard").touch()
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        calls: list[Received] = []
+        wait_until(lambda: bool(calls.extend(endpoint.take()) or calls), "the call")
+        endpoint.send(calls[0], b"data: 1\n\n")
+        wait_until((tmp_path / "heard").exists, "the first event")
+        endpoint.end(3)
+        listener.join(patient(60))
+        endpoint.send(calls[0], b"data: 2\n\n")
+    assert heard[0] == "data: 1" and len(heard) == 2 and "trajectory 3 has ended" in heard[1]
 
 
 def test_agents_that_fail_lose_one_trajectory_each_and_are_counted_by_kind() -> None:
