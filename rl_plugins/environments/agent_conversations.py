@@ -356,10 +356,9 @@ class AgentConversations:
             for place, (one, read) in enumerate(zip(turns, parsed, strict=True))
         ]
         if talk.events is None:
-            sent = rest = HttpAnswer(200, "application/json", completion(call, choices))
+            sent = HttpAnswer(200, "application/json", completion(call, choices))
         else:
             sent = HttpAnswer(200, _EVENTS, talk.events.whole(choices))
-            rest = HttpAnswer(200, _EVENTS, talk.events.rest(choices))
         for one, read, choice in zip(turns, parsed, choices, strict=True):
             talk.turns += 1
             talk.counts["malformed"] += read.is_malformed
@@ -379,7 +378,14 @@ class AgentConversations:
                 talk.sequences[talk.current] = sequence
             else:
                 talk.sequences.append(sequence)
-        self._endpoint.answer(talk.received, rest)
+        if talk.events is None:
+            self._endpoint.answer(talk.received, sent)
+        elif all(choices[place].content.startswith(text) for place, text in talk.events.sent.items()):
+            self._endpoint.answer(talk.received, HttpAnswer(200, _EVENTS, talk.events.rest(choices)))
+        else:
+            self._endpoint.refuse(
+                talk.received, "a rollout engine was lost, and the policy has answered again: repeat the call", 503
+            )
 
     def _choice(self, talk: _AgentTalk, call: ChatCall, turn: Turn, parsed: ParsedResponse, place: int) -> ChatAnswer:
         """Return a response of the policy as a choice of an answer."""
@@ -393,7 +399,7 @@ class AgentConversations:
         ids = turn.response
         return ChatAnswer(
             # A parser may strip the text before a call, and the agent has got the text.
-            content=content if content.startswith(said) else said,
+            content=said if calls and said.startswith(content) else content,
             calls=calls,
             finish_reason="tool_calls" if calls else "length" if turn.finish_reason == "length" else "stop",
             prompt_ids=turn.tokens[: len(turn.tokens) - turn.length],

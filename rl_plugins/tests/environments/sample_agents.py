@@ -244,6 +244,19 @@ def listen(row: Row, base_url: str, api_key: str) -> Any:
     return {"token_rewards": [*rewards[0], *rewards[1]], "events": events}
 
 
+def listen_again(row: Row, base_url: str, api_key: str) -> float:
+    """Hear a stream that ends with an error, and ask again without a stream."""
+    with client_of(base_url, api_key) as client:
+        heard = ""
+        try:
+            for chunk in client.chat.completions.create(model="m", messages=row["prompt"], stream=True):
+                heard += chunk.choices[0].delta.content or ""
+        except openai.APIError as error:
+            assert "the policy has answered again: repeat the call" in str(error)
+        answer = client.chat.completions.create(model="m", messages=row["prompt"])
+    return float((heard, answer.choices[0].message.content) == ("x", "abc"))
+
+
 def ask_too_much(row: Row, base_url: str, api_key: str) -> float:
     """Ask for more choices than the limits allow, before and after calls that are answered."""
     with client_of(base_url, api_key) as client:

@@ -86,8 +86,8 @@ class Reporting(Script):
     def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
         super().submit(requests, sampling)
         for request in requests:
-            assert request.reports_tokens
-            self._open[request.ticket] = (self._finished.pop(request.ticket), 0)
+            if request.reports_tokens:
+                self._open[request.ticket] = (self._finished.pop(request.ticket), 0)
 
     def tokens_so_far(self, tickets: Sequence[int]) -> dict[int, list[list[int]]]:
         found = {}
@@ -282,6 +282,25 @@ def test_stream_comes_while_the_engine_samples_and_tokens_stay_those_of_the_engi
     assert ids == [*choices[0], *copied, *choices[1]]
     assert mask == [1.0] * len(choices[0]) + [0.0] * len(copied) + [1.0] * len(choices[1])
     assert list(ending.score.token_rewards or ()) == [*choices[0], *choices[1]]
+
+
+class Forgetful(Reporting):
+    """A rollout engine that reports other tokens than the tokens of the response, as after the loss of an engine."""
+
+    @override
+    def tokens_so_far(self, tickets: Sequence[int]) -> dict[int, list[list[int]]]:
+        found = super().tokens_so_far(tickets)
+        return {ticket: [tokenizer.encode("x")] * len(responses) for ticket, responses in found.items()}
+
+
+def test_stream_of_another_text_than_the_answer_ends_with_an_error(tmp_path: Path) -> None:
+    (tmp_path / "heard").touch()
+    engine = Forgetful({ASKED: tokenizer.encode("abc<|end|>")}, tmp_path / "heard")
+    with closing(agent("listen_again", max_turns=2)) as environment:
+        (generations,) = run(environment, {}, engine=engine)
+    assert generations.endings[0].score.value == 1.0, generations.endings[0].score.message
+    # The tokens of the first answer are those of the engine.
+    assert tokenizer.decode(generations.responses()[0]) == f"abc<|end|>{ASKED}abc<|end|>"
 
 
 def test_stream_of_a_trajectory_that_ends_ends_with_an_error(tmp_path: Path) -> None:
