@@ -30,7 +30,8 @@ from rl_plugins.rewards.trajectory import LastWords, Reply, Start, Turn
 from rl_plugins.rewards.turn_times import Work, unix_time
 from rl_plugins.rollout.chat import ChatAnswer, ChatCall, Message, NotContinued, Refused, continuation, for_template
 from rl_plugins.rollout.tool_calls import ParsedResponse, ResponseParser, decoded
-from rl_plugins.rollout.vllm.chat_protocol import ChatEvents, completion, read_chat_call
+from rl_plugins.rollout.vllm.call_formats import FORMATS, AnswerEvents
+from rl_plugins.rollout.vllm.responses_protocol import with_previous
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,6 +87,7 @@ class _AgentTalk:
         call: content of the call.
         events: events of the answer; None for an answer without a stream.
         sequences: sequences of the trajectory.
+        answered: messages up to each answer with an id, by the id.
         current: number of the sequence of the call in progress.
         waiting: calls that wait for the call in progress.
         turns: number of answers.
@@ -97,8 +99,9 @@ class _AgentTalk:
 
     received: Received | None = None
     call: ChatCall | None = None
-    events: ChatEvents | None = None
+    events: AnswerEvents | None = None
     sequences: list[_Answered] = field(default_factory=list)
+    answered: dict[str, Sequence[Message]] = field(default_factory=dict)
     current: int = 0
     waiting: deque[Received] = field(default_factory=deque)
     turns: int = 0
@@ -209,7 +212,7 @@ class AgentConversations:
             if talk.is_sampling and talk.received is not None and talk.received.body == received.body:
                 talk.received = received
                 if talk.call is not None and talk.call.stream:
-                    talk.events = ChatEvents(talk.call)
+                    talk.events = FORMATS[received.path].events(talk.call)
                 return
             for sequence in talk.sequences:
                 if sequence.body == received.body:
@@ -228,7 +231,7 @@ class AgentConversations:
         """Read a call, and add the turn of the call to `answers`."""
         talk.counts["calls"] += 1
         try:
-            call = read_chat_call(received.body)
+            call = with_previous(FORMATS[received.path].read(received.body), talk.answered)
             turn = self._read(talk, call)
         except (Refused, TypeError, ValueError) as error:
             # Templates and tools are not the package's.
@@ -243,7 +246,7 @@ class AgentConversations:
             turn = replace(turn, work=[Work("agent", unix_time(talk.answered_at), seconds)])
         answers[key] = turn
         talk.received, talk.call, talk.is_sampling = received, call, True
-        talk.events = ChatEvents(call) if call.stream else None
+        talk.events = FORMATS[received.path].events(call) if call.stream else None
         # The time in which a call waited for the call before is already left out.
         self._host.pause(key, since=max(received.at, talk.answered_at))
 
@@ -356,7 +359,7 @@ class AgentConversations:
             for place, (one, read) in enumerate(zip(turns, parsed, strict=True))
         ]
         if talk.events is None:
-            sent = HttpAnswer(200, "application/json", completion(call, choices))
+            sent = HttpAnswer(200, "application/json", FORMATS[talk.received.path].body(call, choices))
         else:
             sent = HttpAnswer(200, _EVENTS, talk.events.whole(choices))
         for one, read, choice in zip(turns, parsed, choices, strict=True):
@@ -373,6 +376,8 @@ class AgentConversations:
                 body=talk.received.body,
                 sent=sent,
             )
+            if call.answer_id:
+                talk.answered[call.answer_id] = sequence.messages
             # Each choice but the first begins a sequence.
             if one is turn and talk.current < len(talk.sequences):
                 talk.sequences[talk.current] = sequence

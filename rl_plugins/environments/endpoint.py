@@ -1,4 +1,4 @@
-"""HTTP endpoint of the policy for agents: `/v1/chat/completions` and `/v1/models`, with a secret key per trajectory.
+"""HTTP endpoint of the policy for agents, with a secret key per trajectory: calls (`CALLS`), and `/v1/models`.
 
 A server thread receives the calls, and the thread that owns the conversations takes and answers them. The server knows
 keys and bodies alone: other modules read calls and write answers.
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+CALLS = ("/v1/chat/completions", "/v1/responses")
+"""Addresses of calls of the policy."""
 _ENDED_KEYS = 100_000
 """Number of ended trajectories whose keys are still known."""
 _MOST_BYTES = 16 * 2**20
@@ -54,6 +56,7 @@ class Received:
 
     Attributes:
         trajectory: number of the trajectory.
+        path: address of the call, in `CALLS`.
         body: body of the call.
         is_repeated: True if the client sends the call again, because the client has not got the answer.
         at: time of arrival, of `time.monotonic`.
@@ -61,6 +64,7 @@ class Received:
     """
 
     trajectory: int
+    path: str
     body: bytes
     is_repeated: bool
     at: float = field(default_factory=time.monotonic)
@@ -184,7 +188,7 @@ class Endpoint:
 
         application = Starlette(
             routes=[
-                Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                *(Route(path, self._complete, methods=["POST"]) for path in CALLS),
                 Route("/v1/models", self._list_models, methods=["GET"]),
             ]
         )
@@ -222,7 +226,7 @@ class Endpoint:
             return _response(self._error(413, f"the call has more than {_MOST_BYTES} bytes: send a shorter history"))
         # The clients of OpenAI number their repetitions.
         is_repeated = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        call = Received(trajectory, body, is_repeated)
+        call = Received(trajectory, request.url.path, body, is_repeated)
         with self._lock:
             if trajectory not in self._waiting:
                 return _response(self._has_ended(trajectory))

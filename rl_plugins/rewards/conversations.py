@@ -262,8 +262,9 @@ class Conversations:
                 parts = generations.split([1] * len(generations.lengths))
                 size = len(parts) // len(turn.trajectories)
                 for place, trajectory in enumerate(turn.trajectories):
-                    own = parts[place * size : (place + 1) * size]
-                    self._begin(trajectory, turn, trajectory.respond(own, list(map(self._text, own)), self._max_turns))
+                    given = parts[place * size : (place + 1) * size]
+                    texts = [self._text(part) for part in given]
+                    self._begin(trajectory, turn, trajectory.respond(given, texts, self._max_turns))
         if reporting:
             self._show_tokens(reporting)
         if not self._answering:

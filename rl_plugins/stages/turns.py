@@ -67,7 +67,7 @@ def add_turns(samples: Experience) -> None:
 
 def _states(ending: Ending) -> list[int]:
     """Return the number of the state before each turn."""
-    states, before = [], list(ending.prompt or ())
+    states, before = list[int](), list(ending.prompt or ())
     for message in ending.said:
         if ALTERNATIVE in message:
             # The response has the same state as the first response to its prompt.

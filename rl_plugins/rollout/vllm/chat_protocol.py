@@ -36,18 +36,18 @@ from rl_plugins.rollout.chat import ChatAnswer, ChatCall, Refused, canonical
 
 MODEL = "policy"
 """Name of the policy in `/v1/models`. A call may give any name."""
-_OF_THE_RUN = "the settings of sampling are those of the run"
+OF_THE_RUN = "the settings of sampling are those of the run"
 _REFUSED = {
-    "stop": f"{_OF_THE_RUN}: set sampling.stop of the run",
-    "stop_token_ids": f"{_OF_THE_RUN}: set sampling.stop_token_ids of the run",
-    "response_format": f"a grammar changes the distribution, and {_OF_THE_RUN}: leave response_format out",
-    "structured_outputs": f"a grammar changes the distribution, and {_OF_THE_RUN}: leave structured_outputs out",
-    "logit_bias": f"{_OF_THE_RUN}: leave logit_bias out",
-    "allowed_token_ids": f"{_OF_THE_RUN}: leave allowed_token_ids out",
-    "bad_words": f"{_OF_THE_RUN}: leave bad_words out",
-    "min_tokens": f"{_OF_THE_RUN}: leave min_tokens out",
-    "ignore_eos": f"{_OF_THE_RUN}: leave ignore_eos out",
-    "use_beam_search": f"{_OF_THE_RUN}: leave use_beam_search out",
+    "stop": f"{OF_THE_RUN}: set sampling.stop of the run",
+    "stop_token_ids": f"{OF_THE_RUN}: set sampling.stop_token_ids of the run",
+    "response_format": f"a grammar changes the distribution, and {OF_THE_RUN}: leave response_format out",
+    "structured_outputs": f"a grammar changes the distribution, and {OF_THE_RUN}: leave structured_outputs out",
+    "logit_bias": f"{OF_THE_RUN}: leave logit_bias out",
+    "allowed_token_ids": f"{OF_THE_RUN}: leave allowed_token_ids out",
+    "bad_words": f"{OF_THE_RUN}: leave bad_words out",
+    "min_tokens": f"{OF_THE_RUN}: leave min_tokens out",
+    "ignore_eos": f"{OF_THE_RUN}: leave ignore_eos out",
+    "use_beam_search": f"{OF_THE_RUN}: leave use_beam_search out",
     "top_logprobs": "there are log-probs of the sampled tokens alone: leave top_logprobs out",
     "logprob_token_ids": "there are log-probs of the sampled tokens alone: leave logprob_token_ids out",
     "prompt_logprobs": "there are log-probs of the sampled tokens alone: leave prompt_logprobs out",
@@ -107,7 +107,7 @@ def _check(request: ChatCompletionRequest) -> None:
         if value not in (None, usual, [], {}) and not is_text:
             raise Refused(f"{name}: {reason}")
     if request.tool_choice not in (None, "none", "auto"):
-        raise Refused(f"tool_choice: a forced call is not sampled from the policy, and {_OF_THE_RUN}: use auto or none")
+        raise Refused(f"tool_choice: a forced call is not sampled from the policy, and {OF_THE_RUN}: use auto or none")
     if request.n is not None and request.n < 1:
         raise Refused(f"n={request.n}: must be at least 1")
     longest = _longest(request)

@@ -69,6 +69,65 @@ def add_with_tool(row: Row, base_url: str, api_key: str) -> Any:
             assert said[-1] == "tool_calls"
 
 
+def add_with_items(row: Row, base_url: str, api_key: str) -> Any:
+    """Do the same with the Responses API, with all items in each call."""
+    return add_with_responses(row, base_url, api_key, with_items=True)
+
+
+def add_with_previous_response(row: Row, base_url: str, api_key: str) -> Any:
+    """Do the same with the Responses API, with the id of the response before in each call."""
+    return add_with_responses(row, base_url, api_key, with_items=False)
+
+
+def add_with_responses(row: Row, base_url: str, api_key: str, *, with_items: bool) -> Any:
+    items: list[Any] = [*row["prompt"]]
+    tool: Any = {"type": "function", "strict": None, **ADD["function"]}
+    previous, turns = None, 0
+    with client_of(base_url, api_key) as client:
+        while True:
+            options: Any = {"model": "any", "input": items, "tools": [tool], "temperature": 0.3}
+            if previous is not None and not with_items:
+                options["previous_response_id"] = previous
+            if row["extra_info"].get("stream", False):
+                with client.responses.stream(**options) as events:
+                    heard = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+                    answer: Any = events.get_final_response()
+                assert heard == answer.output_text
+            else:
+                answer = client.responses.create(**options, include=["message.output_text.logprobs"])
+            turns, previous = turns + 1, answer.id
+            assert answer.status == "completed" and answer.usage.output_tokens > 1
+            calls = [item for item in answer.output if item.type == "function_call"]
+            if not calls:
+                return {"score": float(answer.output_text), "turns": turns}
+            items = [*items, *answer.output] if with_items else []
+            for call in calls:
+                numbers = json.loads(call.arguments)
+                result = str(numbers["a"] + numbers["b"])
+                items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+
+
+def break_rules_of_responses(row: Row, base_url: str, api_key: str) -> float:
+    """Make calls of the Responses API beside the rules, and then a good call."""
+    with client_of(base_url, api_key) as client:
+        create, first = client.responses.create, [*row["prompt"]]
+        wrong: dict[str, Any] = {
+            "background": True, "top_logprobs": 3, "truncation": "auto", "max_output_tokens": 0,
+            "previous_response_id": "resp_none", "text": {"format": {"type": "json_object"}},
+            "tool_choice": "required", "tools": [{"type": "web_search"}], "max_tool_calls": 1,
+        }  # fmt: skip
+        for name, value in wrong.items():
+            assert name in refused(create, model="m", input=first, **{name: value}), name
+        assert "item_reference" in refused(create, model="m", input=[{"type": "item_reference", "id": "x"}])
+        assert "text alone" in refused(
+            create, model="m", input=[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
+        )
+        answer = create(model="m", input="ask", instructions="Be brief.", max_output_tokens=1)
+        assert (answer.status, answer.output_text) == ("incomplete", "n")
+        assert answer.incomplete_details is not None and answer.incomplete_details.reason == "max_output_tokens"
+    return 1.0
+
+
 async def talk(row: Row, base_url: str, api_key: str, *, turns: int = 2, max_tokens: int = 20) -> float:
     """Talk with the policy for some turns. The reward grows with the number of characters of the policy."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
@@ -245,7 +304,7 @@ def listen(row: Row, base_url: str, api_key: str) -> Any:
 
 
 def listen_again(row: Row, base_url: str, api_key: str) -> float:
-    """Hear a stream that ends with an error, and ask again without a stream."""
+    """Hear a stream up to its error, and ask again without a stream."""
     with client_of(base_url, api_key) as client:
         heard = ""
         try:
@@ -258,10 +317,11 @@ def listen_again(row: Row, base_url: str, api_key: str) -> float:
 
 
 def ask_too_much(row: Row, base_url: str, api_key: str) -> float:
-    """Ask for more choices than the limits allow, before and after calls that are answered."""
+    """Ask for more choices than the limits allow, before and after good calls."""
     with client_of(base_url, api_key) as client:
         create, first = client.chat.completions.create, [*row["prompt"]]
-        said, more = {"role": "assistant", "content": "5"}, {"role": "user", "content": "more"}
+        said: Any = {"role": "assistant", "content": "5"}
+        more: Any = {"role": "user", "content": "more"}
         assert "n=0: must be at least 1" in refused(create, model="m", messages=first, n=0)
         assert "n=5: the policy has given 0 of max_turns=4" in refused(create, model="m", messages=first, n=5)
         assert "0 of max_sequences=3 sequences" in refused(create, model="m", messages=first, n=4)

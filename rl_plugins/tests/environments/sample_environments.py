@@ -126,7 +126,7 @@ class Endless(Judge):
 
 
 class Tokens(Endless):
-    """Talks on after `a`, and then numbers the tokens of all responses, in the way that `fault` names."""
+    """Talks on after `a`, and then numbers the tokens of all responses, with the fault of its argument."""
 
     def __init__(self, fault: str = "") -> None:
         self.fault, self.ids = fault, list[int]()

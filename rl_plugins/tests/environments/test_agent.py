@@ -70,7 +70,7 @@ class Script(canned.CannedRollout):
 
 
 class Reporting(Script):
-    """A rollout engine that samples one token between two reports. The second token of a response waits for `goes_on`.
+    """A rollout engine with one new token in each report. The second token of a response waits for `goes_on`.
 
     Args:
         said: Token ids by prompt, as of `Script`.
@@ -131,14 +131,15 @@ def run(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_of_the_engine_are_the_tokens_of_the_training_sequence(stream: bool) -> None:
+@pytest.mark.parametrize("name", ["add_with_tool", "add_with_items", "add_with_previous_response"])
+def test_tokens_of_the_engine_are_the_tokens_of_the_training_sequence(name: str, stream: bool) -> None:
     start = "<|system|>add(a,b)<|user|>2+3<|assistant|>"
     # The policy spells the mark of a call in letters, so its text would become other tokens.
     spelled = [*tokenizer.encode("I add.<tool_c"), *tokenizer.encode("all>"), *tokenizer.encode(CALL)]
     text = tokenizer.decode(spelled)
     assert tokenizer.encode(text) != spelled
     said = {start: spelled, f"{start}{text}<|tool|>5<|assistant|>": tokenizer.encode("5<|end|>")}
-    with closing(agent("add_with_tool")) as environment:
+    with closing(agent(name)) as environment:
         (generations,) = run(environment, said, prompt=[{"role": "user", "content": "2+3"}], stream=stream)
     ending: Ending = generations.endings[0]
     assert ending.score.failure is None, ending.score.message
@@ -164,6 +165,15 @@ def test_calls_beside_the_rules_are_refused_with_the_reason_and_counted() -> Non
     assert (score.details["agent/refused"], score.details["agent/not_continued"]) == (18.0, 5.0)
     text = "no<|end|><|user|>sure?<|assistant|>5<|end|><|user|>sure?<|assistant|>5<|end|>"
     assert tokenizer.decode(generations.responses()[0]) == text
+
+
+def test_calls_of_the_responses_api_beside_the_rules_are_refused_with_the_reason() -> None:
+    asked = "<|system|>Be brief.<|user|>ask<|assistant|>"
+    with closing(agent("break_rules_of_responses")) as environment:
+        (generations,) = run(environment, {asked: tokenizer.encode("no<|end|>")})
+    (score,) = [ending.score for ending in generations.endings]
+    assert score.value == 1.0, score.message
+    assert (score.details["agent/refused"], tokenizer.decode(generations.responses()[0])) == (11.0, "n")
 
 
 def test_calls_at_once_and_calls_of_programs_belong_to_the_trajectory() -> None:
@@ -262,20 +272,18 @@ def test_choices_beyond_the_limits_are_refused_with_the_option() -> None:
 
 
 @pytest.mark.parametrize("with_tools", [False, True])
-def test_stream_comes_while_the_engine_samples_and_tokens_stay_those_of_the_engine(
-    with_tools: bool, tmp_path: Path
-) -> None:
+def test_stream_comes_while_the_engine_samples_and_has_engine_tokens(with_tools: bool, tmp_path: Path) -> None:
     start = "<|system|>add(a,b)<|user|>ask<|assistant|>" if with_tools else ASKED
     call = f"<tool_call>{CALL}" if with_tools else "<|end|>"
     # The last letter has two tokens.
     choices = [tokenizer.encode(f"I add <tooé.{call}"), tokenizer.encode("no<|end|>")]
     engine = Reporting({start: choices}, tmp_path / "heard")
-    extra = {"tools": with_tools, "heard": str(engine.goes_on)}
+    heard = str(engine.goes_on)
     with closing(agent("listen", max_turns=2)) as environment:
-        (generations,) = run(environment, {}, engine=engine, **extra)
+        (generations,) = run(environment, {}, engine=engine, tools=with_tools, heard=heard)
     (ending,) = generations.endings
     assert ending.score.failure is None, ending.score.message
-    # A text that may begin a call waits for further letters, and a call comes at the end.
+    # A possible beginning of a call waits for further letters, and a call comes at the end.
     assert ending.score.details["events"] > 8 and engine.reports >= len(choices[0])
     (ids,), (mask,) = generations.responses(), generations.response_masks() or []
     copied = tokenizer.encode(start)
@@ -285,7 +293,7 @@ def test_stream_comes_while_the_engine_samples_and_tokens_stay_those_of_the_engi
 
 
 class Forgetful(Reporting):
-    """A rollout engine that reports other tokens than the tokens of the response, as after the loss of an engine."""
+    """A rollout engine with wrong tokens in its reports, as after the loss of an engine."""
 
     @override
     def tokens_so_far(self, tickets: Sequence[int]) -> dict[int, list[list[int]]]:
@@ -321,7 +329,12 @@ def test_stream_of_a_trajectory_that_ends_ends_with_an_error(tmp_path: Path) -> 
         listener = threading.Thread(target=listen)
         listener.start()
         calls: list[Received] = []
-        wait_until(lambda: bool(calls.extend(endpoint.take()) or calls), "the call")
+
+        def has_call() -> bool:
+            calls.extend(endpoint.take())
+            return bool(calls)
+
+        wait_until(has_call, "the call")
         endpoint.send(calls[0], b"data: 1\n\n")
         wait_until((tmp_path / "heard").exists, "the first event")
         endpoint.end(3)

@@ -249,7 +249,7 @@ def talkative(solution_str: str, turns_left: int) -> object:
 
 
 def reward_tokens(solution_str: str, token_ids: list[int]) -> object:
-    """Reward each token by its id, in the way that the response names."""
+    """Reward each token by its id, in the way named by the response."""
     rewards = [token / 8 for token in token_ids]
     returned: dict[str, object] = {
         "given": {"score": 1.5, "token_rewards": rewards, "length": len(rewards)},
