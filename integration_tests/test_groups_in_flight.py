@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,26 @@ def test_update_weights_in_flight_gives_each_token_the_version_of_the_weights(
     other = np.array(log_probs_of(policies[3], prompt + response)[len(prompt) - 1 :])
     late = np.array(versions) == 4
     assert np.abs(np.array(log_probs) - other)[late].max() > 0.01, "the weights hardly differ"
+
+
+def test_tokens_so_far_are_the_beginning_of_the_responses(float32_engine: VLLMRollout) -> None:
+    reporting = GroupRequest(30, [5, 6, 7], seed=3, reports_tokens=True)
+    last = hold_after(float32_engine, STEPS)
+    float32_engine.submit([reporting, *requests(31)], LONG)
+    wait_until(lambda: steps_taken(float32_engine) == last, f"{STEPS} steps of the engine")
+    seen: dict[int, list[list[int]]] = {}
+    wait_until(lambda: bool(seen.update(float32_engine.tokens_so_far([30, 31])) or seen), "a report of the engine")
+    assert list(seen) == [30] and len(seen[30]) == 2 and all(0 < len(part) <= STEPS for part in seen[30])
+    go_on(float32_engine)
+    groups = collected(float32_engine, [30, 31], 2)
+    assert [one[: len(part)] for one, part in zip(groups[30].responses(), seen[30], strict=True)] == seen[30]
+    # A group has the same samples without reports.
+    float32_engine.submit([replace(reporting, ticket=32, reports_tokens=False)], LONG)
+    (again,) = collected(float32_engine, [32], 1).values()
+    assert again.responses() == groups[30].responses()
+    assert again.finish_reasons == groups[30].finish_reasons
+    assert again.response_versions() == groups[30].response_versions()
+    np.testing.assert_allclose(again.log_probs, groups[30].log_probs, atol=1e-5)
 
 
 def test_collect_returns_finished_groups_while_another_goes_on(float32_engine: VLLMRollout) -> None:

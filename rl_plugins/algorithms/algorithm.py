@@ -285,13 +285,12 @@ class Algorithm(Settings):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute token-level rewards, advantages and returns, each [B, T]. Collective.
 
-        The score of a sample is the reward of the last token that the policy sampled; without such a token, of the
-        first position. With `turn_rewards_BT`, a turn's reward is the reward of the turn's last token if that token is
-        learned, and the rest of the score is the reward of the last token.
+        The reward of a learned token is its part of the score (`token_level_scores_BT`). The last learned token, or the
+        first position without such a token, gets the rest of the score.
 
         Args:
             inputs: tensors by name: `scores_B`, `response_mask_BT`, `groups_B`, `valid_B`, `response_lengths_B`, and
-                the inputs in `needs`; possibly `turn_rewards_BT`.
+                the inputs in `needs`; `token_level_scores_BT` may be left out if no token but the last has a reward.
             kl_coefficient: weight of the KL penalty in the reward.
             sum_over_ranks: element-wise sum of a tensor over ranks.
         """
@@ -300,9 +299,9 @@ class Algorithm(Settings):
         last_B1 = (mask_BT.bool() * positions_T).amax(dim=-1, keepdim=True) if mask_BT.shape[1] else None
         rewards_BT = torch.zeros_like(mask_BT, dtype=scores_B.dtype)
         if last_B1 is not None:
-            if (turn_rewards_BT := inputs.get("turn_rewards_BT")) is not None:
+            if (of_tokens_BT := inputs.get("token_level_scores_BT")) is not None:
                 learned_BT = mask_BT.bool() & inputs["valid_B"][:, None] & (positions_T < last_B1)
-                rewards_BT = torch.where(learned_BT, turn_rewards_BT.to(scores_B.dtype), 0)
+                rewards_BT = torch.where(learned_BT, of_tokens_BT.to(scores_B.dtype), 0)
             final_B = torch.where(inputs["valid_B"], scores_B, 0) - rewards_BT.sum(dim=-1)
             rewards_BT = torch.where(positions_T == last_B1, final_B[:, None], rewards_BT)
         if self.kl_is_in_reward:

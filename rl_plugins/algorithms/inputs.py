@@ -41,16 +41,17 @@ INPUTS: dict[str, str] = {
     # Rewards
     "scores_B": "score of each sample by the reward function; 0 if the reward failed (then `valid_B` is False).",
     "token_level_rewards_BT": (
-        "reward of each token: the score on the last sampled token (on the first position without one), or the rewards "
-        "of turns (`turn_rewards_BT`) and the rest of the score there; minus the penalty of a KL term placed in the "
+        "reward of each token: the rewards of tokens and of turns (`token_level_scores_BT`), and the rest of the score "
+        "on the last sampled token (on the first position without one); minus the penalty of a KL term placed in the "
         "reward."
     ),
     "baseline_rewards_B": "reward of a greedy response to the prompt of each sample.",
     "costs_B": "cost of each sample, for a bound on the mean cost (`Algorithm.constraint`).",
     "component_rewards_BK": "K rewards of each sample, the numbers named in `Algorithm.reward_components`.",
-    "turn_rewards_BT": (
-        "reward of each turn of a conversation on its last token, with the final score in the last turn; the sum is "
-        "the score by the environment. Without an environment there is no such input."
+    "token_level_scores_BT": (
+        "score of each sample by the reward function, the environment or the agent, before shaping, divided among the "
+        "tokens: rewards of tokens, or rewards of turns on their last tokens, and the rest of the score on the last "
+        "sampled token."
     ),
     "turns_BT": "int64 number of the turn of each token in its conversation, from 0.",
     "states_BT": (
@@ -106,14 +107,14 @@ INPUTS: dict[str, str] = {
 
 ALWAYS_GIVEN_TO_ADVANTAGES = frozenset({
     "token_level_rewards_BT", "scores_B", "response_mask_BT", "response_lengths_B", "groups_B", "valid_B",
-    "rollout_log_probs_BT", "sum_over_ranks",
+    "rollout_log_probs_BT", "token_level_scores_BT", "sum_over_ranks",
 })  # fmt: skip
 COMPUTED_FOR_ADVANTAGES = frozenset({
     "old_log_probs_BT", "ref_log_probs_BT", "teacher_log_probs_BT", "entropy_BT", "sum_pi_squared_BT", "values_BT",
     "baseline_rewards_B", "component_rewards_BK", "process_rewards_BT", "rollout_weights_BT", "turns_BT", "states_BT",
 })  # fmt: skip
 OF_REWARDS_ONLY = frozenset({
-    "baseline_rewards_B", "component_rewards_BK", "process_rewards_BT", "turn_rewards_BT", "teacher_log_probs_BT",
+    "baseline_rewards_B", "component_rewards_BK", "process_rewards_BT", "token_level_scores_BT", "teacher_log_probs_BT",
 })  # fmt: skip
 """Inputs of advantage estimators without a counterpart for costs."""
 ALWAYS_GIVEN_TO_LOSSES = frozenset({

@@ -30,7 +30,7 @@ from rl_plugins.whole_file import write_whole
 COMPUTED_FIELDS = (
     "token_level_rewards", "old_log_probs", "ref_log_probs", "teacher_log_probs", "teacher_top_ids",
     "teacher_top_log_probs", "teacher_top_weights", "entropy", "sum_pi_squared", "values", "cost_values",
-    "process_rewards", "turn_rewards", "turns", "states", "sequences", "rollout_weights", "advantages", "returns",
+    "process_rewards", "token_level_scores", "turns", "states", "sequences", "rollout_weights", "advantages", "returns",
     "cost_returns", "loss_mask", "selected",
 )  # fmt: skip
 TOKEN_FIELDS = ("responses", "response_mask", "rollout_log_probs", "policy_versions", *COMPUTED_FIELDS)
@@ -137,8 +137,8 @@ class Experience(TensorClass, shadow=True):
         values: float32 [B, T], the critic's value before each token.
         cost_values: float32 [B, T], the cost critic's value before each token.
         process_rewards: float32 [B, T], a process reward model's reward of each token.
-        turn_rewards: float32 [B, T], reward of each turn at its last token, with the final score at the last turn; None
-            without an environment.
+        token_level_scores: float32 [B, T], the score before shaping, divided among the tokens: rewards of tokens,
+            rewards of turns at their last tokens, and the rest of the score at the last token.
         turns: int64 [B, T], number of the turn of each token.
         states: int64 [B, T], number of the state in which the turn of each token begins.
         sequences: int64 [B, T], number of the sequence of each token: 0 continues the prompt, and every other number
@@ -179,7 +179,7 @@ class Experience(TensorClass, shadow=True):
     values: Tensor | None = None  # type: ignore[assignment]
     cost_values: Tensor | None = None
     process_rewards: Tensor | None = None
-    turn_rewards: Tensor | None = None
+    token_level_scores: Tensor | None = None
     turns: Tensor | None = None
     states: Tensor | None = None
     sequences: Tensor | None = None
@@ -361,7 +361,7 @@ class Experience(TensorClass, shadow=True):
             "values_BT": self.values,
             "cost_values_BT": self.cost_values,
             "process_rewards_BT": self.process_rewards,
-            "turn_rewards_BT": self.turn_rewards,
+            "token_level_scores_BT": self.token_level_scores,
             "turns_BT": self.turns,
             "states_BT": self.states,
             "rollout_weights_BT": self.rollout_weights,

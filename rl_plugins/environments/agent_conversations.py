@@ -30,11 +30,13 @@ from rl_plugins.rewards.trajectory import LastWords, Reply, Start, Turn
 from rl_plugins.rewards.turn_times import Work, unix_time
 from rl_plugins.rollout.chat import ChatAnswer, ChatCall, Message, NotContinued, Refused, continuation, for_template
 from rl_plugins.rollout.tool_calls import ParsedResponse, ResponseParser, decoded
-from rl_plugins.rollout.vllm.chat_protocol import completion, read_chat_call
+from rl_plugins.rollout.vllm.call_formats import FORMATS, AnswerEvents
+from rl_plugins.rollout.vllm.responses_protocol import with_previous
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_EVENTS = "text/event-stream"
 _TOOL_SETS = 64
 """Largest number of different lists of tools whose parsers are kept."""
 _COUNTED = ("calls", "refused", "not_continued", "malformed", "without_call")
@@ -83,7 +85,9 @@ class _AgentTalk:
     Attributes:
         received: call in progress, or the last call; None before the first.
         call: content of the call.
+        events: events of the answer; None for an answer without a stream.
         sequences: sequences of the trajectory.
+        answered: messages up to each answer with an id, by the id.
         current: number of the sequence of the call in progress.
         waiting: calls that wait for the call in progress.
         turns: number of answers.
@@ -95,7 +99,9 @@ class _AgentTalk:
 
     received: Received | None = None
     call: ChatCall | None = None
+    events: AnswerEvents | None = None
     sequences: list[_Answered] = field(default_factory=list)
+    answered: dict[str, Sequence[Message]] = field(default_factory=dict)
     current: int = 0
     waiting: deque[Received] = field(default_factory=deque)
     turns: int = 0
@@ -148,6 +154,23 @@ class AgentConversations:
         if talk.result is not None:
             self._results[key] = talk.result
 
+    def sampled(self, key: int, responses: Sequence[Sequence[int]]) -> None:
+        """Send the new text of responses in progress to the agent."""
+        talk = self._talks[key]
+        assert talk.received is not None and talk.call is not None and talk.events is not None, "a call streams"
+        events = talk.events.more([self._text_so_far(talk.call, ids) for ids in responses])
+        if events:
+            self._endpoint.send(talk.received, events)
+
+    def _text_so_far(self, call: ChatCall, ids: Sequence[int]) -> str:
+        parser = self._tools_of(call.tools).parser
+        if parser is not None and call.may_call:
+            text = parser.text_before_calls(ids)
+        else:
+            text = decoded(self._tokenizer, ids, skip_special_tokens=True)
+        # The next tokens may complete the last character.
+        return text.rstrip("\ufffd")
+
     def answers(self, wait_s: float) -> Mapping[int, Reply | Score | Start | LastWords]:
         """Return calls of agents, and the scores of agents that have ended."""
         answers: dict[int, Reply | Score | Start | LastWords] = {}
@@ -188,6 +211,8 @@ class AgentConversations:
         if received.is_repeated:
             if talk.is_sampling and talk.received is not None and talk.received.body == received.body:
                 talk.received = received
+                if talk.call is not None and talk.call.stream:
+                    talk.events = FORMATS[received.path].events(talk.call)
                 return
             for sequence in talk.sequences:
                 if sequence.body == received.body:
@@ -206,7 +231,7 @@ class AgentConversations:
         """Read a call, and add the turn of the call to `answers`."""
         talk.counts["calls"] += 1
         try:
-            call = read_chat_call(received.body)
+            call = with_previous(FORMATS[received.path].read(received.body), talk.answered)
             turn = self._read(talk, call)
         except (Refused, TypeError, ValueError) as error:
             # Templates and tools are not the package's.
@@ -221,6 +246,7 @@ class AgentConversations:
             turn = replace(turn, work=[Work("agent", unix_time(talk.answered_at), seconds)])
         answers[key] = turn
         talk.received, talk.call, talk.is_sampling = received, call, True
+        talk.events = FORMATS[received.path].events(call) if call.stream else None
         # The time in which a call waited for the call before is already left out.
         self._host.pause(key, since=max(received.at, talk.answered_at))
 
@@ -234,13 +260,10 @@ class AgentConversations:
             raise Refused("the agent has returned its reward: call the policy before")
         tools = self._tools_of(call.tools)
         if not talk.turns:
+            self._check_choices(talk, call.num_choices, begins_sequence=True)
             return self._first(call, tools)
         talk.current, new = self._continued(talk, call)
-        if talk.turns >= self._limits.max_turns:
-            raise Refused(
-                f"the policy has given max_turns={talk.turns} answers in the trajectory: raise max_turns "
-                "(environment.max_turns in a recipe)"
-            )
+        self._check_choices(talk, call.num_choices, begins_sequence=talk.current == len(talk.sequences))
         if talk.current == len(talk.sequences):
             tokens = self._prompt(new, tools)
         else:
@@ -249,7 +272,39 @@ class AgentConversations:
                 tokens = tools.following.tokens(before.called, for_template(new), before.last_token)
             except ConfigError as error:
                 raise Refused(str(error)) from error
-        return Reply(new, tokens, max_tokens=call.max_tokens, sequence=talk.current)
+        return Reply(
+            new,
+            tokens,
+            max_tokens=call.max_tokens,
+            sequence=talk.current,
+            num_responses=call.num_choices,
+            reports_tokens=call.stream,
+        )
+
+    def _check_choices(self, talk: _AgentTalk, num_choices: int, *, begins_sequence: bool) -> None:
+        """Check that the trajectory may have so many further answers, and sequences of the answers.
+
+        Raises:
+            Refused: there are too many.
+        """
+        limit = self._limits.max_turns
+        if talk.turns >= limit:
+            raise Refused(
+                f"the policy has given max_turns={limit} answers in the trajectory: raise max_turns "
+                "(environment.max_turns in a recipe)"
+            )
+        if talk.turns + num_choices > limit:
+            raise Refused(
+                f"n={num_choices}: the policy has given {talk.turns} of max_turns={limit} answers in the trajectory: "
+                "lower n, or raise max_turns (environment.max_turns in a recipe)"
+            )
+        limit = self._limits.max_sequences
+        if num_choices > 1 and len(talk.sequences) + begins_sequence + num_choices - 1 > limit:
+            raise Refused(
+                f"n={num_choices}: each choice but the first begins a sequence, and the trajectory has "
+                f"{len(talk.sequences)} of max_sequences={limit} sequences: lower n, or raise max_sequences "
+                "(environment.max_sequences in a recipe)"
+            )
 
     def _first(self, call: ChatCall, tools: _Tools) -> Start:
         tokens = self._prompt(call.messages, tools)
@@ -258,7 +313,7 @@ class AgentConversations:
                 f"the messages of the first call have {len(tokens)} tokens, more than max_prompt_tokens="
                 f"{self._limits.max_prompt_tokens} (data.max_prompt_tokens in a recipe)"
             )
-        return Start(call.messages, tokens, call.max_tokens)
+        return Start(call.messages, tokens, call.max_tokens, call.num_choices, reports_tokens=call.stream)
 
     def _prompt(self, messages: Sequence[Message], tools: _Tools) -> list[int]:
         (tokens,) = encode_prompts([for_template(messages)], self._tokenizer, tools.options)
@@ -295,43 +350,68 @@ class AgentConversations:
         )
 
     def _answer(self, talk: _AgentTalk, turn: Turn) -> None:
-        """Send a response of the policy to the agent."""
+        """Send a response of the policy to the agent, or several responses as choices."""
         assert talk.received is not None and talk.call is not None, "a call asked for the response"
-        call, ids = talk.call, turn.response
-        parsed = self._parsed(call, ids)
+        call, turns = talk.call, (turn, *turn.alternatives)
+        parsed = [self._parsed(call, one.response) for one in turns]
+        choices = [
+            self._choice(talk, call, one, read, place)
+            for place, (one, read) in enumerate(zip(turns, parsed, strict=True))
+        ]
+        if talk.events is None:
+            sent = HttpAnswer(200, "application/json", FORMATS[talk.received.path].body(call, choices))
+        else:
+            sent = HttpAnswer(200, _EVENTS, talk.events.whole(choices))
+        for one, read, choice in zip(turns, parsed, choices, strict=True):
+            talk.turns += 1
+            talk.counts["malformed"] += read.is_malformed
+            sequence = _Answered(
+                messages=[*call.messages, choice.message],
+                tools=call.tools,
+                called=[
+                    ToolUse(str(called["id"]), name)
+                    for called, (name, _) in zip(choice.calls, read.calls, strict=False)
+                ],
+                last_token=one.tokens[-1],
+                body=talk.received.body,
+                sent=sent,
+            )
+            if call.answer_id:
+                talk.answered[call.answer_id] = sequence.messages
+            # Each choice but the first begins a sequence.
+            if one is turn and talk.current < len(talk.sequences):
+                talk.sequences[talk.current] = sequence
+            else:
+                talk.sequences.append(sequence)
+        if talk.events is None:
+            self._endpoint.answer(talk.received, sent)
+        elif all(choices[place].content.startswith(text) for place, text in talk.events.sent.items()):
+            self._endpoint.answer(talk.received, HttpAnswer(200, _EVENTS, talk.events.rest(choices)))
+        else:
+            self._endpoint.refuse(
+                talk.received, "a rollout engine was lost, and the policy has answered again: repeat the call", 503
+            )
+
+    def _choice(self, talk: _AgentTalk, call: ChatCall, turn: Turn, parsed: ParsedResponse, place: int) -> ChatAnswer:
+        """Return a response of the policy as a choice of an answer."""
+        number, content = talk.turns + place, parsed.content
+        said = "" if talk.events is None else talk.events.sent.get(place, "")
         calls = [
             # Nine letters or digits, which all templates accept.
-            {
-                "id": f"c{talk.turns:04d}{place:04d}",
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-            for place, (name, arguments) in enumerate(parsed.calls[:1] if call.one_call else parsed.calls)
+            {"id": f"c{number:04d}{nth:04d}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for nth, (name, arguments) in enumerate(parsed.calls[:1] if call.one_call else parsed.calls)
         ]
-        answer = ChatAnswer(
-            content=parsed.content,
+        ids = turn.response
+        return ChatAnswer(
+            # A parser may strip the text before a call, and the agent has got the text.
+            content=said if calls and said.startswith(content) else content,
             calls=calls,
             finish_reason="tool_calls" if calls else "length" if turn.finish_reason == "length" else "stop",
-            prompt_tokens=len(turn.tokens) - turn.length,
+            prompt_ids=turn.tokens[: len(turn.tokens) - turn.length],
             tokens=ids,
             token_texts=[str(self._tokenizer.decode([token])) for token in ids] if call.logprobs else [],
             log_probs=turn.log_probs if call.logprobs else [],
         )
-        talk.turns += 1
-        talk.counts["malformed"] += parsed.is_malformed
-        sequence = _Answered(
-            messages=[*call.messages, answer.message],
-            tools=call.tools,
-            called=[ToolUse(str(one["id"]), name) for one, (name, _) in zip(calls, parsed.calls, strict=False)],
-            last_token=turn.tokens[-1],
-            body=talk.received.body,
-            sent=HttpAnswer(200, *completion(call, answer)),
-        )
-        if talk.current == len(talk.sequences):
-            talk.sequences.append(sequence)
-        else:
-            talk.sequences[talk.current] = sequence
-        self._endpoint.answer(talk.received, sequence.sent)
 
     def _parsed(self, call: ChatCall, ids: Sequence[int]) -> ParsedResponse:
         parser = self._tools_of(call.tools).parser
@@ -388,6 +468,6 @@ def _score(name: str, talk: _AgentTalk, result: Answer) -> Score:
         )
     else:
         assert result.score is not None, "an agent without a failure has a score"
-        score = Score(result.score, dict(result.details))
+        score = Score(result.score, dict(result.details), token_rewards=result.token_rewards)
     own = {f"{AGENT_DETAILS}{name}": float(count) for name, count in {**counts, "seconds": result.seconds}.items()}
     return replace(score, details={**score.details, **own})

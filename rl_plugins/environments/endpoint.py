@@ -1,4 +1,4 @@
-"""HTTP endpoint of the policy for agents: `/v1/chat/completions` and `/v1/models`, with a secret key per trajectory.
+"""HTTP endpoint of the policy for agents, with a secret key per trajectory: calls (`CALLS`), and `/v1/models`.
 
 A server thread receives the calls, and the thread that owns the conversations takes and answers them. The server knows
 keys and bodies alone: other modules read calls and write answers.
@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+CALLS = ("/v1/chat/completions", "/v1/responses")
+"""Addresses of calls of the policy."""
 _ENDED_KEYS = 100_000
 """Number of ended trajectories whose keys are still known."""
 _MOST_BYTES = 16 * 2**20
@@ -54,17 +56,19 @@ class Received:
 
     Attributes:
         trajectory: number of the trajectory.
+        path: address of the call, in `CALLS`.
         body: body of the call.
         is_repeated: True if the client sends the call again, because the client has not got the answer.
         at: time of arrival, of `time.monotonic`.
-        answer: the answer, set in the loop of the server.
+        parts: beginnings of the answer, and at last the answer or its rest, put in the loop of the server.
     """
 
     trajectory: int
+    path: str
     body: bytes
     is_repeated: bool
-    answer: asyncio.Future[HttpAnswer]
     at: float = field(default_factory=time.monotonic)
+    parts: asyncio.Queue[bytes | HttpAnswer] = field(default_factory=asyncio.Queue)
 
 
 class Endpoint:
@@ -133,14 +137,21 @@ class Endpoint:
             self._inbox.clear()
             return [call for call in calls if call in open_calls.get(call.trajectory, ())]
 
+    def send(self, call: Received, events: bytes) -> None:
+        """Send server-sent events as the next part of the answer to a call."""
+        with self._lock:
+            if call not in self._waiting.get(call.trajectory, []):
+                return
+        self._put(call, events)
+
     def answer(self, call: Received, answer: HttpAnswer) -> None:
-        """Send the answer to a call."""
+        """Send the answer to a call, or its rest after parts of the answer."""
         with self._lock:
             waiting = self._waiting.get(call.trajectory, [])
             if call not in waiting:
                 return
             waiting.remove(call)
-        self._set(call, answer)
+        self._put(call, answer)
 
     def refuse(self, call: Received, reason: str, status: int = 400) -> None:
         """Send an error in answer to a call."""
@@ -157,7 +168,7 @@ class Endpoint:
                 if len(self._ended) > _ENDED_KEYS:
                     del self._ended[next(iter(self._ended))]
         for call in waiting:
-            self._set(call, self._has_ended(trajectory))
+            self._put(call, self._has_ended(trajectory))
 
     def close(self) -> None:
         """End all trajectories and the server."""
@@ -177,7 +188,7 @@ class Endpoint:
 
         application = Starlette(
             routes=[
-                Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                *(Route(path, self._complete, methods=["POST"]) for path in CALLS),
                 Route("/v1/models", self._list_models, methods=["GET"]),
             ]
         )
@@ -215,7 +226,7 @@ class Endpoint:
             return _response(self._error(413, f"the call has more than {_MOST_BYTES} bytes: send a shorter history"))
         # The clients of OpenAI number their repetitions.
         is_repeated = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        call = Received(trajectory, body, is_repeated, asyncio.get_running_loop().create_future())
+        call = Received(trajectory, request.url.path, body, is_repeated)
         with self._lock:
             if trajectory not in self._waiting:
                 return _response(self._has_ended(trajectory))
@@ -223,7 +234,8 @@ class Endpoint:
             self._inbox.append(call)
         os.eventfd_write(self._wake, 1)
         # Without a deadline: the end of the trajectory, which has one, is also the end of the wait.
-        return _response(await call.answer)
+        first = await call.parts.get()
+        return _response(first) if isinstance(first, HttpAnswer) else _stream(first, call)
 
     def _trajectory_of(self, request: Request) -> int | HttpAnswer:
         """Return the number of the trajectory whose key a request has, or an error."""
@@ -237,14 +249,9 @@ class Endpoint:
             return self._has_ended(ended)
         return self._error(401, "no trajectory has this key: send the api_key that the agent got")
 
-    def _set(self, call: Received, answer: HttpAnswer) -> None:
-        def set_answer() -> None:
-            # The client may have gone.
-            if not call.answer.done():
-                call.answer.set_result(answer)
-
+    def _put(self, call: Received, part: bytes | HttpAnswer) -> None:
         assert self._loop is not None, "a call came through the loop"
-        self._loop.call_soon_threadsafe(set_answer)
+        self._loop.call_soon_threadsafe(call.parts.put_nowait, part)
 
     def _has_ended(self, trajectory: int) -> HttpAnswer:
         return self._error(
@@ -303,3 +310,17 @@ def _response(answer: HttpAnswer) -> Response:
     from starlette.responses import Response
 
     return Response(answer.body, status_code=answer.status, media_type=answer.media_type)
+
+
+def _stream(first: bytes, call: Received) -> Response:
+    """Return the response of HTTP with all parts of an answer; an error at the end is an event, too."""
+    from starlette.responses import StreamingResponse
+
+    async def events() -> AsyncIterator[bytes]:
+        part: bytes | HttpAnswer = first
+        while not isinstance(part, HttpAnswer):
+            yield part
+            part = await call.parts.get()
+        yield part.body if part.status == 200 else b"data: " + part.body + b"\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")

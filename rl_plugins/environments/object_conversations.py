@@ -13,7 +13,7 @@ from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.step_result import Answer
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.loading import plain
-from rl_plugins.rewards.records import Message, Score, ScoringRequest, failed, finite_score
+from rl_plugins.rewards.records import Message, Score, ScoringRequest, both_kinds, failed, finite_score
 from rl_plugins.rewards.trajectory import LastWords, Reply, Start, Turn
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class StatefulConversations:
         number = 1 + sum(message["role"] == "assistant" for message in turn.request.turns)
         if number > talk.num_answered:
             talk.num_answered = number
-            self._host.call(key, "step", {"role": "assistant", "content": turn.request.solution_str})
+            content = {"role": "assistant", "content": turn.request.solution_str, "token_ids": turn.response}
+            self._host.call(key, "step", content)
         else:
             self._ask_for_score(key, talk)
 
@@ -133,7 +134,9 @@ class StatefulConversations:
 
     def _scored(self, talk: _Talk, answer: Answer) -> Score | LastWords:
         assert answer.score is not None
-        score = finite_score((talk.reward or 0.0) + answer.score, answer.details)
+        if answer.token_rewards is not None and talk.reward:
+            return both_kinds(Score(None))
+        score = finite_score((talk.reward or 0.0) + answer.score, answer.details, answer.token_rewards)
         return LastWords(score, answer.messages) if answer.messages else score
 
     def _without_score(self, talk: _Talk) -> Score:

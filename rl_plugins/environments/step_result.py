@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plugins.rewards.records import Failure, Message, Score, failed, read_score
+from rl_plugins.rewards.records import Failure, Message, Score, both_kinds, failed, read_score
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,15 @@ class StepResult:
         reward: reward of this turn; None for a turn without a reward.
         score: final score; ends the conversation. None lets the conversation go on.
         details: further numbers beside the final score, by name.
+        token_rewards: one reward for each token that the policy sampled in all turns, in place of rewards of turns;
+            ends the conversation. Without `score`, their sum is the final score.
     """
 
     messages: str | Message | Sequence[Message] = ()
     reward: float | None = None
     score: float | None = None
     details: Mapping[str, float] = field(default_factory=dict)
+    token_rewards: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Answer:
         reward: reward of the turn; None without a reward.
         score: final score; None without a score.
         details: further numbers beside the final score.
+        token_rewards: rewards of tokens; None without such rewards.
         failure: kind of the failure; None for an answer without a failure.
         fault: description of the failure.
         seconds: time of the call, without pauses of its deadline.
@@ -48,6 +52,7 @@ class Answer:
     reward: float | None = None
     score: float | None = None
     details: Mapping[str, float] = field(default_factory=dict)
+    token_rewards: Sequence[float] | None = None
     failure: Failure | None = None
     fault: str = ""
     seconds: float = field(default=0.0, compare=False)
@@ -87,7 +92,7 @@ def read_step(value: object, name: str) -> Answer:
 
 
 def read_final(value: object, name: str) -> Answer:
-    """Read a final score: a number, or a mapping with `score` and further numbers."""
+    """Read a final score: a number, or a mapping with `score` or `token_rewards`, and further numbers."""
     score = read_score(value, name)
     if score.reply is not None:
         return failure_of("raised", f"{name}: a message is no score: return a number")
@@ -98,7 +103,8 @@ def _read_result(result: StepResult, name: str) -> Answer:
     messages = _messages(result.messages)
     if isinstance(messages, str):
         return failure_of("raised", f"{name}: step returned {messages}: return messages, a score or a StepResult")
-    if not messages and result.score is None:
+    is_final = result.score is not None or result.token_rewards is not None
+    if not messages and not is_final:
         return failure_of("raised", f"{name}: step returned no message and no score: return a message or a score")
     answer = Answer(messages)
     if result.reward is not None:
@@ -106,15 +112,18 @@ def _read_result(result: StepResult, name: str) -> Answer:
         if reward.failure is not None:
             return failure_of(reward.failure, reward.message)
         answer = Answer(messages, reward.value)
-    if result.score is None:
+    if not is_final:
         return answer
-    return _with_score(answer, read_score({**result.details, "score": result.score}, name))
+    if result.token_rewards is not None and result.reward is not None:
+        return _with_score(answer, both_kinds(Score(None), name))
+    final = {**result.details, "score": result.score, "token_rewards": result.token_rewards}
+    return _with_score(answer, read_score(final, name))
 
 
 def _with_score(answer: Answer, score: Score) -> Answer:
     if score.failure is not None:
         return failure_of(score.failure, score.message)
-    return Answer(answer.messages, answer.reward, score.value, score.details)
+    return Answer(answer.messages, answer.reward, score.value, score.details, score.token_rewards)
 
 
 def _messages(value: object) -> list[Message] | str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -226,16 +226,19 @@ def _replies(config: RecipeConfig, first_of_source: Mapping[str, Row], trial: Re
     from rl_plugins.rewards.records import ScoringRequest
 
     replies: list[Message] = []
+    encode = _encoder(config)
     for source, row in first_of_source.items():
         ground_truth = row["reward_model"].get("ground_truth")
         # Every reward should be able to read the correct answer.
-        request = ScoringRequest(source, str(ground_truth), ground_truth, row["extra_info"], row["prompt"])
+        text = str(ground_truth)
+        request = ScoringRequest(source, text, ground_truth, row["extra_info"], row["prompt"], token_ids=encode(text))
         score = trial.score(request)
         # With tools, the reward gets finished conversations only.
         if _replies_of_reward(config):
             first_turn = replace(request, turns_left=config.environment.max_turns - 1)
-            for response in (first_turn.solution_str, _NO_ANSWER):
-                reply = trial.score(replace(first_turn, solution_str=response)).reply
+            no_answer = replace(first_turn, solution_str=_NO_ANSWER, token_ids=encode(_NO_ANSWER))
+            for turn in (first_turn, no_answer):
+                reply = trial.score(turn).reply
                 replies += [] if reply is None else [reply]
         for option, name in _details_used(config.algorithm):
             if name not in score.details:
@@ -245,6 +248,20 @@ def _replies(config: RecipeConfig, first_of_source: Mapping[str, Row], trial: Re
                     "score. Choose another reward, such as reward=correct_and_format, or other names"
                 )
     return replies
+
+
+def _encoder(config: RecipeConfig) -> Callable[[str], list[int]]:
+    """Return a function from a text to token ids; without a readable tokenizer here, to the bytes of the text."""
+    # transformers takes seconds to import.
+    from tokenizers import Tokenizer
+
+    file = _policy_folder(config) / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    # The library raises plain exceptions. `_load_tokenizer` names the fault of a file.
+    except Exception:
+        return lambda text: list(text.encode())
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _replies_of_reward(config: RecipeConfig) -> bool:

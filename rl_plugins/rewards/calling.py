@@ -4,10 +4,10 @@
     {_target_: ...}                              one reward for everything
 
 A function asks for any of `data_source`, `solution_str`, `ground_truth`, `extra_info`, `prompt`, `messages`,
-`turns_left` (one sample), or for the plurals `data_sources`, `solution_strs`, ... (a batch; the function returns a list
-of the same length). The calls of a coroutine function run concurrently. A function returns a number, or a mapping with
-"score" and further numbers. As an environment with turns left, a function may also return a reply to the policy: text,
-or a message with "role" and "content".
+`turns_left`, `token_ids` (one sample), or for the plurals `data_sources`, `solution_strs`, ... (a batch; the function
+returns a list of the same length). The calls of a coroutine function run concurrently. A function returns a number, or
+a mapping with "score" and further numbers, or with "token_rewards". As an environment with turns left, a function may
+also return a reply to the policy: text, or a message with "role" and "content".
 
 An exception of a call is recorded, never turned into a number. If a batched call fails, every sample of the call is
 marked as failed, because the sample at fault is unknown.
@@ -26,14 +26,15 @@ from typing import Any
 from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.python_file import nearest
 from rl_plugins.rewards.loading import load_reward, name_of
-from rl_plugins.rewards.records import Score, ScoringRequest, failed, read_scores
+from rl_plugins.rewards.records import Score, ScoringRequest, failed, for_tokens, read_scores
 from rl_plugins.user_code import UNDECIDED, SoftDeadline, only_one_process, run_concurrently, run_with_deadline
 
 _FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")
-ARGUMENTS_OF_SAMPLE = {field: field for field in (*_FIELDS, "messages", "turns_left")}
+ARGUMENTS_OF_SAMPLE = {field: field for field in (*_FIELDS, "messages", "turns_left", "token_ids")}
 ARGUMENTS_OF_BATCH = {f"{field}s": field for field in _FIELDS} | {
     "conversations": "messages",
     "turns_lefts": "turns_left",
+    "token_id_lists": "token_ids",
 }
 
 
@@ -74,6 +75,8 @@ class RewardFunction:
             getattr(self.function, "__call__", None)  # noqa: B004 (an instance's method)
         )
         self.fields, self.batched = self._requested_fields()
+        parameters = inspect.signature(self.function).parameters
+        self._needs_tokens = not {"token_ids", "token_id_lists"}.isdisjoint(parameters)
 
     def _requested_fields(self) -> tuple[dict[str, str], bool]:
         parameters = inspect.signature(self.function).parameters.values()
@@ -115,6 +118,9 @@ class RewardFunction:
         """
         if isinstance(self.function, CompositeReward):
             return self.function(requests, deadline_s)
+        if self._needs_tokens and any(request.token_ids is None for request in requests):
+            message = f"{self.name}: asks for token_ids, and these responses are texts without tokens: score in a run"
+            return [failed("raised", message)] * len(requests)
         calls = [requests] if self.batched else [[request] for request in requests]
         outcomes: list[object]
         with only_one_process(self.name):
@@ -136,8 +142,11 @@ class RewardFunction:
         return [self._checked(request, score) for request, score in zip(requests, scores, strict=True)]
 
     def _checked(self, request: ScoringRequest, score: Score | None) -> Score | None:
-        if score is None or score.reply is None or request.turns_left:
-            return score
+        if score is None:
+            return None
+        if score.reply is None or request.turns_left:
+            num_tokens = None if request.token_ids is None else len(request.token_ids)
+            return for_tokens(score, num_tokens, self.name)
         return failed(
             "raised",
             f"{self.name}: the result is text, not a number, and no turn is left for a conversation: return a score "

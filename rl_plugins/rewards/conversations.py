@@ -8,6 +8,7 @@ prefix cache of the engine.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -15,7 +16,14 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
 from rl_plugins.rewards.trajectory import Ending, LastWords, Reply, Start, Trajectory, Turn
-from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler, RemoteSamples, sample_seed
+from rl_plugins.rollout.engine import (
+    Generations,
+    GroupRequest,
+    GroupSampler,
+    RemoteSamples,
+    ReportingSampler,
+    sample_seed,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +31,8 @@ if TYPE_CHECKING:
 # The engine and the environment cannot be awaited together, because the references of Ray have no file descriptor. A
 # finished response therefore waits up to 5 ms, while the environment works on other responses.
 _POLL_S = 0.005
+# Time between two reports of tokens.
+_REPORT_S = 0.02
 # Environments have deadlines of their own.
 _LONG_S = 1.0
 
@@ -66,6 +76,19 @@ class StartingEnvironment(Environment, Protocol):
             key: number of the conversation, unique on the rank.
             request: scoring request for a response to the prompt, without the response.
             seed: seed of the group.
+        """
+
+
+@runtime_checkable
+class WatchingEnvironment(Environment, Protocol):
+    """Sees the tokens of responses while the policy responds, if the rollout engine reports tokens."""
+
+    def sampled(self, key: int, responses: Sequence[Sequence[int]]) -> None:
+        """Take the tokens so far of the responses to a `Reply` or a `Start` with `reports_tokens`.
+
+        Args:
+            key: number of the conversation, unique on the rank.
+            responses: token ids of each response so far.
         """
 
 
@@ -231,14 +254,22 @@ class Conversations:
         Args:
             wait: wait for a response or an answer.
         """
-        responses = self._finished(1 if wait and not self._answering else 0)
+        reporting = [own for own, turn in self._asked.items() if turn.request.reports_tokens]
+        responses = self._finished(1 if wait and not self._answering and not reporting else 0)
         for own, generations in responses.items():
             # A turn of a dropped group is no longer in `_asked`.
             if turn := self._asked.pop(own, None):
-                parts = generations.split([1] * len(turn.trajectories))
-                for trajectory, part in zip(turn.trajectories, parts, strict=True):
-                    self._begin(trajectory, turn, trajectory.respond(part, self._text(part), self._max_turns))
+                parts = generations.split([1] * len(generations.lengths))
+                size = len(parts) // len(turn.trajectories)
+                for place, trajectory in enumerate(turn.trajectories):
+                    given = parts[place * size : (place + 1) * size]
+                    texts = [self._text(part) for part in given]
+                    self._begin(trajectory, turn, trajectory.respond(given, texts, self._max_turns))
+        if reporting:
+            self._show_tokens(reporting)
         if not self._answering:
+            if reporting and wait and not responses:
+                time.sleep(_REPORT_S)
             return bool(responses)
         wait_s = 0.0
         if wait and not responses:
@@ -249,15 +280,20 @@ class Conversations:
             trajectory, turn = self._answering.pop(key)
             if isinstance(answer, Score | LastWords):
                 trajectory.end(answer)
-            elif isinstance(answer, Start):
-                trajectory.start(answer)
-                next_turns.append(self._next_turn(trajectory, turn, answer.max_tokens))
-            elif trajectory.observe(answer):
-                next_turns.append(self._next_turn(trajectory, turn, answer.max_tokens))
+            elif trajectory.start(answer) if isinstance(answer, Start) else trajectory.observe(answer):
+                next_turns.append(self._next_turn(trajectory, turn, answer))
             else:
                 self._begin(trajectory, turn, trajectory.last_turn(turns_left=0))
         self._send(next_turns)
         return bool(responses or answers)
+
+    def _show_tokens(self, reporting: Sequence[int]) -> None:
+        """Let the environment see the tokens of responses in progress."""
+        assert isinstance(self._engine, ReportingSampler) and isinstance(self._environment, WatchingEnvironment)
+        for own, responses in self._engine.tokens_so_far(reporting).items():
+            # The responses may be finished.
+            if turn := self._asked.get(own):
+                self._environment.sampled(turn.trajectories[0].key, responses)
 
     def _begin(self, trajectory: Trajectory, asked: _Asked, turn: Turn) -> None:
         self._answering[trajectory.key] = (trajectory, asked)
@@ -267,15 +303,19 @@ class Conversations:
         return str(self._tokenizer.decode(response.token_ids.tolist(), skip_special_tokens=True))
 
     def _next_turn(
-        self, trajectory: Trajectory, turn: _Asked, max_tokens: int | None
+        self, trajectory: Trajectory, turn: _Asked, answer: Start | Reply
     ) -> tuple[GroupRequest, SamplingConfig]:
         sample = next(place for place, member in enumerate(self._groups[turn.ticket]) if member is trajectory)
         seed = sample_seed(turn.request.seed, sample, trajectory.turns)
-        longest = trajectory.room if max_tokens is None else min(trajectory.room, max_tokens)
+        room = trajectory.room_of_each(answer.num_responses)
+        longest = room if answer.max_tokens is None else min(room, answer.max_tokens)
         images = turn.request.images
-        request = GroupRequest(0, trajectory.tokens, seed, max_tokens=longest, images=images)
-        single = replace(turn.sampling, num_samples=1)
-        return self._ask([trajectory], turn.ticket, request, single), single
+        reports_tokens = answer.reports_tokens and isinstance(self._engine, ReportingSampler)
+        request = GroupRequest(
+            0, trajectory.tokens, seed, max_tokens=longest, images=images, reports_tokens=reports_tokens
+        )
+        sampling = replace(turn.sampling, num_samples=answer.num_responses)
+        return self._ask([trajectory], turn.ticket, request, sampling), sampling
 
     def _send(self, turns: Sequence[tuple[GroupRequest, SamplingConfig]]) -> None:
         by_sampling: dict[SamplingConfig, list[GroupRequest]] = {}

@@ -5,7 +5,7 @@
      weights: {rule: 1.0, model: 0.5}}
 
 The value of each part becomes a detail of the sample's score, under the name of the part. If a part fails, the sample
-fails, because a sum without the part would be another reward.
+fails, because a sum without the part would be another reward. Rewards of tokens are added in the same way.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class WeightedSum(CompositeReward):
 
     def _sum(self, parts: Mapping[str, Score | None]) -> Score | None:
         value, details = 0.0, {}
+        token_rewards: list[float] | None = None
         for name, score in parts.items():
             if score is not None and score.failure is not None:
                 return failed(score.failure, f"{name}: {score.message}")
@@ -84,9 +85,19 @@ class WeightedSum(CompositeReward):
             value += self.weights[name] * score.value
             details[name] = score.value
             details |= {f"{name}.{key}": detail for key, detail in score.details.items()}
+            if (rewards := score.token_rewards) is not None:
+                before = [0.0] * len(rewards) if token_rewards is None else token_rewards
+                if len(before) != len(rewards):
+                    fault = f"{len(rewards)} 'token_rewards', and a part before has {len(before)}"
+                    return failed("raised", f"{name}: has {fault}: return one number for each sampled token")
+                token_rewards = [
+                    total + self.weights[name] * reward for total, reward in zip(before, rewards, strict=True)
+                ]
         if not math.isfinite(value):
             return failed("not_finite", f"WeightedSum: the sum of {details} is {value}")
-        return Score(value, details)
+        if token_rewards is not None and not all(map(math.isfinite, token_rewards)):
+            return failed("not_finite", "WeightedSum: a sum of 'token_rewards' is not finite")
+        return Score(value, details, token_rewards=token_rewards)
 
 
 def _scores(part: RewardFunction, requests: Sequence[ScoringRequest], stop: float) -> list[Score | None]:

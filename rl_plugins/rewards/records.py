@@ -44,6 +44,8 @@ class ScoringRequest:
         prompt: Messages of the prompt (list of {role, content}), or None.
         turns: Messages between the prompt and the response, if the response is not the first of a conversation.
         turns_left: Number of responses still allowed to the policy. With 0, the reward must return a score.
+        token_ids: Ids of all tokens that the policy sampled, in a conversation of all turns. None for a text without
+            tokens.
     """
 
     data_source: str
@@ -53,6 +55,7 @@ class ScoringRequest:
     prompt: Sequence[Message] | None = None
     turns: Sequence[Message] = ()
     turns_left: int = 0
+    token_ids: Sequence[int] | None = None
 
     @property
     def messages(self) -> list[Message]:
@@ -72,6 +75,8 @@ class Score:
         message: For a failure: the exception, or the fault of the result.
         reply: Message of an environment to the policy. The policy responds again before there is a value.
         reward: Reward of the turn before a reply.
+        token_rewards: One reward for each token that the policy sampled, in a conversation for all turns; None for a
+            reward without rewards of tokens. The last token also gets the rest of `value`.
     """
 
     value: float | None
@@ -80,6 +85,7 @@ class Score:
     message: str = ""
     reply: Message | None = None
     reward: float = 0.0
+    token_rewards: Sequence[float] | None = None
 
 
 def failed(failure: Failure, message: str) -> Score:
@@ -87,9 +93,40 @@ def failed(failure: Failure, message: str) -> Score:
     return Score(value=None, failure=failure, message=message[:_MESSAGE_LIMIT])
 
 
-def finite_score(value: float, details: Mapping[str, float]) -> Score:
+def finite_score(value: float, details: Mapping[str, float], token_rewards: Sequence[float] | None = None) -> Score:
     """Return the score of a conversation from the sum of its rewards. The sum of finite rewards may be infinite."""
-    return Score(value, details) if math.isfinite(value) else failed("not_finite", f"the sum of the rewards is {value}")
+    if not math.isfinite(value):
+        return failed("not_finite", f"the sum of the rewards is {value}")
+    return Score(value, details, token_rewards=token_rewards)
+
+
+def for_tokens(score: Score, num_tokens: int | None, name: str = "the environment") -> Score:
+    """Return a score, or a failure if the number of its rewards of tokens is wrong.
+
+    Args:
+        score: The score.
+        num_tokens: Number of tokens that the policy sampled. None for a text without tokens.
+        name: Name of the reward, for the message.
+    """
+    if score.token_rewards is None or num_tokens in (None, len(score.token_rewards)):
+        return score
+    return without_value(
+        score,
+        f"{name}: 'token_rewards' has {len(score.token_rewards)} numbers for {num_tokens} sampled tokens: return one "
+        "number for each token that the policy sampled, in a conversation for the tokens of all turns",
+    )
+
+
+def both_kinds(score: Score, name: str = "the environment") -> Score:
+    """Return the failure of a conversation with rewards of turns and rewards of tokens."""
+    return without_value(
+        score, f"{name}: the conversation has rewards of turns and 'token_rewards': return one of the two kinds"
+    )
+
+
+def without_value(score: Score, message: str) -> Score:
+    """Return the failure of a wrong result in place of a score, with the details of the score."""
+    return Score(None, score.details, "raised", message[:_MESSAGE_LIMIT])
 
 
 def read_scores(outcome: object, name: str, batch: int | None) -> list[Score]:
@@ -98,7 +135,8 @@ def read_scores(outcome: object, name: str, batch: int | None) -> list[Score]:
     Args:
         outcome: Result of the reward function, or the exception it raised. A result is a number (also a 0-d array or
             tensor), a mapping with "score" and further numbers, or a reply, which may have the "reward" of the turn. A
-            batched call returns a list of results.
+            mapping may have "token_rewards", whose sum is the score unless there is a "score". A batched call returns a
+            list of results.
         name: Name of the reward, for messages.
         batch: Number of samples of a batched call. None for a call with one sample.
     """
@@ -121,10 +159,23 @@ def read_score(result: object, name: str) -> Score:
     if isinstance(result, Mapping) and {"role", "content"} <= result.keys():
         if not isinstance(result["content"], str):
             return failed("raised", f"{name}: the content of the reply is {_type(result['content'])}, not text")
+        if result.get("token_rewards") is not None:
+            return failed(
+                "raised",
+                f"{name}: a reply has 'token_rewards': return the rewards of the tokens of all turns with the score",
+            )
         of_turn = read_score({"score": result.get("reward", 0.0)}, f"{name}: reward")
         message = {key: value for key, value in result.items() if key != "reward"}
         return of_turn if of_turn.value is None else Score(None, reply=message, reward=of_turn.value)
     values: dict[Any, Any] = dict(result) if isinstance(result, Mapping) else {"score": result}
+    token_rewards: tuple[float, ...] | None = None
+    if (given := values.pop("token_rewards", None)) is not None:
+        read = _token_rewards(given, name)
+        if isinstance(read, Score):
+            return read
+        token_rewards = read
+        if values.get("score") is None:
+            values["score"] = sum(token_rewards)
     if "score" not in values:
         return failed("raised", f"{name}: the returned mapping has no 'score', only {list(map(str, values))}")
     numbers = {}
@@ -136,7 +187,22 @@ def read_score(result: object, name: str) -> Score:
             shown = number if isinstance(number, float) else "too large for a float"
             return failed("not_finite", f"{name}: {str(key)!r} is {shown}")
         numbers[str(key)] = float(number)
-    return Score(value=numbers.pop("score"), details=numbers)
+    return Score(value=numbers.pop("score"), details=numbers, token_rewards=token_rewards)
+
+
+def _token_rewards(given: object, name: str) -> tuple[float, ...] | Score:
+    """Read the rewards of tokens: finite numbers in a list, array or tensor; return a failure for all else."""
+    numbers = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(numbers, Sequence) or isinstance(numbers, str | bytes):
+        return failed("raised", f"{name}: 'token_rewards' is {_type(given)}, not a list of numbers")
+    plain = [number.item() if getattr(number, "ndim", None) == 0 else number for number in numbers]
+    for place, number in enumerate(plain):
+        if not isinstance(number, int | float):
+            return failed("raised", f"{name}: 'token_rewards' has a value {_type(number)} at token {place}")
+        if not abs(number) <= sys.float_info.max:
+            shown = number if isinstance(number, float) else "too large for a float"
+            return failed("not_finite", f"{name}: 'token_rewards' is {shown} at token {place}")
+    return tuple(map(float, plain))
 
 
 def _type(value: object) -> str:

@@ -51,7 +51,9 @@ class TurnRewards:
     def ended(self, key: int, score: Score) -> Score:
         """Return the score of a finished conversation with the rewards of its turns."""
         reward = self._sums.pop(key, 0.0)
-        return score if score.value is None else finite_score(score.value + reward, score.details)
+        if score.value is None:
+            return score
+        return finite_score(score.value + reward, score.details, score.token_rewards)
 
     def forget(self, keys: Sequence[int]) -> None:
         """Drop conversations."""

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.control_characters import whole_characters
-from rl_plugins.rewards.records import Message, Score, ScoringRequest
+from rl_plugins.rewards.records import Message, Score, ScoringRequest, both_kinds, for_tokens
 from rl_plugins.rewards.turn_times import TurnTimes, Work, unix_time
 from rl_plugins.rollout.engine import Generations, padded_routes
+
+ALTERNATIVE = "alternative"
+"""Key of a message of the policy with the number of the response, if the response is not the first to its prompt."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Turn:
         log_probs: log-prob of each token of the response.
         finish_reason: end of the response: `stop`, `length` or `abort`.
         number: number of responses of the policy in the conversation so far.
+        alternatives: further responses to the same prompt, each in a sequence of its own.
     """
 
     request: ScoringRequest
@@ -39,6 +43,7 @@ class Turn:
     log_probs: Sequence[float] = ()
     finish_reason: str = ""
     number: int = 1
+    alternatives: Sequence[Turn] = ()
 
     @property
     def response(self) -> list[int]:
@@ -60,6 +65,9 @@ class Reply:
         sequence: number of the sequence that the messages continue. The first sequence is 0, and the messages begin the
             sequence of a new number, so `tokens` are its prompt.
         work: work of the environment on the response; empty if the environment does not report its work.
+        num_responses: number of responses to the messages. The first response continues the sequence of the messages,
+            and each other response begins a new sequence with a copy of all tokens before it.
+        reports_tokens: True if the environment, a `WatchingEnvironment`, sees the tokens while the policy responds.
     """
 
     messages: Sequence[Message]
@@ -70,6 +78,8 @@ class Reply:
     max_tokens: int | None = None
     sequence: int = 0
     work: Sequence[Work] = ()
+    num_responses: int = 1
+    reports_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,11 +90,15 @@ class Start:
         messages: the messages.
         tokens: token ids of the messages and of the start of the policy's turn.
         max_tokens: longest first response in tokens, if shorter than the conversation's tokens.
+        num_responses: number of first responses, as in a `Reply`.
+        reports_tokens: as in a `Reply`.
     """
 
     messages: Sequence[Message]
     tokens: Sequence[int]
     max_tokens: int | None = None
+    num_responses: int = 1
+    reports_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +127,8 @@ class Ending:
         prompt: messages of the environment in place of the prompt; None with the prompt of the row.
         prompt_ids: token ids of `prompt`.
         turn_ends: position of the last token of each response, counted from the end of the prompt.
-        turn_rewards: reward of each turn, with the final score in the last; their sum is the score.
+        turn_rewards: reward of each turn, or sum of the rewards of the turn's tokens, with the rest of the score in the
+            last; their sum is the score.
         sequence_changes: position and new sequence of each token whose sequence is not that of the token before,
             counted from the end of the prompt.
         times: times of each turn.
@@ -190,33 +205,53 @@ class Trajectory:
     @property
     def tokens(self) -> list[int]:
         """Token ids of the current sequence: its prompt and all its messages."""
-        own = [
-            token for token, number in zip(self._token_ids, self._sequences, strict=True) if number == self._sequence
-        ]
-        return own if self._sequence else [*self._prompt, *own]
+        return self._tokens_of(self._sequence)
+
+    def _tokens_of(self, sequence: int) -> list[int]:
+        own = [token for token, number in zip(self._token_ids, self._sequences, strict=True) if number == sequence]
+        return own if sequence else [*self._prompt, *own]
 
     @property
     def room(self) -> int:
         """Largest number of tokens of the next response."""
         return self._sampling.max_tokens - len(self._token_ids)
 
-    def start(self, start: Start) -> None:
-        """Replace the prompt of the row by messages of the environment."""
+    def room_of_each(self, num_responses: int) -> int:
+        """Largest number of tokens of each of several next responses, beside the copies of the tokens before them."""
+        return (self.room - (num_responses - 1) * len(self.tokens)) // num_responses
+
+    def start(self, start: Start) -> bool:
+        """Replace the prompt of the row by messages of the environment.
+
+        Returns:
+            False if the conversation has too few tokens for the responses.
+        """
         self._start, self._prompt = replace(start, messages=_whole(start.messages)), list(start.tokens)
         self._request = replace(self._request, prompt=self._start.messages)
+        return self.room_of_each(start.num_responses) > 0
 
     def ask(self) -> None:
         """Keep the time of the request for the next response."""
         self._asked = unix_time()
 
-    def respond(self, response: Generations, text: str, max_turns: int) -> Turn:
-        """Add a response of the policy, and return the response for the environment.
+    def respond(self, responses: Sequence[Generations], texts: Sequence[str], max_turns: int) -> Turn:
+        """Add responses of the policy to one prompt, and return the responses for the environment.
 
         Args:
-            response: one response.
-            text: decoded text of the response.
+            responses: the responses, one in each part.
+            texts: decoded text of each response.
             max_turns: largest number of responses of the policy in the conversation.
         """
+        before = self.tokens
+        first, *others = [
+            self._respond(response, text, max_turns, place, before)
+            for place, (response, text) in enumerate(zip(responses, texts, strict=True))
+        ]
+        return replace(first, alternatives=others)
+
+    def _respond(self, response: Generations, text: str, max_turns: int, place: int, before: Sequence[int]) -> Turn:
+        if place:
+            self._add_tokens(before, sequence=1 + max(self._sequences, default=0))
         self._token_ids += response.token_ids.tolist()
         self._log_probs += response.log_probs.tolist()
         self._versions += response.policy_versions.tolist()
@@ -228,7 +263,10 @@ class Trajectory:
         (self._finish_reason,) = response.finish_reasons
         now = unix_time()
         self._times.append(TurnTimes(len(self._said), self._asked, now, now))
-        self._said.append({"role": "assistant", "content": text})
+        # The time of sampling counts for the first of several responses.
+        self._asked = now
+        said = {"role": "assistant", "content": text}
+        self._said.append({**said, ALTERNATIVE: place} if place else said)
         self._turn_ends.append(len(self._token_ids) - 1)
         self._turn_rewards.append(0.0)
         self.turns += 1
@@ -236,11 +274,16 @@ class Trajectory:
         return self.last_turn(max_turns - self.turns if self._finish_reason == "stop" else 0)
 
     def last_turn(self, turns_left: int) -> Turn:
-        """Return the last response for the environment."""
-        *before, last = self._said
-        log_probs = self._log_probs[self._turn_ends[-1] + 1 - self._length :][: self._length]
+        """Return the last response for the environment; before the first response, an empty one."""
+        *before, last = self._said or [{"content": ""}]
+        end = self._turn_ends[-1] + 1 if self._turn_ends else 0
+        log_probs = self._log_probs[end - self._length :][: self._length]
         request = replace(
-            self._request, solution_str=last["content"], turns=tuple(before), turns_left=max(0, turns_left)
+            self._request,
+            solution_str=last["content"],
+            turns=tuple(before),
+            turns_left=max(0, turns_left),
+            token_ids=[token for token, sampled in zip(self._token_ids, self._sampled, strict=True) if sampled],
         )
         return Turn(request, self.tokens, self._length, log_probs, self._finish_reason, self.turns)
 
@@ -248,27 +291,33 @@ class Trajectory:
         """Add a reply of the environment.
 
         Returns:
-            False if no tokens are left for a response to the reply; the reply is then not added.
+            False if no tokens are left for the responses to the reply; the reply is then not added.
         """
         self._counts.update(reply.counts)
         self._turn_rewards[-1] += reply.reward
         self._answered(reply.work)
-        if len(reply.tokens) >= self.room:
+        copied = len(self._tokens_of(reply.sequence)) + len(reply.tokens)
+        if len(reply.tokens) + (reply.num_responses - 1) * copied + reply.num_responses > self.room:
             self._finish_reason = "length"
             return False
-        self._token_ids += reply.tokens
-        self._log_probs += [0.0] * len(reply.tokens)
-        self._versions += [self._versions[-1] if self._versions else 0] * len(reply.tokens)
-        self._sampled += [False] * len(reply.tokens)
-        self._sequence = reply.sequence
-        self._sequences += [self._sequence] * len(reply.tokens)
+        self._add_tokens(reply.tokens, reply.sequence)
         self._said += _whole(reply.messages)
         self._cut += reply.was_cut
         return True
 
+    def _add_tokens(self, tokens: Sequence[int], sequence: int) -> None:
+        """Add tokens to a sequence that the policy does not learn."""
+        self._token_ids += tokens
+        self._log_probs += [0.0] * len(tokens)
+        self._versions += [self._versions[-1] if self._versions else 0] * len(tokens)
+        self._sampled += [False] * len(tokens)
+        self._sequence = sequence
+        self._sequences += [sequence] * len(tokens)
+
     def end(self, answer: Score | LastWords) -> None:
         """End the conversation with the score, or the failure, of the environment."""
         score, messages = (answer.score, answer.messages) if isinstance(answer, LastWords) else (answer, ())
+        score = self._fitting(score)
         if self._turn_rewards:
             self._turn_rewards[-1] += (score.value or 0.0) - sum(self._turn_rewards)
             self._answered(())
@@ -291,6 +340,19 @@ class Trajectory:
             ),
             times=tuple(self._times),
         )
+
+    def _fitting(self, score: Score) -> Score:
+        """Divide rewards of tokens among the turns; return the score, or a failure if the rewards do not fit."""
+        if score.token_rewards is None:
+            return score
+        if any(self._turn_rewards):
+            return both_kinds(score)
+        score = for_tokens(score, sum(self._sampled))
+        if score.token_rewards is not None:
+            num_sampled = [0, *accumulate(self._sampled)]
+            places = [0, *(num_sampled[end + 1] for end in self._turn_ends)]
+            self._turn_rewards = [sum(score.token_rewards[start:end]) for start, end in pairwise(places)]
+        return score
 
     def _answered(self, work: Sequence[Work]) -> None:
         turn, now = self._times[-1], unix_time()

@@ -7,8 +7,9 @@ again: only the messages after the last answer become tokens.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl_plugins.json_text import read_foreign_json
@@ -26,7 +27,7 @@ class NotContinued(Refused):
 
 @dataclass(frozen=True)
 class ChatCall:
-    """One call of a chat completion.
+    """One call of the policy.
 
     Attributes:
         messages: messages in the form of `canonical`.
@@ -38,6 +39,11 @@ class ChatCall:
         stream: True if the answer is a stream of events.
         stream_usage: True if the stream has the numbers of tokens.
         model: name of the model in the call.
+        num_choices: number of answers to the call.
+        token_ids: True if the answer has token ids.
+        answer_id: id of the answer for `previous_id` of a later call; empty without an id.
+        previous_id: id of the answer that the call continues; None for a call with all messages.
+        created: time of the call, in seconds since 1970.
     """
 
     messages: Sequence[Message]
@@ -49,17 +55,22 @@ class ChatCall:
     stream: bool
     stream_usage: bool
     model: str
+    num_choices: int = 1
+    token_ids: bool = False
+    answer_id: str = ""
+    previous_id: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
 
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """Answer to a call.
+    """Answer to a call: one of its choices.
 
     Attributes:
         content: text without calls of tools.
         calls: calls of tools, in the form of messages.
         finish_reason: `stop`, `length` or `tool_calls`.
-        prompt_tokens: number of tokens before the answer.
+        prompt_ids: token ids before the answer.
         tokens: token ids of the answer.
         token_texts: text of each token, for log-probs.
         log_probs: log-prob of each token.
@@ -68,7 +79,7 @@ class ChatAnswer:
     content: str
     calls: Sequence[Message]
     finish_reason: str
-    prompt_tokens: int
+    prompt_ids: Sequence[int]
     tokens: Sequence[int]
     token_texts: Sequence[str]
     log_probs: Sequence[float]

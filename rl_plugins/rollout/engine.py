@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -159,6 +159,7 @@ class GroupRequest:
         seed: seed of the samples. The same seed, weights and prompt give the same responses.
         max_tokens: longest response in tokens, if shorter than in the SamplingConfig.
         images: images of the prompt, or of the prompt at the start of a conversation; None without images.
+        reports_tokens: True if `ReportingSampler.tokens_so_far` gives the tokens while the engine samples.
     """
 
     ticket: int
@@ -166,6 +167,7 @@ class GroupRequest:
     seed: int
     max_tokens: int | None = None
     images: PromptImages | None = None
+    reports_tokens: bool = False
 
     def shortened(self, sampling: SamplingConfig) -> SamplingConfig:
         """Return the sampling options of this group."""
@@ -214,6 +216,18 @@ class GroupSampler(Protocol):
 
     def lost_tickets(self) -> list[int]:
         """Return the tickets of groups on lost engines. The caller submits the groups again."""
+
+
+@runtime_checkable
+class ReportingSampler(GroupSampler, Protocol):
+    """Gives the tokens of groups while it samples."""
+
+    def tokens_so_far(self, tickets: Sequence[int]) -> Mapping[int, list[list[int]]]:
+        """Return the sampled tokens of each response of groups in progress, by ticket, without waiting.
+
+        Args:
+            tickets: tickets of requests with `reports_tokens`. A group without a report yet is left out.
+        """
 
 
 class RolloutEngine(GroupSampler, Protocol):

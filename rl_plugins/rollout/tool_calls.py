@@ -52,6 +52,9 @@ class ResponseParser(Protocol):
     def parsed(self, response: Sequence[int]) -> ParsedResponse:
         """Return text and calls in the token ids of a response."""
 
+    def text_before_calls(self, response: Sequence[int]) -> str:
+        """Return the text of an unfinished response as far as the text is certainly no part of a call."""
+
 
 def read_call(name: object, arguments: object) -> ToolCall:
     """Return a call with checked types. The arguments are a mapping, or the text of a JSON object."""
@@ -95,6 +98,18 @@ class FunctionParser:
         if not calls or any(call.fault for call in calls):
             return ParsedResponse(text, is_malformed=bool(calls))
         return ParsedResponse("", [(call.name, json.dumps(dict(call.arguments))) for call in calls])
+
+    def text_before_calls(self, response: Sequence[int]) -> str:
+        """Return no text, because any text may become a call of the user's function."""
+        return ""
+
+
+def without_mark(text: str, mark: str) -> str:
+    """Return the text before a mark, and before an end of the text that may become the mark."""
+    if mark in text:
+        return text[: text.index(mark)]
+    begun = next((size for size in range(min(len(mark), len(text)), 0, -1) if text.endswith(mark[:size])), 0)
+    return text[: len(text) - begun]
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, response: Sequence[int], *, skip_special_tokens: bool) -> str:

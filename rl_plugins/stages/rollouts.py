@@ -228,8 +228,8 @@ class ModelScorer:
         samples.valid = samples.valid & ~bad_B
         samples.response_mask = samples.response_mask * samples.valid[:, None]
         setattr(samples, self.field, scores_B.where(samples.valid, 0.0))
-        if self.field == "scores" and samples.turn_rewards is not None:
-            samples.turn_rewards = self.config.rule_weight * samples.turn_rewards
+        if self.field == "scores":
+            samples.token_level_scores = self.config.rule_weight * computed(samples.token_level_scores)
         failures = [
             failed("not_finite", f"the {self.name.replace('_', ' ')}: its score is {value}") if bad else None
             for bad, value in zip(bad_B.tolist(), scores_B.tolist(), strict=True)

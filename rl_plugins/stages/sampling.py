@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import ROUTED_EXPERTS, Experience
@@ -16,11 +17,12 @@ from rl_plugins.environments.agent import AgentEnvironment
 from rl_plugins.environments.object_conversations import StatefulConversations
 from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.tools import ToolEnvironment
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.inline import Reward, default_scorer
-from rl_plugins.rewards.records import Score, ScoringRequest
+from rl_plugins.rewards.records import Score, ScoringRequest, for_tokens
 from rl_plugins.rewards.replies import ReplyingReward
+from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.rollout.engine import (
     Generations,
     GroupRequest,
@@ -29,7 +31,7 @@ from rl_plugins.rollout.engine import (
     padded_routes,
     sample_seed,
 )
-from rl_plugins.stages.turns import sequences, timed_turns, turn_rewards
+from rl_plugins.stages.turns import sequences, timed_turns
 from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.phase_log import PhaseLog
 
@@ -203,23 +205,23 @@ class SampleScorer:
     phase_log: PhaseLog
 
     def score(self, samples: Experience) -> list[Score]:
-        """Fill `scores` and `valid`; in conversations `turn_rewards`, and with a `StartingEnvironment` `sequences`.
+        """Fill `scores`, `token_level_scores` and `valid`; with a `StartingEnvironment` also `sequences`.
 
         A sample without a score is not valid, and its response mask becomes 0.
         """
         with self.phase_log.measure("reward"):
-            scores = self._scores(samples.columns)
+            scores = self._scores(samples)
         # `valid` leaves out a failed score, so the 0.0 of a failed score is never read.
         samples.scores = torch.tensor([score.value or 0.0 for score in scores])
         samples.valid = torch.tensor([score.failure is None for score in scores])
+        samples.token_level_scores = token_level_scores(samples, scores)
         samples.response_mask = samples.response_mask * samples.valid[:, None]
-        if self.conversations is not None:
-            samples.turn_rewards = turn_rewards(samples)
-            if self.conversations.starts_itself:
-                samples.sequences = sequences(samples)
+        if self.conversations is not None and self.conversations.starts_itself:
+            samples.sequences = sequences(samples)
         return scores
 
-    def _scores(self, columns: Mapping[str, list[Any]]) -> list[Score]:
+    def _scores(self, samples: Experience) -> list[Score]:
+        columns = samples.columns
         if self.conversations is not None:
             return self.conversations.scores(columns["ending"])
         names = ("data_source", "response", "reward_model", "extra_info", "prompt")
@@ -227,7 +229,49 @@ class SampleScorer:
             dict(zip(names, values, strict=True)) for values in zip(*(columns[name] for name in names), strict=True)
         ]
         assert self.scorer is not None, "without conversations there is a scorer"
-        return self.scorer.score([scoring_request(row["response"], row) for row in rows])
+        requests = [scoring_request(row["response"], row) for row in rows]
+        lengths = samples.response_lengths.tolist()
+        return self.scorer.score(
+            [
+                replace(request, token_ids=ids_T[:length].tolist())
+                for request, ids_T, length in zip(requests, samples.responses, lengths, strict=True)
+            ]
+        )
+
+
+def token_level_scores(samples: Experience, scores: Sequence[Score]) -> Tensor:
+    """Return the score of each sample, divided among its tokens, [B, T].
+
+    A reward of a token is at the token, and a reward of a turn at the last token of the turn. The last sampled token
+    also has the rest of the score. A failed sample has 0.
+
+    Args:
+        samples: the samples, with the sampled tokens as `response_mask`.
+        scores: score of each sample.
+
+    Raises:
+        RewardError: the scorer returned another number of rewards of tokens than there are sampled tokens.
+    """
+    scores_BT = torch.zeros_like(samples.rollout_log_probs)
+    endings: Sequence[Ending | None] = samples.columns.get("ending") or [None] * len(scores)
+    for row_T, mask_T, score, ending in zip(scores_BT, samples.response_mask, scores, endings, strict=True):
+        places_N = mask_T.nonzero().squeeze(-1)
+        if score.value is None or not len(places_N):
+            continue
+        if score.token_rewards is not None:
+            checked = for_tokens(score, len(places_N), "the scorer")
+            if checked.failure is not None:
+                raise RewardError(checked.message)
+            row_T[places_N] = torch.tensor(score.token_rewards)
+            row_T[places_N[-1]] += score.value - sum(score.token_rewards)
+        elif ending is not None:
+            for position, reward in zip(ending.turn_ends, ending.turn_rewards, strict=True):
+                # A policy may end its turn without a token.
+                if position >= 0:
+                    row_T[position] += reward
+        else:
+            row_T[places_N[-1]] = score.value
+    return scores_BT
 
 
 class SamplingSetup:

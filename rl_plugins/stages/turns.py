@@ -1,4 +1,4 @@
-"""Turns and sequences of conversations as tensors: rewards, numbers and states."""
+"""Turns and sequences of conversations as tensors: numbers and states."""
 
 from __future__ import annotations
 
@@ -11,19 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.data.experience import Experience
-from rl_plugins.rewards.trajectory import Ending
-
-
-def turn_rewards(samples: Experience) -> Tensor:
-    """Return the reward of each turn at the last token of the turn, [B, T]."""
-    rewards_BT = torch.zeros_like(samples.rollout_log_probs)
-    ended: list[Ending] = samples.columns["ending"]
-    for row_T, ending in zip(rewards_BT, ended, strict=True):
-        for position, reward in zip(ending.turn_ends, ending.turn_rewards, strict=True):
-            # A policy may end its turn without a token.
-            if position >= 0:
-                row_T[position] += reward
-    return rewards_BT
+from rl_plugins.rewards.trajectory import ALTERNATIVE, Ending
 
 
 def sequences(samples: Experience) -> Tensor:
@@ -79,9 +67,12 @@ def add_turns(samples: Experience) -> None:
 
 def _states(ending: Ending) -> list[int]:
     """Return the number of the state before each turn."""
-    states, before = [], list(ending.prompt or ())
+    states, before = list[int](), list(ending.prompt or ())
     for message in ending.said:
-        if message["role"] == "assistant":
+        if ALTERNATIVE in message:
+            # The response has the same state as the first response to its prompt.
+            states.append(states[-1])
+        elif message["role"] == "assistant":
             states.append(_hash(before))
             before = []
         else:

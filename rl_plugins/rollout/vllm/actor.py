@@ -202,7 +202,11 @@ class VLLMActor:
         """Start groups, in one batch with the groups of `ranks`, or immediately if `ranks` is empty. See `generate`."""
         named = {
             _name(rank, request.ticket): self._request(
-                request.prompt, request.shortened(sampling), request.seed, request.images
+                request.prompt,
+                request.shortened(sampling),
+                request.seed,
+                request.images,
+                reports_tokens=request.reports_tokens,
             )
             for request in requests
         }
@@ -226,6 +230,11 @@ class VLLMActor:
             for name, output in outputs.items()
         }
         return lengths, self._loop.busy_s
+
+    async def tokens_so_far(self, rank: int, tickets: Sequence[int]) -> dict[int, list[list[int]]]:
+        """Return the tokens of each response of a rank's groups in progress that report tokens, by ticket."""
+        names = {_name(rank, ticket): ticket for ticket in tickets}
+        return {names[name]: responses for name, responses in self._loop.tokens_so_far(list(names)).items()}
 
     async def fetch(self, groups: Sequence[tuple[int, int]]) -> tuple[list[bool], Generations]:
         """Return and release the responses of collected groups.
@@ -270,9 +279,16 @@ class VLLMActor:
             ) from None
 
     def _request(
-        self, prompt: list[int], sampling: SamplingConfig, seed: int | None, images: PromptImages | None = None
+        self,
+        prompt: list[int],
+        sampling: SamplingConfig,
+        seed: int | None,
+        images: PromptImages | None = None,
+        *,
+        reports_tokens: bool = False,
     ) -> EngineRequest:
-        return EngineRequest(prompt, sampling_parameters(sampling, seed, self._image_token_id), images)
+        parameters = sampling_parameters(sampling, seed, self._image_token_id, reports_tokens=reports_tokens)
+        return EngineRequest(prompt, parameters, images)
 
     def _check_session(self) -> None:
         if not self._in_session:

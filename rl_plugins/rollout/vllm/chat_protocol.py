@@ -1,12 +1,13 @@
 """Calls of `/v1/chat/completions` and their answers, in the classes of vLLM's own server.
 
 The settings of sampling are those of the run, because log-probs belong to the sampled distribution. So a call may set
-its length alone. Other settings of sampling (temperature, top_p, seed, penalties, ...) are ignored, and options that
-change the form of an answer (n, stop, a forced call, a grammar, ...) are refused.
+its length and the number of answers alone. Other settings of sampling (temperature, top_p, seed, penalties, ...) are
+ignored, and options that change the form of an answer (stop, a forced call, a grammar, ...) are refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -35,19 +36,18 @@ from rl_plugins.rollout.chat import ChatAnswer, ChatCall, Refused, canonical
 
 MODEL = "policy"
 """Name of the policy in `/v1/models`. A call may give any name."""
-_OF_THE_RUN = "the settings of sampling are those of the run"
+OF_THE_RUN = "the settings of sampling are those of the run"
 _REFUSED = {
-    "n": "an answer has one choice: leave n out, or set 1",
-    "stop": f"{_OF_THE_RUN}: set sampling.stop of the run",
-    "stop_token_ids": f"{_OF_THE_RUN}: set sampling.stop_token_ids of the run",
-    "response_format": f"a grammar changes the distribution, and {_OF_THE_RUN}: leave response_format out",
-    "structured_outputs": f"a grammar changes the distribution, and {_OF_THE_RUN}: leave structured_outputs out",
-    "logit_bias": f"{_OF_THE_RUN}: leave logit_bias out",
-    "allowed_token_ids": f"{_OF_THE_RUN}: leave allowed_token_ids out",
-    "bad_words": f"{_OF_THE_RUN}: leave bad_words out",
-    "min_tokens": f"{_OF_THE_RUN}: leave min_tokens out",
-    "ignore_eos": f"{_OF_THE_RUN}: leave ignore_eos out",
-    "use_beam_search": f"{_OF_THE_RUN}: leave use_beam_search out",
+    "stop": f"{OF_THE_RUN}: set sampling.stop of the run",
+    "stop_token_ids": f"{OF_THE_RUN}: set sampling.stop_token_ids of the run",
+    "response_format": f"a grammar changes the distribution, and {OF_THE_RUN}: leave response_format out",
+    "structured_outputs": f"a grammar changes the distribution, and {OF_THE_RUN}: leave structured_outputs out",
+    "logit_bias": f"{OF_THE_RUN}: leave logit_bias out",
+    "allowed_token_ids": f"{OF_THE_RUN}: leave allowed_token_ids out",
+    "bad_words": f"{OF_THE_RUN}: leave bad_words out",
+    "min_tokens": f"{OF_THE_RUN}: leave min_tokens out",
+    "ignore_eos": f"{OF_THE_RUN}: leave ignore_eos out",
+    "use_beam_search": f"{OF_THE_RUN}: leave use_beam_search out",
     "top_logprobs": "there are log-probs of the sampled tokens alone: leave top_logprobs out",
     "logprob_token_ids": "there are log-probs of the sampled tokens alone: leave logprob_token_ids out",
     "prompt_logprobs": "there are log-probs of the sampled tokens alone: leave prompt_logprobs out",
@@ -93,6 +93,8 @@ def read_chat_call(body: bytes) -> ChatCall:
         stream=bool(request.stream),
         stream_usage=bool(request.stream_options and request.stream_options.include_usage),
         model=request.model or MODEL,
+        num_choices=1 if request.n is None else request.n,
+        token_ids=bool(request.return_token_ids),
     )
 
 
@@ -105,7 +107,9 @@ def _check(request: ChatCompletionRequest) -> None:
         if value not in (None, usual, [], {}) and not is_text:
             raise Refused(f"{name}: {reason}")
     if request.tool_choice not in (None, "none", "auto"):
-        raise Refused(f"tool_choice: a forced call is not sampled from the policy, and {_OF_THE_RUN}: use auto or none")
+        raise Refused(f"tool_choice: a forced call is not sampled from the policy, and {OF_THE_RUN}: use auto or none")
+    if request.n is not None and request.n < 1:
+        raise Refused(f"n={request.n}: must be at least 1")
     longest = _longest(request)
     if longest is not None and longest < 1:
         raise Refused(f"max_tokens={longest}: must be at least 1")
@@ -119,18 +123,26 @@ def _longest(request: ChatCompletionRequest) -> int | None:
     return older if newer is None else newer
 
 
-def completion(call: ChatCall, answer: ChatAnswer) -> tuple[str, bytes]:
-    """Return the media type and the body of an answer."""
-    if call.stream:
-        return "text/event-stream", _events(call, answer)
-    message = ChatMessage(
-        role="assistant", content=answer.content or (None if answer.calls else ""), tool_calls=_calls(answer)
+def completion(call: ChatCall, choices: Sequence[ChatAnswer]) -> bytes:
+    """Return the body of the answers to a call."""
+    response = ChatCompletionResponse(
+        model=call.model,
+        choices=[
+            ChatCompletionResponseChoice(
+                index=index,
+                message=ChatMessage(
+                    role="assistant", content=one.content or (None if one.calls else ""), tool_calls=_calls(one)
+                ),
+                logprobs=_log_probs(call, one),
+                finish_reason=one.finish_reason,
+                token_ids=list(one.tokens) if call.token_ids else None,
+            )
+            for index, one in enumerate(choices)
+        ],
+        usage=_usage(choices),
+        prompt_token_ids=list(choices[0].prompt_ids) if call.token_ids else None,
     )
-    choice = ChatCompletionResponseChoice(
-        index=0, message=message, logprobs=_log_probs(call, answer), finish_reason=answer.finish_reason
-    )
-    response = ChatCompletionResponse(model=call.model, choices=[choice], usage=_usage(answer))
-    return "application/json", response.model_dump_json().encode()
+    return response.model_dump_json().encode()
 
 
 def models() -> bytes:
@@ -144,10 +156,81 @@ def error_body(status: int, reason: str) -> bytes:
     return ErrorResponse(error=ErrorInfo(message=reason, type=kind, code=status)).model_dump_json().encode()
 
 
-def _events(call: ChatCall, answer: ChatAnswer) -> bytes:
-    """Return a whole answer as server-sent events: the role, text and calls, the end, and the usage if asked for."""
-    first = ChatCompletionStreamResponse(model=call.model, choices=[])
-    shared: dict[str, Any] = {name: getattr(first, name) for name in ("id", "object", "created", "model")}
+class ChatEvents:
+    """Server-sent events of the answers to a call, which may begin while the policy samples.
+
+    Args:
+        call: the call.
+
+    Attributes:
+        sent: text of each choice in the events so far, by the number of the choice.
+    """
+
+    def __init__(self, call: ChatCall) -> None:
+        self._call = call
+        first = ChatCompletionStreamResponse(model=call.model, choices=[])
+        self._shared: dict[str, Any] = {name: getattr(first, name) for name in ("id", "object", "created", "model")}
+        self.sent: dict[int, str] = {}
+
+    def more(self, texts: Sequence[str]) -> bytes:
+        """Return events with the new text of each choice; empty without new text.
+
+        Args:
+            texts: text of each choice so far.
+        """
+        parts: list[ChatCompletionResponseStreamChoice] = []
+        for index, text in enumerate(texts):
+            sent = self.sent.get(index, "")
+            if len(text) > len(sent) and text.startswith(sent):
+                parts += self._begun(index)
+                parts.append(_part(index, DeltaMessage(content=text[len(sent) :])))
+                self.sent[index] = text
+        return self._written(self._chunks(parts))
+
+    def rest(self, choices: Sequence[ChatAnswer]) -> bytes:
+        """Return the events after the events so far: the rest of the texts, the calls, the ends, and the usage.
+
+        Args:
+            choices: the answers. Each text begins with its text in `sent`.
+        """
+        parts: list[ChatCompletionResponseStreamChoice] = []
+        for index, one in enumerate(choices):
+            sent = self.sent.get(index, "")
+            parts += [*self._begun(index), *_last_parts(self._call, index, one, one.content[len(sent) :])]
+        chunks = self._chunks(parts)
+        if self._call.token_ids:
+            chunks[0].prompt_token_ids = list(choices[0].prompt_ids)
+        if self._call.stream_usage:
+            chunks.append(ChatCompletionStreamResponse(**self._shared, choices=[], usage=_usage(choices)))
+        return self._written(chunks) + b"data: [DONE]\n\n"
+
+    def whole(self, choices: Sequence[ChatAnswer]) -> bytes:
+        """Return all events, for a client that asks again."""
+        again = ChatEvents(self._call)
+        again._shared = self._shared
+        return again.rest(choices)
+
+    def _begun(self, index: int) -> list[ChatCompletionResponseStreamChoice]:
+        """Return the first part of a choice, if no part has been returned."""
+        if index in self.sent:
+            return []
+        self.sent[index] = ""
+        return [_part(index, DeltaMessage(role="assistant", content=""))]
+
+    def _chunks(self, parts: Sequence[ChatCompletionResponseStreamChoice]) -> list[ChatCompletionStreamResponse]:
+        return [ChatCompletionStreamResponse(**self._shared, choices=[part]) for part in parts]
+
+    @staticmethod
+    def _written(chunks: Sequence[ChatCompletionStreamResponse]) -> bytes:
+        return "".join(f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n" for chunk in chunks).encode()
+
+
+def _part(index: int, delta: DeltaMessage) -> ChatCompletionResponseStreamChoice:
+    return ChatCompletionResponseStreamChoice(index=index, delta=delta)
+
+
+def _last_parts(call: ChatCall, index: int, answer: ChatAnswer, text: str) -> list[ChatCompletionResponseStreamChoice]:
+    """Return the last parts of one choice in a stream: text, calls, and the end."""
     calls = [
         DeltaToolCall(
             index=place,
@@ -157,28 +240,22 @@ def _events(call: ChatCall, answer: ChatAnswer) -> bytes:
         )
         for place, one in enumerate(answer.calls)
     ]
-    deltas = [DeltaMessage(role="assistant", content="")]
-    deltas += [DeltaMessage(content=answer.content)] if answer.content else []
+    deltas = [DeltaMessage(content=text)] if text else []
     deltas += [DeltaMessage(tool_calls=calls)] if calls else []
-    choices = [ChatCompletionResponseStreamChoice(index=0, delta=delta) for delta in deltas]
-    choices.append(
-        ChatCompletionResponseStreamChoice(
-            index=0, delta=DeltaMessage(), logprobs=_log_probs(call, answer), finish_reason=answer.finish_reason
-        )
+    end = ChatCompletionResponseStreamChoice(
+        index=index, delta=DeltaMessage(), logprobs=_log_probs(call, answer), finish_reason=answer.finish_reason
     )
-    chunks = [ChatCompletionStreamResponse(**shared, choices=[choice]) for choice in choices]
-    if call.stream_usage:
-        chunks.append(ChatCompletionStreamResponse(**shared, choices=[], usage=_usage(answer)))
-    texts = [*(chunk.model_dump_json(exclude_unset=True) for chunk in chunks), "[DONE]"]
-    return "".join(f"data: {text}\n\n" for text in texts).encode()
+    if call.token_ids:
+        end.token_ids = list(answer.tokens)
+    return [*(_part(index, delta) for delta in deltas), end]
 
 
 def _calls(answer: ChatAnswer) -> list[ToolCall]:
     return [ToolCall(id=one["id"], function=FunctionCall(**one["function"])) for one in answer.calls]
 
 
-def _usage(answer: ChatAnswer) -> UsageInfo:
-    prompt, sampled = answer.prompt_tokens, len(answer.tokens)
+def _usage(choices: Sequence[ChatAnswer]) -> UsageInfo:
+    prompt, sampled = len(choices[0].prompt_ids), sum(len(one.tokens) for one in choices)
     return UsageInfo(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
 
 

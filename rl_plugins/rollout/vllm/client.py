@@ -160,6 +160,10 @@ class VLLMRollout:
         """Wait for groups, and return the finished groups by ticket."""
         return self._sampling.collect(required, count)
 
+    def tokens_so_far(self, tickets: Sequence[int]) -> dict[int, list[list[int]]]:
+        """Return the tokens of groups in progress that the engines have reported since the last call."""
+        return self._sampling.tokens_so_far(tickets)
+
     def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
         """Return the responses of groups collected by any rank."""
         return self._sampling.fetch(finished)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rl_plugins.rollout.vllm.requests import EngineRequest, engine_input
@@ -30,6 +31,8 @@ class EngineLoop:
         self.busy_s, self.steps = 0.0, 0
         self._running: set[str] = set()
         self._finished: dict[str, Any] = {}
+        # Newest outputs of each response of the requests that report tokens.
+        self._reports: dict[str, dict[int, Any]] = {}
         self._failures: dict[str, BaseException] = {}
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
@@ -62,6 +65,11 @@ class EngineLoop:
             self._engine.abort_request(added)
             raise
         self._running.update(added)
+        self._reports |= {
+            name: {}
+            for name, request in requests.items()
+            if request.parameters.output_kind is RequestOutputKind.CUMULATIVE
+        }
         if self._running and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._run())
 
@@ -99,6 +107,25 @@ class EngineLoop:
         for name in names:
             self._running.discard(name)
             self._finished.pop(name, None)
+            self._reports.pop(name, None)
+
+    def tokens_so_far(self, names: Sequence[str]) -> dict[str, list[list[int]]]:
+        """Return the tokens of each response of running requests that report tokens, by name."""
+        return {
+            name: [list(report[place].token_ids) for place in sorted(report)]
+            for name in names
+            if (report := self._reports.get(name))
+        }
+
+    def _reported(self, output: Any) -> Any:
+        """Keep the output of a step; return the output with all responses."""
+        if (report := self._reports.get(output.request_id)) is not None:
+            # vLLM returns the responses of a request one by one.
+            report |= {completion.index: completion for completion in output.outputs}
+            if output.finished:
+                output.outputs = [report[place] for place in sorted(report)]
+                del self._reports[output.request_id]
+        return output
 
     def forget(self) -> None:
         """Remove all requests and failures. Calls of `wait` raise after the next `go_on`."""
@@ -133,7 +160,8 @@ class EngineLoop:
                     # All requests may have ended in the pause, and an engine without requests may never answer.
                     continue
                 start = time.perf_counter()
-                done = {output.request_id: output for output in self._engine.step() if output.finished}
+                outputs = [self._reported(output) for output in self._engine.step()]
+                done = {output.request_id: output for output in outputs if output.finished}
                 self.busy_s += time.perf_counter() - start
                 self.steps += 1
                 if done:

@@ -32,6 +32,7 @@ class FleetSampling:
         self._engine_of: dict[int, int] = {}
         self._submitted: dict[Any, int] = {}
         self._polls: dict[Any, int] = {}
+        self._reports: dict[Any, int] = {}
         self._finished: dict[int, RemoteSamples] = {}
         self._lost_tickets: list[int] = []
         self._busy_s: dict[int, float] = {}
@@ -91,6 +92,23 @@ class FleetSampling:
                 return finished
             self._poll(missing, count - len(self._finished))
             self._take(self._fleet.first(self._polls, "collect", deadline))
+
+    def tokens_so_far(self, tickets: Sequence[int]) -> dict[int, list[list[int]]]:
+        """Return the tokens that the engines have reported since the last call, and ask the engines again."""
+        import ray
+
+        found: dict[int, list[list[int]]] = {}
+        if self._reports:
+            for reference in ray.wait(list(self._reports), num_returns=len(self._reports), timeout=0)[0]:
+                found |= self._fleet.result(self._reports.pop(reference), reference)
+        by_engine: dict[int, list[int]] = {}
+        for ticket in tickets:
+            if ticket in self._engine_of:
+                by_engine.setdefault(self._engine_of[ticket], []).append(ticket)
+        for engine in by_engine.keys() - set(self._reports.values()):
+            reference = self._fleet.actors[engine].tokens_so_far.remote(self._fleet.rank, by_engine[engine])
+            self._reports[reference] = engine
+        return {ticket: found[ticket] for ticket in tickets if ticket in found}
 
     def _poll(self, required: Sequence[int], count: int) -> None:
         """Start a `collect` call on every engine without one. The call returns when awaited groups are finished."""
@@ -181,7 +199,7 @@ class FleetSampling:
 
     def _forget(self, engine: int) -> None:
         self._lost_tickets += [ticket for ticket, holder in self._engine_of.items() if holder == engine]
-        for held in (self._engine_of, self._submitted, self._polls):
+        for held in (self._engine_of, self._submitted, self._polls, self._reports):
             for key in [key for key, holder in held.items() if holder == engine]:
                 del held[key]
         self._busy_s.pop(engine, None)

@@ -76,6 +76,10 @@ class OfflineVLLM:
         _, generations = await self._engine.fetch([(0, ticket) for ticket in lengths])
         return dict(zip(lengths, generations.split([len(of_group) for of_group in lengths.values()]), strict=True))
 
+    def tokens_so_far(self, tickets: Sequence[int]) -> Mapping[int, list[list[int]]]:
+        """Return the tokens of groups in progress."""
+        return self._run(self._engine.tokens_so_far(0, tickets))
+
     def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
         """Return the responses, which are already in this process."""
         return [responses for responses in finished if isinstance(responses, Generations)]

@@ -60,13 +60,16 @@ def engine_input(renderer: BaseRenderer, request: EngineRequest) -> Any:
     return found
 
 
-def sampling_parameters(sampling: SamplingConfig, seed: int | None, excluded: int | None) -> Any:
+def sampling_parameters(
+    sampling: SamplingConfig, seed: int | None, excluded: int | None, *, reports_tokens: bool = False
+) -> Any:
     """Return vLLM's sampling parameters.
 
     Args:
         sampling: options of sampling.
         seed: seed of the samples; None for no seed.
         excluded: token that is never sampled; None for none.
+        reports_tokens: True if every step returns the tokens so far.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -94,7 +97,7 @@ def sampling_parameters(sampling: SamplingConfig, seed: int | None, excluded: in
         stop=list(sampling.stop) or None,
         include_stop_str_in_output=bool(sampling.stop),
         detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.CUMULATIVE if reports_tokens else RequestOutputKind.FINAL_ONLY,
     )
 
 

@@ -6,11 +6,12 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.data.chat_template import TemplateRefusal, render
 from rl_plugins.errors import ConfigError
-from rl_plugins.rollout.tool_calls import ParsedResponse, ToolCall, decoded, read_call
+from rl_plugins.rollout.tool_calls import ParsedResponse, ToolCall, decoded, read_call, without_mark
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,6 +91,16 @@ class VLLMToolParser:
         found = self._parser.extract_tool_calls(text, request=self._request)
         named = [(call.function.name, call.function.arguments) for call in found.tool_calls]
         return ParsedResponse(found.content or "", named)
+
+    def text_before_calls(self, response: Sequence[int]) -> str:
+        """Return the text before the mark of a call; no text for a parser without a mark."""
+        if not self._mark:
+            return ""
+        text = decoded(self._tokenizer, response, skip_special_tokens=self._request.skip_special_tokens)
+        whole = decoded(self._tokenizer, response, skip_special_tokens=True)
+        # The content of a message has no special tokens.
+        pairs = zip(without_mark(text, self._mark), whole, strict=False)
+        return "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _build(self, name: str, schemas: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

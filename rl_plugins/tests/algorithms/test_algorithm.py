@@ -73,7 +73,7 @@ def test_rewards_of_turns_stay_on_learned_tokens_and_the_rest_goes_to_the_last()
     turns_BT = torch.tensor([[0, 0.5, 0, 0, 2, 0], [0, 0.5, 0, 0, 2, 0], [0.5, 0, 0, 2, 0, 0], [0, 0, 0, 0, 0, 0]])
     inputs = {
         "scores_B": torch.tensor([2.5, 1.0, 2.5, 0.0]),
-        "turn_rewards_BT": turns_BT,
+        "token_level_scores_BT": turns_BT,
         "response_mask_BT": mask_BT,
         "response_lengths_B": torch.full((4,), 5),
         "groups_B": torch.zeros(4, dtype=torch.int64),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -68,6 +69,65 @@ def add_with_tool(row: Row, base_url: str, api_key: str) -> Any:
             assert said[-1] == "tool_calls"
 
 
+def add_with_items(row: Row, base_url: str, api_key: str) -> Any:
+    """Do the same with the Responses API, with all items in each call."""
+    return add_with_responses(row, base_url, api_key, with_items=True)
+
+
+def add_with_previous_response(row: Row, base_url: str, api_key: str) -> Any:
+    """Do the same with the Responses API, with the id of the response before in each call."""
+    return add_with_responses(row, base_url, api_key, with_items=False)
+
+
+def add_with_responses(row: Row, base_url: str, api_key: str, *, with_items: bool) -> Any:
+    items: list[Any] = [*row["prompt"]]
+    tool: Any = {"type": "function", "strict": None, **ADD["function"]}
+    previous, turns = None, 0
+    with client_of(base_url, api_key) as client:
+        while True:
+            options: Any = {"model": "any", "input": items, "tools": [tool], "temperature": 0.3}
+            if previous is not None and not with_items:
+                options["previous_response_id"] = previous
+            if row["extra_info"].get("stream", False):
+                with client.responses.stream(**options) as events:
+                    heard = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+                    answer: Any = events.get_final_response()
+                assert heard == answer.output_text
+            else:
+                answer = client.responses.create(**options, include=["message.output_text.logprobs"])
+            turns, previous = turns + 1, answer.id
+            assert answer.status == "completed" and answer.usage.output_tokens > 1
+            calls = [item for item in answer.output if item.type == "function_call"]
+            if not calls:
+                return {"score": float(answer.output_text), "turns": turns}
+            items = [*items, *answer.output] if with_items else []
+            for call in calls:
+                numbers = json.loads(call.arguments)
+                result = str(numbers["a"] + numbers["b"])
+                items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+
+
+def break_rules_of_responses(row: Row, base_url: str, api_key: str) -> float:
+    """Make calls of the Responses API beside the rules, and then a good call."""
+    with client_of(base_url, api_key) as client:
+        create, first = client.responses.create, [*row["prompt"]]
+        wrong: dict[str, Any] = {
+            "background": True, "top_logprobs": 3, "truncation": "auto", "max_output_tokens": 0,
+            "previous_response_id": "resp_none", "text": {"format": {"type": "json_object"}},
+            "tool_choice": "required", "tools": [{"type": "web_search"}], "max_tool_calls": 1,
+        }  # fmt: skip
+        for name, value in wrong.items():
+            assert name in refused(create, model="m", input=first, **{name: value}), name
+        assert "item_reference" in refused(create, model="m", input=[{"type": "item_reference", "id": "x"}])
+        assert "text alone" in refused(
+            create, model="m", input=[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
+        )
+        answer = create(model="m", input="ask", instructions="Be brief.", max_output_tokens=1)
+        assert (answer.status, answer.output_text) == ("incomplete", "n")
+        assert answer.incomplete_details is not None and answer.incomplete_details.reason == "max_output_tokens"
+    return 1.0
+
+
 async def talk(row: Row, base_url: str, api_key: str, *, turns: int = 2, max_tokens: int = 20) -> float:
     """Talk with the policy for some turns. The reward grows with the number of characters of the policy."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
@@ -119,7 +179,7 @@ def break_rules(row: Row, base_url: str, api_key: str) -> float:
             stranger.chat.completions.create, openai.AuthenticationError, model="m", messages=first
         )
         for name, value in {
-            "n": 2, "stop": ["x"], "top_logprobs": 3, "response_format": {"type": "json_object"},
+            "n": 4, "stop": ["x"], "top_logprobs": 3, "response_format": {"type": "json_object"},
             "tool_choice": "required", "max_tokens": 0, "messages": [],
         }.items():  # fmt: skip
             extra = {"logprobs": True} if name == "top_logprobs" else {"tools": [ADD]} if name == "tool_choice" else {}
@@ -189,6 +249,102 @@ async def delegate(row: Row, base_url: str, api_key: str, *, max_tokens: int = 2
         await answer([*row["prompt"], {"role": "user", "content": "in short"}])
         last = await answer(other)
     return 1.0 + len(str(last["content"]))
+
+
+def choose(row: Row, base_url: str, api_key: str, *, max_tokens: int = 4) -> Any:
+    """Ask for choices, go on with the longest, and then with another. The reward of each token is its id."""
+    rewards: list[float] = []
+    more = {"role": "user", "content": "more"}
+
+    def choices_of(create: Any, messages: list[Any], n: int) -> list[Any]:
+        options: dict[str, Any] = {"model": "m", "messages": messages, "n": n, "max_tokens": max_tokens}
+        options["extra_body"] = {"return_token_ids": True}
+        if not (row["extra_info"] or {}).get("stream"):
+            answer = create(**options)
+            assert answer.usage.completion_tokens == sum(len(one.token_ids) for one in answer.choices)
+            assert [one.index for one in answer.choices] == list(range(n)) and answer.prompt_token_ids
+            rewards.extend(token for one in answer.choices for token in one.token_ids)
+            return [one.message.to_dict() for one in answer.choices]
+        said = [{"role": "assistant", "content": ""} for _ in range(n)]
+        for chunk in create(**options, stream=True, stream_options={"include_usage": True}):
+            for part in chunk.choices:
+                said[part.index]["content"] += part.delta.content or ""
+                rewards.extend(getattr(part, "token_ids", None) or [])
+        assert chunk.usage.completion_tokens > n
+        return said
+
+    with client_of(base_url, api_key) as client:
+        asked, create = [*row["prompt"]], client.chat.completions.create
+        said = choices_of(create, asked, 3)
+        longest = max(range(3), key=lambda place: len(said[place]["content"]))
+        choices_of(create, [*asked, said[longest], more], 2)
+        choices_of(create, [*asked, said[0 if longest else 1], more], 1)
+    return {"token_rewards": rewards}
+
+
+def listen(row: Row, base_url: str, api_key: str) -> Any:
+    """Hear a stream of two choices, and let the engine go on after the first text. The reward of a token is its id."""
+    info, texts, rewards, calls = row["extra_info"], ["", ""], [list[int](), list[int]()], list[Any]()
+    options: dict[str, Any] = {"tools": [ADD]} if info["tools"] else {}
+    events = 0
+    with client_of(base_url, api_key) as client:
+        for chunk in client.chat.completions.create(
+            model="m", messages=row["prompt"], n=2, stream=True, extra_body={"return_token_ids": True}, **options
+        ):
+            for part in chunk.choices:
+                texts[part.index] += part.delta.content or ""
+                calls += part.delta.tool_calls or []
+                rewards[part.index] += getattr(part, "token_ids", None) or []
+                events += bool(part.delta.content)
+            if all(texts):
+                Path(info["heard"]).touch()
+    assert texts == ["I add <tooé.", "no"], texts
+    assert len(calls) == bool(info["tools"]), calls
+    return {"token_rewards": [*rewards[0], *rewards[1]], "events": events}
+
+
+def listen_again(row: Row, base_url: str, api_key: str) -> float:
+    """Hear a stream up to its error, and ask again without a stream."""
+    with client_of(base_url, api_key) as client:
+        heard = ""
+        try:
+            for chunk in client.chat.completions.create(model="m", messages=row["prompt"], stream=True):
+                heard += chunk.choices[0].delta.content or ""
+        except openai.APIError as error:
+            assert "the policy has answered again: repeat the call" in str(error)
+        answer = client.chat.completions.create(model="m", messages=row["prompt"])
+    return float((heard, answer.choices[0].message.content) == ("x", "abc"))
+
+
+def ask_too_much(row: Row, base_url: str, api_key: str) -> float:
+    """Ask for more choices than the limits allow, before and after good calls."""
+    with client_of(base_url, api_key) as client:
+        create, first = client.chat.completions.create, [*row["prompt"]]
+        said: Any = {"role": "assistant", "content": "5"}
+        more: Any = {"role": "user", "content": "more"}
+        assert "n=0: must be at least 1" in refused(create, model="m", messages=first, n=0)
+        assert "n=5: the policy has given 0 of max_turns=4" in refused(create, model="m", messages=first, n=5)
+        assert "0 of max_sequences=3 sequences" in refused(create, model="m", messages=first, n=4)
+        assert len(create(model="m", messages=first, n=2).choices) == 2
+        assert "2 of max_sequences=3 sequences" in refused(create, model="m", messages=first, n=2)
+        # The copy of the tokens before a second choice has no room.
+        long = {"role": "user", "content": "x" * 12}
+        assert "no tokens left" in refused(create, model="m", messages=[*first, said, long], n=2)
+        create(model="m", messages=[*first, said, more])
+    return 1.0
+
+
+async def reward_tokens(row: Row, base_url: str, api_key: str) -> Any:
+    """Ask twice, and number the tokens of both answers; one too few if the row says so."""
+    count = 0
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages: list[Any] = [*row["prompt"]]
+        for _ in range(2):
+            answer = await client.chat.completions.create(model="m", messages=messages)
+            assert answer.usage is not None
+            count += answer.usage.completion_tokens
+            messages += [answer.choices[0].message.to_dict(), {"role": "user", "content": "more"}]
+    return {"token_rewards": range(1, count + 1)[row["ground_truth"] == "short" :], "answers": 2}
 
 
 def other_arguments(row: Row, url: str) -> float:

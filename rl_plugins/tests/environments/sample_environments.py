@@ -125,6 +125,24 @@ class Endless(Judge):
     score = None  # type: ignore[assignment]
 
 
+class Tokens(Endless):
+    """Talks on after `a`, and then numbers the tokens of all responses, with the fault of its argument."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault, self.ids = fault, list[int]()
+
+    async def step(self, message: Mapping[str, Any]) -> Any:
+        self.ids += message["token_ids"]
+        if message["content"] == "a":
+            return StepResult("and?", reward=0.5 if self.fault == "earlier" else None)
+        rewards = [1.0 + place for place in range(len(self.ids) - (self.fault == "short"))]
+        if self.fault == "score":
+            return StepResult("bye", score=1.0, token_rewards=rewards)
+        return StepResult(
+            token_rewards=rewards, reward=0.5 if self.fault == "same" else None, details={"n": len(rewards)}
+        )
+
+
 class Lengths(Endless):
     """Rewards each turn by the length of the response."""
 

@@ -120,6 +120,31 @@ def test_conversation_that_the_object_does_not_end_has_the_rewards_so_far_or_the
     assert ending.turn_rewards == pytest.approx(rewards) and ending.score.value == pytest.approx(sum(rewards))
 
 
+def test_rewards_of_tokens_end_the_conversation_and_are_for_the_tokens_of_all_responses() -> None:
+    start = "<|user|>talk<|assistant|>"
+    said = {start: ["a<|end|>"], f"{start}a<|end|><|user|>and?<|assistant|>": ["bc<|end|>"]}
+    numbers = (1.0, 2.0, 3.0, 4.0, 5.0)
+
+    def with_fault(fault: str) -> Ending:
+        target = {"_target_": f"{HERE}.Tokens", "fault": fault}
+        with closing(environment_of(target, max_failure_rate=1.0)) as environment:
+            return ending_of(environment, said)
+
+    ending = with_fault("")
+    assert (ending.score.value, tuple(ending.score.token_rewards or ())) == (15.0, numbers)
+    assert ending.turn_rewards == (3.0, 12.0) and ending.score.details == {"n": 5.0}
+    ending = with_fault("score")
+    assert (ending.score.value, tuple(ending.score.token_rewards or ())) == (1.0, numbers)
+    assert ending.turn_rewards == (3.0, -2.0) and ending.transcript().endswith("[user] bye")
+    for fault, words in {
+        "short": "'token_rewards' has 4 numbers for 5 sampled tokens",
+        "same": "has rewards of turns and 'token_rewards'",
+        "earlier": "has rewards of turns and 'token_rewards'",
+    }.items():
+        score = with_fault(fault).score
+        assert score.failure == "raised" and words in score.message and score.token_rewards is None
+
+
 class Acts(Scripted):
     """A script in which each request gets the next response."""
 
@@ -210,14 +235,15 @@ def test_policy_learns_from_rewards_at_the_last_tokens_of_turns(tmp_path: Any, a
     canned.quiet_trainer(strategy).fit(stage, Loader(["1+1", "12+30"]))
     environment.close()
     (samples,), (metrics,) = stage.trained_on, stage.metrics
-    assert samples.turn_rewards is not None and samples.token_level_rewards is not None
-    torch.testing.assert_close(samples.token_level_rewards, samples.turn_rewards)
+    assert samples.token_level_scores is not None and samples.token_level_rewards is not None
+    torch.testing.assert_close(samples.token_level_rewards, samples.token_level_scores)
     torch.testing.assert_close(samples.token_level_rewards.sum(dim=1), samples.scores)
-    assert metrics["train/turns"] > 1 and (samples.turn_rewards > 0).sum() == metrics["train/turns"] * len(samples)
-    assert samples.response_mask[samples.turn_rewards > 0].all()
+    assert metrics["train/turns"] > 1
+    assert (samples.token_level_scores > 0).sum() == metrics["train/turns"] * len(samples)
+    assert samples.response_mask[samples.token_level_scores > 0].all()
     # Each turn ends at the token with its reward, and the second begins in the same state in all samples.
     assert samples.turns is not None and samples.states is not None and samples.advantages is not None
-    ends = (samples.turn_rewards > 0).long()
+    ends = (samples.token_level_scores > 0).long()
     sampled = samples.response_mask.bool()
     assert torch.equal(samples.turns[sampled], (ends.cumsum(dim=1) - ends)[sampled])
     assert len(samples.states[sampled & (samples.turns == 1)].unique()) == 1

@@ -66,6 +66,10 @@ REWARD_CHECKS: dict[str, list[Case]] = {
             ["reward fails on a sample of data_source 'addition'", "KeyError", "rewards.py"],
         ),
         (
+            [*FILE, "reward.functions.default.name=of_turns"],
+            ["reward fails on a sample of data_source 'addition'", "'token_rewards' has 3 numbers for 2"],
+        ),
+        (
             [*FILE, "reward.functions.default.name=insists"],
             [
                 "reward fails on a sample", "no turn is left", "return a score when turns_left is 0",

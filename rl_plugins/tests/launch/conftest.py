@@ -38,6 +38,13 @@ def needs_text(solution_str):
 def sees_gpus(solution_str):
     raise ValueError("CUDA_VISIBLE_DEVICES=" + repr(__import__("os").environ.get("CUDA_VISIBLE_DEVICES")))
 
+def of_tokens(solution_str, token_ids):
+    # The tokenizer of the folder has a token for each byte.
+    return {"token_rewards": [1.0] * len(solution_str)}
+
+def of_turns(token_ids):
+    return {"token_rewards": [1.0] * (len(token_ids) + 1)}
+
 def insists(solution_str):
     return "again"
 

@@ -223,6 +223,8 @@ def test_recipe_main_runs_the_recipe_of_config_name(grpo, started, tmp_path, cap
         IN_ONE_PROCESS,
         # A reward may fail on an empty response.
         ["reward=file", "reward.functions.default.path=rewards.py", "reward.functions.default.name=needs_text"],
+        # The trial has the tokens of the right answer.
+        ["reward=file", "reward.functions.default.path=rewards.py", "reward.functions.default.name=of_tokens"],
         # The long prompt is dropped.
         ["data.train_files=[one_long.parquet]"],
         ["data.max_prompt_tokens=250"],

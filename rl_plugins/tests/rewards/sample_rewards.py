@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -245,3 +246,45 @@ def mumbles(solution_str: str) -> object:
 def talkative(solution_str: str, turns_left: int) -> object:
     """Continue the conversation after a response of odd length."""
     return "and?" if turns_left and len(solution_str) % 2 else 1.0 + len(solution_str)
+
+
+def reward_tokens(solution_str: str, token_ids: list[int]) -> object:
+    """Reward each token by its id, in the way named by the response."""
+    rewards = [token / 8 for token in token_ids]
+    returned: dict[str, object] = {
+        "given": {"score": 1.5, "token_rewards": rewards, "length": len(rewards)},
+        "array": {"token_rewards": np.array(rewards, dtype=np.float32)},
+        "scalars": {"token_rewards": [np.float64(reward) for reward in rewards]},
+        "none": {"score": 0.5, "token_rewards": None},
+        "short": {"token_rewards": rewards[1:]},
+        "nan": {"token_rewards": [*rewards[1:], float("nan")]},
+        "huge": {"token_rewards": [*rewards[1:], 10**400]},
+        "infinite": {"token_rewards": [1e308] * len(rewards)},
+        "number": {"token_rewards": 1.0},
+        "string": {"token_rewards": "1 2"},
+        "words": {"token_rewards": ["1"] * len(rewards)},
+        "reply": {"role": "user", "content": "more", "token_rewards": rewards},
+    }
+    return returned.get(solution_str, {"token_rewards": rewards})
+
+
+def reward_tokens_of_batch(solution_strs: list[str], token_id_lists: list[list[int]]) -> list[object]:
+    """Do the same as `reward_tokens` for a batch."""
+    return [reward_tokens(solution, ids) for solution, ids in zip(solution_strs, token_id_lists, strict=True)]
+
+
+def tally(solution_str: str, token_ids: list[int], turns_left: int) -> object:
+    """Number the tokens of all turns after a `yes`. A reply to `no` has a reward of the turn."""
+    if solution_str == "yes" or not turns_left:
+        return {"token_rewards": range_of(token_ids)}
+    return {"role": "user", "content": "sure?", "reward": 0.25 if solution_str == "no" else 0.0}
+
+
+def range_of(items: Sequence[object]) -> list[float]:
+    """Return 1, 2, ... for the items."""
+    return [1.0 + place for place in range(len(items))]
+
+
+def everything_per_token(**sample: Any) -> dict[str, Any]:
+    """Number the characters of the response."""
+    return {"token_rewards": range_of(sample["solution_str"])}

@@ -46,7 +46,7 @@ def test_score_passes_arguments_by_name() -> None:
 
 def test_score_passes_every_field_to_var_keyword_and_keeps_details() -> None:
     (result,) = score("everything", "x")
-    assert result == Score(value=7.0, details={"known": 7.0})
+    assert result == Score(value=8.0, details={"known": 7.0})
 
 
 def test_score_passes_configured_arguments_and_defaults() -> None:

@@ -255,10 +255,10 @@ def test_policy_learns_from_the_sampled_tokens_of_a_conversation(staleness: int,
         mask_BT = experience.response_mask.bool()
         assert (experience.response_lengths > mask_BT.sum(dim=1)).any() and mask_BT.any(dim=1).all()
         # A reply rewards its turn with 0.5, and the score is 1. A reply without room is not read, but rewards its turn.
-        assert experience.turn_rewards is not None and experience.token_level_rewards is not None
-        torch.testing.assert_close(experience.token_level_rewards, experience.turn_rewards)
+        assert experience.token_level_scores is not None and experience.token_level_rewards is not None
+        torch.testing.assert_close(experience.token_level_rewards, experience.token_level_scores)
         torch.testing.assert_close(experience.token_level_rewards.sum(dim=1), experience.scores)
-        assert {0.5, 1.0} < set(experience.turn_rewards.unique().tolist()) <= {0.0, 0.5, 1.0, 1.5}
+        assert {0.5, 1.0} < set(experience.token_level_scores.unique().tolist()) <= {0.0, 0.5, 1.0, 1.5}
         metrics = stage.metrics[step]
         assert metrics["train/turns"] > 1 and metrics["train/reward"] > 0
         if not staleness:

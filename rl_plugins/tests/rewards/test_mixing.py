@@ -40,7 +40,7 @@ def test_weighted_sum_returns_the_sum_and_the_parts() -> None:
 
 def test_weighted_sum_has_weight_1_by_default_and_keeps_the_details_of_parts() -> None:
     (result,) = score(mixed(rule="is_right", all="everything"), "yes")
-    assert result == Score(8.0, {"rule": 1.0, "all": 7.0, "all.known": 7.0})
+    assert result == Score(9.0, {"rule": 1.0, "all": 8.0, "all.known": 7.0})
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,12 @@ def response(tokens: list[int], sequence: list[int]) -> Generations:
 def test_routes_of_a_trajectory_follow_the_rows_of_the_sequences() -> None:
     request = ScoringRequest(data_source="", solution_str="", ground_truth="", extra_info={}, prompt=[])
     trajectory = Trajectory([1, 2], request, SamplingConfig(max_tokens=40), (), 0)
-    trajectory.respond(response([3, 4], trajectory.tokens), "", 9)
+    trajectory.respond([response([3, 4], trajectory.tokens)], [""], 9)
     # Another agent answers, and then the first sequence continues.
     trajectory.observe(Reply([], [5, 6], sequence=1))
-    trajectory.respond(response([7], trajectory.tokens), "", 9)
+    trajectory.respond([response([7], trajectory.tokens)], [""], 9)
     trajectory.observe(Reply([], [8, 9], sequence=0))
-    trajectory.respond(response([10, 11], trajectory.tokens), "", 9)
+    trajectory.respond([response([10, 11], trajectory.tokens)], [""], 9)
     trajectory.end(Score(1.0))
     whole = trajectory.generations()
     (experts,) = whole.experts
@@ -47,9 +47,9 @@ def test_messages_of_an_ending_have_whole_characters() -> None:
     trajectory = Trajectory([1], request, SamplingConfig(max_tokens=40), (), 0)
     half = {"role": "user", "content": "a\ud83d", "name": "b"}
     trajectory.start(Start([half], [1]))
-    trajectory.respond(Generations.from_responses([[3]], [[0.0]], ["stop"], 0), "5", 9)
+    trajectory.respond([Generations.from_responses([[3]], [[0.0]], ["stop"], 0)], ["5"], 9)
     assert trajectory.observe(Reply([half], [4]))
-    turn = trajectory.respond(Generations.from_responses([[3]], [[0.0]], ["stop"], 0), "6", 9)
+    turn = trajectory.respond([Generations.from_responses([[3]], [[0.0]], ["stop"], 0)], ["6"], 9)
     trajectory.end(LastWords(Score(1.0), [half]))
     whole, ending = {**half, "content": "a\ufffd"}, trajectory.ending
     assert ending is not None and ending.prompt == turn.request.prompt == [whole]
@@ -60,6 +60,6 @@ def test_messages_of_an_ending_have_whole_characters() -> None:
 def test_trajectory_without_experts_returns_none() -> None:
     request = ScoringRequest(data_source="", solution_str="", ground_truth="", extra_info={}, prompt=[])
     trajectory = Trajectory([1, 2], request, SamplingConfig(max_tokens=40), (), 0)
-    trajectory.respond(Generations.from_responses([[3]], [[0.0]], ["stop"], 0), "", 9)
+    trajectory.respond([Generations.from_responses([[3]], [[0.0]], ["stop"], 0)], [""], 9)
     trajectory.end(Score(1.0))
     assert trajectory.generations().experts == []

@@ -39,10 +39,10 @@ def test_trajectory_keeps_the_times_of_each_turn() -> None:
     with patch.object(trajectory_module, "unix_time", count(0.0).__next__):
         talk = Trajectory([1], ScoringRequest("", "", "", {}), SamplingConfig(max_tokens=40), (), 0)
         talk.ask()
-        talk.respond(response, "a", 9)
+        talk.respond([response], ["a"], 9)
         talk.observe(Reply([{"role": "tool", "content": "5", "by": object()}], [4], work=[call]))
         talk.ask()
-        talk.respond(response, "b", 9)
+        talk.respond([response], ["b"], 9)
         talk.end(Score(1.0))
     assert talk.ending is not None
     assert talk.ending.times == (TurnTimes(0, 1.0, 2.0, 3.0, (call,)), TurnTimes(2, 4.0, 5.0, 6.0))
@@ -57,7 +57,7 @@ def test_last_answer_after_a_reply_without_room_is_work_of_the_environment() -> 
     with patch.object(trajectory_module, "unix_time", count(0.0).__next__):
         talk = Trajectory([1], ScoringRequest("", "", "", {}), SamplingConfig(max_tokens=2), (), 0)
         talk.ask()
-        talk.respond(response, "a", 9)
+        talk.respond([response], ["a"], 9)
         assert not talk.observe(Reply([{"role": "tool", "content": "5"}], [4], work=[Work("add", 2.5, 0.25)]))
         talk.end(Score(1.0))
     assert talk.ending is not None

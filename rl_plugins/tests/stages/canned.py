@@ -174,12 +174,11 @@ def ppo(stage_class: type[PolicyOptimization], **options: Any) -> Any:
     return stage_class(
         build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2),
         tokenizer=tokenizer,
-        scorer=CannedScorer(),
         sampling=SamplingConfig(max_tokens=20, num_samples=3),
         optimizer=OptimizerConfig(lr=0.01),
         updates_per_step=2,
         tokens_per_micro_batch=40,
-        **{"algorithm": Algorithm(advantage="gae", value_clip=0.02), **options},
+        **{"scorer": CannedScorer(), "algorithm": Algorithm(advantage="gae", value_clip=0.02), **options},
     )
 
 
