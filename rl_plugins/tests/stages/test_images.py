@@ -88,7 +88,7 @@ def trained(
         max_steps=2,
         **options,
     )
-    batch = batch_of(family, list(range(4))[rank::world_size])
+    batch = batch_of(family, list(range(6))[rank::world_size])
     flags: dict[str, Any] = {"accelerator": "cpu", "precision": "32-true"}
     if world_size > 1:
         flags |= {"devices": 1, "num_nodes": world_size}
@@ -104,7 +104,7 @@ def trained_rank(rank: int, family: str, folder: Path, name: str, options: dict[
     return trained(family, folder, strategy, rank, 2, **options)
 
 
-@pytest.mark.parametrize(("name", "packing"), [("zero", True), ("zero", False), ("fsdp", True)])
+@pytest.mark.parametrize(("name", "packing"), [("zero", True), ("zero", False), ("fsdp", True), ("fsdp", False)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sharded_models_with_images_on_one_rank_alone_equal_one_process(
     family: str, name: str, packing: bool, folders: dict[str, Path]
@@ -163,7 +163,7 @@ def test_num_patches_counts_the_rows_of_the_vision_tower(folders: dict[str, Path
             attention_mask_BS=torch.ones_like(ids),
             position_ids_BS=torch.arange(ids.shape[1])[None],
             image_inputs_B=[inputs],
-        ))  # fmt: skip
+        ).arguments)  # fmt: skip
         assert [num_patches(inputs, patch_size(model))] == rows
 
 
@@ -257,7 +257,7 @@ def test_inputs_add_a_blank_image_for_models_that_the_ranks_share(
 
 def test_preference_optimization_and_an_adapter_train_with_images(folders: dict[str, Path]) -> None:
     batch = batch_of("llava", [0, 1])
-    pairs = PairBatch(batch["prompt_ids"], RESPONSES[:2], RESPONSES[2:], [0.0, 0.0], [0, 1], batch[IMAGE_INPUTS])
+    pairs = PairBatch(batch["prompt_ids"], RESPONSES[:2], RESPONSES[2:4], [0.0, 0.0], [0, 1], batch[IMAGE_INPUTS])
     stage = PreferenceOptimization(
         str(folders["llava"]),
         tokenizer=load_processor(str(folders["llava"])),
