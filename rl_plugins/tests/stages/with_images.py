@@ -76,7 +76,7 @@ def rows_of(count: int) -> list[dict[str, Any]]:
     return [row("<image>color?", picture(number)) if number % 2 else row("no picture") for number in range(count)]
 
 
-def sampled(family: str, folder: Path, *, max_tokens: int = 8, **options: Any) -> Any:
+def sampled(family: str, folder: Path, *, max_tokens: int = 8, return_experts: bool = False, **options: Any) -> Any:
     """Train one step of GRPO on samples of the transformers engine; return the stage."""
     stage = canned.Keeping(
         load_causal_lm(str(folder), dtype=torch.float32),
@@ -90,7 +90,7 @@ def sampled(family: str, folder: Path, *, max_tokens: int = 8, **options: Any) -
     )
     stage.shown_samples.limit = 5
     data = PromptDataModule(rows_of(4), tokenizer=processor(family), prompts_per_step=4)
-    strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(folder)))
+    strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(folder), return_experts=return_experts))
     canned.quiet_trainer(strategy).fit(stage, datamodule=data)
     assert stage.step == 1
     return stage
