@@ -106,7 +106,7 @@ def train(folder: Path, threads: int) -> list[float]:
                 response_width=width,
             )
             predicting = row.predicting(mask, width)
-            logits_NV = engine(**row.inputs, logits_to_keep=predicting, use_cache=False).logits[0]
+            logits_NV = row.inputs.run(engine, logits_to_keep=predicting, use_cache=False).logits[0]
             targets_N = micro.responses[micro.response_mask.bool()]
             loss = torch.nn.functional.cross_entropy(logits_NV, targets_N, reduction="sum") / tokens
             engine.set_gradient_accumulation_boundary(number == len(micro_batches))

@@ -3,7 +3,8 @@
 `python -m benchmarks.shared_prompts [--threads 1] [--repeats 5]` uses a policy of 5 M parameters, packed samples, and
 the forward and backward passes of one rank in a step. For each size, a group of samples has either one prompt, which is
 computed once, or as many prompts as samples. Both cases run in turn, so other work of the machine slows both equally.
-The last size has an image in each prompt, which a vision tower of 3 M parameters reads.
+The last size has an image in each prompt, which a vision tower of 3 M parameters reads. This size also runs padded,
+where the group has either one image, or as many images as samples.
 """
 
 from __future__ import annotations
@@ -51,8 +52,14 @@ def samples(prompt: int, response: int, group: int, *, shared: bool, image: Tens
         [[*before, *(own if shared else tokens(prompt))] for _ in lengths],
         [tokens(length) for length in lengths],
         0,
-        image_inputs=None if image is None else [{"pixel_values": image}] * group,
+        image_inputs=None if image is None else images_of(image, group, shared=shared),
     )
+
+
+def images_of(image: Tensor, group: int, *, shared: bool) -> list[dict[str, Tensor]]:
+    """Return the inputs of an image for each sample: one object, or an object for each sample."""
+    one = {"pixel_values": image}
+    return [one if shared else {**one} for _ in range(group)]
 
 
 def main() -> None:
@@ -62,21 +69,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_vision_language_policy(Path(folder), pixels=IMAGE_SIZE, patch=PATCH, vocab_size=VOCABULARY)
         reader = load_causal_lm(folder, dtype=torch.float32)
-    cases: list[tuple[Any, tuple[int, int, int], Tensor | None]] = [
-        *((policy, size, None) for size in SIZES), (reader, WITH_IMAGE, image),
-    ]  # fmt: skip
-    for model, (prompt, response, group), pixels in cases:
+    cases: list[tuple[Any, tuple[int, int, int], Tensor | None, bool]] = [
+        *((policy, size, None, True) for size in SIZES),
+        *((reader, WITH_IMAGE, image, packing) for packing in (True, False)),
+    ]
+    for model, (prompt, response, group), pixels, packing in cases:
         ways = {shared: samples(prompt, response, group, shared=shared, image=pixels) for shared in (True, False)}
         taken: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(repeats + 1):
             for shared, experience in ways.items():
-                taken[shared].append(seconds(model, experience, BUDGET, packing=True))
+                taken[shared].append(seconds(model, experience, BUDGET, packing=packing))
         # The first pass of each case is a warm-up.
         once, each = taken[True][1:], taken[False][1:]
         ratio = median(slow / fast for fast, slow in zip(once, each, strict=True))
         size = f"{group} samples of {prompt} + {response} tokens" + (" and an image" if pixels is not None else "")
+        size, part = (size, "prompt") if packing else (f"{size}, padded", "image")
         print(
-            f"{size}: the prompt once {group / median(once):.1f}, for each {group / median(each):.1f} samples/s; "
+            f"{size}: the {part} once {group / median(once):.1f}, for each {group / median(each):.1f} samples/s; "
             f"{ratio:.2f} times as fast"
         )
 

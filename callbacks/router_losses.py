@@ -22,6 +22,7 @@ from typing_extensions import override
 from rl_plugins.errors import ConfigError
 from rl_plugins.router_replay import ExpertRouter, routers_of
 from rl_plugins.stages.stage import Stage
+from rl_plugins.vision_language import is_vision_language
 
 
 class RouterLosses(Callback):
@@ -40,7 +41,7 @@ class RouterLosses(Callback):
         z: coefficient of the z-loss.
 
     Raises:
-        ConfigError: the trained model has no routers.
+        ConfigError: the trained model has no routers, or reads images.
     """
 
     def __init__(self, balance: float = 0.0, z: float = 0.0) -> None:
@@ -58,6 +59,7 @@ class RouterLosses(Callback):
         self._installed.close()
         self._sums = None
         model = pl_module.named_models()[pl_module.trained]
+        refuse_images(is_vision_language(model))
         routers = routers_of(model, "router_losses")
         self._stage, self._passes = pl_module, _RouterPasses(model, routers, self._installed)
         pl_module.further_losses.append(self._loss)
@@ -110,6 +112,19 @@ class RouterLosses(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._shares_LE, self._tokens = state_dict["shares_LE"], state_dict["tokens"]
+
+
+def refuse_images(reads_images: bool) -> None:
+    """Refuse a vision-language model: the tokens of the blank image of a rank without images would count.
+
+    Raises:
+        ConfigError: the model reads images.
+    """
+    if reads_images:
+        raise ConfigError(
+            "router_losses: losses of the routers of a vision-language model would count blank images: leave "
+            "router_losses out"
+        )
 
 
 @dataclass(frozen=True)

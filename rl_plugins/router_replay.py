@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoConfig, PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 from typing_extensions import override
 
@@ -168,14 +168,16 @@ def check_routers(config: Mapping[str, Any], option: str) -> None:
     Raises:
         ConfigError: The class has no routers.
     """
-    if "auto_map" not in config and not has_routers(config["model_type"]):
+    families = [config["model_type"], *filter(None, [(config.get("text_config") or {}).get("model_type")])]
+    if "auto_map" not in config and not any(map(has_routers, families)):
         raise _without_routers(option)
 
 
 def has_routers(family: str) -> bool:
-    """Return True if the models of a family, such as qwen3_moe, have routers."""
-    of_family: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(AutoConfig.for_model(family)), None)
-    return of_family is not None and bool(_recorders(of_family))
+    """Return True if the models of a family, such as qwen3_moe, or the text model of qwen3_vl_moe, have routers."""
+    config = type(AutoConfig.for_model(family))
+    classes: list[Any] = [mapping.get(config, None) for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)]
+    return any(of_family is not None and _recorders(of_family) for of_family in classes)
 
 
 def _without_routers(option: str) -> ConfigError:
@@ -244,6 +246,7 @@ def routers_of(model: nn.Module, option: str) -> dict[str, ExpertRouter]:
     Raises:
         ConfigError: The model has no routers.
     """
+    # The text model of a vision-language model has the routers, and its class names them.
     for inner in model.modules():
         if isinstance(inner, PreTrainedModel):
             sizes: Any = inner.config.get_text_config()
@@ -257,7 +260,6 @@ def routers_of(model: nn.Module, option: str) -> dict[str, ExpertRouter]:
             }
             if found:
                 return found
-            break
     raise _without_routers(option)
 
 

@@ -6,10 +6,12 @@ Axes: `B` samples, `S` prompt and response with padding, `M` tokens of a packed 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,9 @@ BlankImage = tuple[list[int], Mapping[str, Tensor]]
 """Tokens of a blank image, and its inputs by the name of the argument."""
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 """Names of the argument that marks the tokens of images, by family."""
+_SHARE_FEATURES = frozenset({"gemma3", "idefics3", "llava", "qwen2_5_vl", "smolvlm"})
+"""Families in which samples share the features of an image: of the result of `get_image_features`, the model reads
+`pooler_output` alone, which has one feature for each token of an image."""
 
 
 def model_class(folder: str) -> Any:
@@ -100,21 +105,28 @@ class SampleImages:
 
     Attributes:
         model: vision-language model, without model engine and adapter.
-        inputs_B: inputs of the images of each sample; None for a sample without images.
+        inputs_B: inputs of the images of each sample; None for a sample without images. Samples with one object have
+            the same images.
+        input_ids_BS: ids of prompts and responses.
     """
 
     model: Any
     inputs_B: Sequence[Mapping[str, Tensor] | None]
+    input_ids_BS: Tensor
 
     @classmethod
     def of(
-        cls, model: Callable[..., Any], image_inputs_B: Sequence[Mapping[str, Tensor] | None] | None
+        cls,
+        model: Callable[..., Any],
+        image_inputs_B: Sequence[Mapping[str, Tensor] | None] | None,
+        input_ids_BS: Tensor,
     ) -> SampleImages | None:
         """Return the images of samples; None if no sample has an image.
 
         Args:
             model: Model, or a model engine around the model.
             image_inputs_B: Inputs of the images of each sample; None if no sample has images.
+            input_ids_BS: Ids of prompts and responses.
 
         Raises:
             ConfigError: a sample has an image, and the model reads text alone.
@@ -126,25 +138,24 @@ class SampleImages:
                 f"the samples have images, and {type(_inner(model)).__name__} reads text alone: start all models from "
                 "vision-language models with the same tokens"
             )
-        return cls(_inner(model), image_inputs_B)
+        return cls(_inner(model), image_inputs_B, input_ids_BS)
 
-    def positions(self, input_ids_BS: Tensor, attention_mask_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
+    def positions(self, attention_mask_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
         """Return the positions of tokens: [B, S], or [4, B, S] for a model with positions in time, height and width.
 
         The first of the four are the positions in the text.
 
         Args:
-            input_ids_BS: Ids of prompts and responses.
             attention_mask_BS: 1 at real tokens, 0 at padding.
             position_ids_BS: Positions in the text.
         """
         if not has_grid_positions(self.model):
             return position_ids_BS
         places_3BS, _ = self.model.model.get_rope_index(
-            input_ids_BS,
-            self._is_image(input_ids_BS),
+            self.input_ids_BS,
+            self._is_image(self.input_ids_BS),
             image_grid_thw=torch.cat([inputs["image_grid_thw"] for inputs in self.inputs_B if inputs]).to(
-                input_ids_BS.device
+                self.input_ids_BS.device
             ),
             attention_mask=attention_mask_BS,
         )
@@ -152,23 +163,110 @@ class SampleImages:
 
     def of_samples(self, indices: Tensor) -> SampleImages:
         """Return the images of some samples, in the order of the indices."""
-        return SampleImages(self.model, [self.inputs_B[index] for index in indices.tolist()])
+        return SampleImages(
+            self.model, [self.inputs_B[index] for index in indices.tolist()], self.input_ids_BS[indices]
+        )
 
     def arguments(self, input_ids: Tensor) -> dict[str, Tensor]:
         """Return further arguments of a forward pass over the samples with `input_ids`, [B, S] or [1, M].
 
-        The forward of the model runs its vision tower on these arguments.
+        The forward of the model runs its vision tower on these arguments, which have images of several samples once.
+        The forward must run inside `shared_features`.
         """
-        present = [inputs for inputs in self.inputs_B if inputs]
+        seen = [inputs for index in self._places.seen if (inputs := self.inputs_B[index])]
         # Idefics has an axis of samples before the axis of images.
-        axis = 1 if "pixel_attention_mask" in present[0] else 0
-        joined = {name: torch.cat([inputs[name] for inputs in present], axis) for name in present[0]}
+        axis = 1 if "pixel_attention_mask" in seen[0] else 0
+        joined = {name: torch.cat([inputs[name] for inputs in seen], axis) for name in seen[0]}
         names = inspect.signature(self.model.base_model.forward).parameters
         types = {name: self._is_image(input_ids) for name in _TOKEN_TYPES if name in names}
         return {**{name: values.to(input_ids.device) for name, values in joined.items()}, **types}
 
+    @contextmanager
+    def shared_features(self) -> Iterator[None]:
+        """Give all samples with the same images the features of these images, in a forward pass inside the block.
+
+        The vision tower runs once in the pass, also in a pass without shared images, so the passes of all ranks have
+        the same collectives. In backward, the gradients of all samples add up at the features.
+        """
+        places, base = self._places, self.model.base_model
+        if len(places.seen) == len(places.of_samples):
+            yield
+            return
+        features, tokens = base.get_image_features, self._is_image(self.input_ids_BS[places.seen]).sum(dim=1).tolist()
+
+        def get_image_features(*arguments: Any, **options: Any) -> Any:
+            found = features(*arguments, **options)
+            found.pooler_output = _repeated(found.pooler_output, tokens, places.of_samples)
+            return found
+
+        base.__dict__["get_image_features"] = get_image_features
+        try:
+            yield
+        finally:
+            del base.__dict__["get_image_features"]
+
+    @cached_property
+    def _places(self) -> _ImagePlaces:
+        with_images = [index for index, inputs in enumerate(self.inputs_B) if inputs]
+        if self.model.config.model_type not in _SHARE_FEATURES:
+            return _ImagePlaces(with_images, list(range(len(with_images))))
+        first: dict[int, int] = {}
+        for index in with_images:
+            first.setdefault(id(self.inputs_B[index]), index)
+        numbers = {images: number for number, images in enumerate(first)}
+        return _ImagePlaces(list(first.values()), [numbers[id(self.inputs_B[index])] for index in with_images])
+
     def _is_image(self, input_ids: Tensor) -> Tensor:
         return (input_ids == self.model.config.image_token_id).int()
+
+
+class _ImagePlaces(NamedTuple):
+    """Images that the vision tower sees.
+
+    Attributes:
+        seen: indices of the samples with these images, each image once.
+        of_samples: for each sample with images, the place of its images among `seen`.
+    """
+
+    seen: list[int]
+    of_samples: list[int]
+
+
+def _repeated(features: Tensor | Sequence[Tensor], tokens: list[int], places: list[int]) -> Tensor | list[Tensor]:
+    """Return features of images once for each sample, in the form of the given features.
+
+    Args:
+        features: Features [images, tokens of an image, H], or a sequence of features of each image.
+        tokens: Number of tokens of each of the different images of samples.
+        places: Place of the images of each sample among the different images.
+    """
+    together = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(list(features))
+    parts = together.split(tokens)
+    repeated = [parts[place] for place in places]
+    return torch.cat(repeated).unflatten(0, (-1, features.shape[1])) if isinstance(features, Tensor) else repeated
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """Arguments of a forward pass.
+
+    Attributes:
+        arguments: arguments by name.
+        images: images of the samples; None if no sample has images.
+    """
+
+    arguments: dict[str, Any]
+    images: SampleImages | None = None
+
+    @classmethod
+    def of(cls, tokens: Mapping[str, Any], images: SampleImages | None) -> ModelInputs:
+        """Return arguments for tokens, together with the arguments for images."""
+        return cls({**tokens, **({} if images is None else images.arguments(tokens["input_ids"]))}, images)
+
+    def run(self, model: Callable[..., Any], **options: Any) -> Any:
+        """Run a model; `options` are further arguments. The vision tower sees images of several samples once."""
+        with nullcontext() if self.images is None else self.images.shared_features():
+            return model(**self.arguments, **options)
 
 
 def padded_inputs(
@@ -178,7 +276,7 @@ def padded_inputs(
     attention_mask_BS: Tensor,
     position_ids_BS: Tensor,
     image_inputs_B: Sequence[Mapping[str, Tensor] | None] | None = None,
-) -> dict[str, Tensor]:
+) -> ModelInputs:
     """Return the arguments of a forward pass over padded samples.
 
     Args:
@@ -191,19 +289,11 @@ def padded_inputs(
     Raises:
         ConfigError: A sample has an image, and the model reads text alone.
     """
-    images = SampleImages.of(model, image_inputs_B)
+    images = SampleImages.of(model, image_inputs_B, input_ids_BS)
     if images is not None:
-        position_ids_BS = images.positions(input_ids_BS, attention_mask_BS, position_ids_BS)
-    inputs = {"input_ids": input_ids_BS, "attention_mask": attention_mask_BS, "position_ids": position_ids_BS}
-    return with_images(inputs, images)
-
-
-def with_images(inputs: dict[str, Tensor], images: SampleImages | None) -> dict[str, Tensor]:
-    """Return the arguments of a forward pass together with the arguments for images.
-
-    `images` is None if no sample has images.
-    """
-    return inputs if images is None else {**inputs, **images.arguments(inputs["input_ids"])}
+        position_ids_BS = images.positions(attention_mask_BS, position_ids_BS)
+    tokens = {"input_ids": input_ids_BS, "attention_mask": attention_mask_BS, "position_ids": position_ids_BS}
+    return ModelInputs.of(tokens, images)
 
 
 def with_blank_image(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.commands.main import number
 from rl_plugins.config.models import LANGUAGE_MODEL
-from rl_plugins.config.settings import AT_LEAST_1
+from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import read_model_config
 from rl_plugins.planning.devices import CPU_FILE, DEVICES, GIB, device_named
@@ -69,6 +69,16 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=number(float, AT_LEAST_1),
         help="mean tokens of a response (default: sampling.max_tokens)",
     )
+    parser.add_argument(
+        "--images",
+        type=number(float, NOT_NEGATIVE),
+        help="mean images of a prompt (default: 1 for a vision-language model)",
+    )
+    parser.add_argument(
+        "--image-patches",
+        type=number(float, AT_LEAST_1),
+        help="mean patches of an image (default: of the model's image size, or 448 x 448 pixels)",
+    )
     parser.add_argument("--calibration", type=Path, default=CPU_FILE, help="file with the measured rates of a cpu")
     parser.add_argument(
         "--rows", type=number(int, AT_LEAST_1), default=_ROWS, help="rows of the table (default: %(default)s)"
@@ -91,7 +101,13 @@ def run(arguments: Namespace) -> int:
     config = parse_config(composed)
     check_options(config)
     config.placement.device = "cpu" if cluster.device.is_cpu else "cuda"
-    work = workload_of(config, prompt_tokens=arguments.prompt_tokens, response_tokens=arguments.response_tokens)
+    work = workload_of(
+        config,
+        prompt_tokens=arguments.prompt_tokens,
+        response_tokens=arguments.response_tokens,
+        images=arguments.images,
+        image_patches=arguments.image_patches,
+    )
     given = given_values(composed, arguments.overrides)
     candidates = search(work, cluster, fsdp=config.strategy.name == "fsdp", given=given)
     candidates = _allowed_candidates(config, candidates, cluster)
@@ -209,7 +225,12 @@ def refusal(config: RecipeConfig, options: Mapping[str, Any], cluster: Cluster) 
 
 
 def workload_of(
-    config: RecipeConfig, *, prompt_tokens: float | None = None, response_tokens: float | None = None
+    config: RecipeConfig,
+    *,
+    prompt_tokens: float | None = None,
+    response_tokens: float | None = None,
+    images: float | None = None,
+    image_patches: float | None = None,
 ) -> Workload:
     """Return the work of one step.
 
@@ -217,9 +238,12 @@ def workload_of(
         config: Configuration of a recipe that samples.
         prompt_tokens: Mean tokens of a prompt. By default the longest allowed prompt.
         response_tokens: Mean tokens of a response. By default the longest allowed response.
+        images: Mean images of a prompt. By default one for a vision-language model.
+        image_patches: Mean patches of an image. By default the patches of an image of the model's size.
 
     Raises:
-        ConfigError: The recipe does not sample its training data, or the architecture of a model is unknown.
+        ConfigError: The recipe does not sample its training data, the architecture of a model is unknown, or there are
+            images for a model of text.
     """
 
     from rl_plugins.config.recipe import COLLECTING_STAGES
@@ -232,6 +256,11 @@ def workload_of(
             "use one of the two"
         )
     policy = read_shape("model.path", config.model.path)
+    for argument, value in {"--images": images, "--image-patches": image_patches}.items():
+        if value and policy.tower is None:
+            raise ConfigError(
+                f"{argument}={value:g}: model.path={config.model.path} reads text alone: leave {argument} out"
+            )
     algorithm: Mapping[str, Any] = config.algorithm or {}
     frozen = {
         option.removesuffix(".path"): read_shape(option, path)
@@ -261,6 +290,8 @@ def workload_of(
         samples=config.batch.samples_per_prompt,
         prompt_tokens=prompt_tokens or config.data.max_prompt_tokens,
         response_tokens=response_tokens or config.sampling.max_tokens,
+        images=images if images is not None else float(policy.tower is not None),
+        image_patches=image_patches,
         max_tokens=longest,
         micro_batch_tokens=config.batch.tokens_per_micro_batch,
         updates=config.batch.updates_per_step,
@@ -268,6 +299,7 @@ def workload_of(
         gradient_checkpointing=config.model.gradient_checkpointing,
         lora_rank=config.model.lora.rank,
         adapts_tower=config.model.lora.target_modules != LANGUAGE_MODEL,
+        trains_tower=config.optimizer.vision_lr != 0,
         adapts_experts=config.model.lora.experts,
         merged=config.rollout.lora == "merged",
         critics=critics,
@@ -336,9 +368,12 @@ def _describe_workload(work: Workload, cluster: Cluster) -> str:
     active = ""
     if work.policy.experts is not None:
         active = f" ({_format_count(int(work.policy.multiplied_by(1)))} for a token)"
+    images = ""
+    if work.images and work.policy.tower is not None:
+        images = f", {work.images:g} images of {work.image_patches or work.policy.tower.patches:g} patches"
     return (
         f"{_format_count(work.policy.parameters)} parameters{active}, {work.prompts} x {work.samples} samples of "
-        f"{work.prompt_tokens:g} + {work.response_tokens:g} tokens, {work.precision}, on {cluster.nodes} x "
+        f"{work.prompt_tokens:g} + {work.response_tokens:g} tokens{images}, {work.precision}, on {cluster.nodes} x "
         f"{cluster.per_node} {cluster.device.name}"
     )
 

@@ -33,6 +33,7 @@ from rl_plugins.config.settings import fits, shown, words_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
 from rl_plugins.launch.instantiation import instantiate_node
+from rl_plugins.model_json import reads_images
 from rl_plugins.python_file import nearest
 from rl_plugins.stages.off_policy import check_comparable, check_recomputed_routes
 
@@ -67,14 +68,17 @@ def check_router_options(config: RecipeConfig, policy: Mapping[str, Any]) -> Non
         policy: Content of the policy's config.json.
 
     Raises:
-        ConfigError: The policy is not a mixture of experts, or the updates need no old log-probs.
+        ConfigError: The policy is not a mixture of experts, the updates need no old log-probs, or the policy reads
+            images, and its routers have losses.
     """
-    # The import loads transformers, which takes seconds.
+    # The imports load transformers, which takes seconds.
+    from rl_plugins.callbacks.router_losses import refuse_images
     from rl_plugins.router_replay import check_routers
 
     with errors_with_options(RUN_OPTIONS):
         if config.model.router_losses.active:
             check_routers(policy, "router_losses")
+            refuse_images(reads_images(policy))
         if config.model.router_replay:
             check_routers(policy, "router_replay")
         if config.model.router_replay == "recompute":

@@ -163,7 +163,7 @@ def response_log_probs(
     tokens: dict[str, Any] = {
         "input_ids_BS": input_ids_BS, "attention_mask_BS": attention_mask_BS, "position_ids_BS": position_ids_BS,
     }  # fmt: skip
-    head = last_linear_head(model, padded_inputs(model, **tokens))
+    head = last_linear_head(model, padded_inputs(model, **tokens).arguments)
     if packed:
         row = pack(model, **tokens, image_inputs_B=image_inputs_B, response_width=response_width)
         inputs, places_N = row.inputs, row.places_BS[attention_mask_BS.bool()]
@@ -174,8 +174,8 @@ def response_log_probs(
         # The last position predicts no token, but `logits_to_keep` cannot exclude the last position.
         kept = response_width + 1
     if router_replay is not None:
-        router_replay.start(places_N, inputs["input_ids"].numel())
-    run = partial(model, **inputs, logits_to_keep=kept, use_cache=False)
+        router_replay.start(places_N, inputs.arguments["input_ids"].numel())
+    run = partial(inputs.run, model, logits_to_keep=kept, use_cache=False)
 
     if head is not None:
         forward = head.forward

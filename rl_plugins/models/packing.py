@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.packed_attention import boundaries, has_packed_attention
-from rl_plugins.vision_language import SampleImages, has_grid_positions, with_images
+from rl_plugins.vision_language import ModelInputs, SampleImages, has_grid_positions
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class PackedRow:
         places_BS: Index in the row of each real token, int64.
     """
 
-    inputs: dict[str, Any]
+    inputs: ModelInputs
     places_BS: Tensor
 
     def predicting(self, attention_mask_BS: Tensor, response_width: int) -> Tensor:
@@ -92,14 +92,14 @@ def pack(
         ConfigError: The model does not separate the samples of a row; or a sample has images, and the model reads text
             alone.
     """
-    images = SampleImages.of(model, image_inputs_B)
+    images = SampleImages.of(model, image_inputs_B, input_ids_BS)
     if images is not None:
-        position_ids_BS = images.positions(input_ids_BS, attention_mask_BS, position_ids_BS)
+        position_ids_BS = images.positions(attention_mask_BS, position_ids_BS)
     support, is_token_BS = _row_support(model, input_ids_BS.device), attention_mask_BS.bool()
     if response_width is None or not support.shares_prompts:
         places_BS = is_token_BS.flatten().cumsum(dim=0).view_as(is_token_BS) - 1
         inputs = _inputs(model, input_ids_BS[is_token_BS], position_ids_BS[..., is_token_BS])
-        return PackedRow(with_images(inputs, images), places_BS)
+        return PackedRow(ModelInputs.of(inputs, images), places_BS)
     width = input_ids_BS.shape[1] - response_width
     first_B = first_of_prompt(input_ids_BS[:, :width], is_token_BS[:, :width], image_inputs_B)
     # All samples of a prompt move to the place of the first sample of the prompt.
@@ -111,7 +111,7 @@ def pack(
     places_BS[order_B, :width] = places_BS[first_B, :width]
     row = (values_BS[..., order_B, :][..., is_in_row_BS] for values_BS in (input_ids_BS, position_ids_BS))
     shown = images and images.of_samples(order_B[first_B == order_B])
-    return PackedRow(with_images(_inputs(model, *row), shown), places_BS)
+    return PackedRow(ModelInputs.of(_inputs(model, *row), shown), places_BS)
 
 
 def first_of_prompt(

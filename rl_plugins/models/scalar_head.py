@@ -12,7 +12,7 @@ Axes: `B` samples, `S` prompt and response (prompts padded on the left, response
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -27,7 +27,7 @@ from rl_plugins.models.loading import LoadingOptions, device_map, prepared
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.token_distributions import accumulation_dtype
-from rl_plugins.vision_language import padded_inputs
+from rl_plugins.vision_language import ModelInputs, padded_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -225,8 +225,8 @@ def position_scores(
             packed=packed,
         )
 
-    def scores(inputs: Mapping[str, Any]) -> Tensor:
-        found: Tensor = model(**inputs, use_cache=False).logits.squeeze(-1)
+    def scores(inputs: ModelInputs) -> Tensor:
+        found: Tensor = inputs.run(model, use_cache=False).logits.squeeze(-1)
         return found.to(accumulation_dtype(found.dtype))
 
     samples: dict[str, Any] = {

@@ -34,6 +34,8 @@ _GATED_TOWERS = {"qwen2_5_vl", "qwen2_5_vl_vision"}
 """Vision towers with a gated MLP."""
 _FUSED_TOWERS = {*_GATED_TOWERS, "qwen2_vl", "qwen2_vl_vision"}
 """Vision towers with one matrix for queries, keys and values."""
+_IMAGE_SIZE = 448
+"""Width and height of an image in pixels, for a vision tower that takes images of all sizes."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,23 @@ class Tower:
         block: Input and output width of each linear layer of a block.
         linear: Input and output width of each linear layer outside of blocks.
         others: Parameters of each matrix that is no linear layer, such as the embedding of patches.
+        width: Numbers in the queries of a patch.
+        patches: Patches of an image, if nothing else is known.
+        multiplied: Parameters in products of a patch outside of blocks. Of a product of several patches, a patch has
+            its share.
+        windowed: Number of blocks in which a patch attends to the patches of its window alone.
+        window: Patches of a window.
     """
 
     layers: int
     block: tuple[tuple[int, int], ...]
     linear: tuple[tuple[int, int], ...]
     others: tuple[int, ...]
+    width: int
+    patches: int
+    multiplied: float
+    windowed: int = 0
+    window: int = 0
 
     @property
     def _all_linear(self) -> list[tuple[int, int]]:
@@ -97,6 +110,17 @@ class Tower:
     def matrices(self) -> list[int]:
         """Parameters of each matrix."""
         return [*(before * after for before, after in self._all_linear), *self.others]
+
+    def forward_flops(self, patches: float) -> float:
+        """Return the operations of a forward pass over an image of some patches.
+
+        A patch has two operations for each parameter in its products, and four for each number of its queries and each
+        patch to which the patch attends: the formula of the decoder, without a causal mask (PaLM, appendix B,
+        https://arxiv.org/abs/2204.02311). Windows: Qwen2.5-VL, section 2.1.1, https://arxiv.org/abs/2502.13923.
+        """
+        in_blocks = self.layers * sum(before * after for before, after in self.block)
+        attended = self.windowed * min(patches, self.window) + (self.layers - self.windowed) * patches
+        return patches * (2 * (self.multiplied + in_blocks) + 4 * self.width * attended)
 
     def adapter(self, rank: int) -> int:
         """Return the parameters of a LoRA adapter of all linear layers."""
@@ -121,7 +145,7 @@ class ModelShape:
         norms: Parameters of the norms of one block.
         normed_heads: Queries and keys are normalised.
         experts: Experts of the blocks; None for a dense model.
-        tower: Vision tower and projector; None for a model of text. Time and activations of images are not planned.
+        tower: Vision tower and projector; None for a model of text. Activations of images are not planned.
     """
 
     layers: int
@@ -393,7 +417,9 @@ def _tower_of(config: Mapping[str, Any], text_hidden: int, where: str) -> Tower 
     channels = int(vision.get("num_channels") or vision.get("in_channels") or vision.get("in_chans") or 3)
     pixels = channels * patch**2 * int(vision.get("temporal_patch_size") or 1)
     positions = (int(vision.get("image_size") or 0) // patch) ** 2
-    merged = width * int(vision.get("spatial_merge_size") or config.get("scale_factor") or 1) ** 2
+    patches = (int(vision.get("image_size") or _IMAGE_SIZE) // patch) ** 2
+    merged_patches = int(vision.get("spatial_merge_size") or config.get("scale_factor") or 1) ** 2
+    merged = width * merged_patches
 
     attention = [(width, 3 * width), (width, width)] if kind in _FUSED_TOWERS else [(width, width)] * 4
     mlp = [(width, inner)] * (2 if kind in _GATED_TOWERS else 1) + [(inner, width)]
@@ -402,13 +428,27 @@ def _tower_of(config: Mapping[str, Any], text_hidden: int, where: str) -> Tower 
         projector.append((output, output))
     elif kind in _FUSED_TOWERS:
         projector.append((merged, merged))
-    elif family == "gemma3":
+    multiplied = pixels * width + sum(before * after for before, after in projector) / merged_patches
+    if family == "gemma3":
+        # The projector multiplies means of patches, and is no linear layer.
         projector, others = [], [*others, merged * output]
+        multiplied = width * (pixels + output * int(config.get("mm_tokens_per_image") or patches) / patches)
     if kind == "siglip_vision_model" and vision.get("vision_use_head", True):
-        # An attention pools the patches.
+        # An attention pools the patches, which have keys and values.
         projector += [(width, width), *mlp]
         others.append(3 * width**2)
-    return Tower(layers, (*attention, *mlp), tuple(projector), tuple(others))
+        multiplied += 2 * width**2
+    windowed = 0
+    if kind in _GATED_TOWERS:
+        windowed = layers - len({*(vision.get("fullatt_block_indexes") or ())} & {*range(layers)})
+    return Tower(
+        layers, (*attention, *mlp), tuple(projector), tuple(others),
+        width=width,
+        patches=patches,
+        multiplied=multiplied,
+        windowed=windowed,
+        window=(int(vision.get("window_size") or 0) // patch) ** 2,
+    )  # fmt: skip
 
 
 def _tower_size(vision: Mapping[str, Any], where: str, *keys: str) -> int:

@@ -92,7 +92,9 @@ def rollout_seconds(work: Workload, plan: Plan, device: Device) -> float:
     devices = engine_devices(plan, device)
     flops, bandwidth = (rates[work.engine_dtype] * devices for rates in (device.sample_flops, device.sample_bandwidth))
     read = responses * prompt_tokens_of_sample(work, on_cpu=device.is_cpu)
-    prefill = shape.forward_flops(read, work.prompt_tokens / 2) / flops
+    # The engine keeps the features of an image for the other responses to the prompt.
+    images = math.ceil(work.prompts / plan.engines) * work.image_flops(shape)
+    prefill = (shape.forward_flops(read, work.prompt_tokens / 2) + images) / flops
     context = work.prompt_tokens + work.response_tokens / 2
     reading = (work.read_bytes(sequences) + sequences * context * work.sample_bytes) / bandwidth
     multiplying = shape.forward_flops(sequences, context) / flops
@@ -119,7 +121,8 @@ def engine_devices(plan: Plan, device: Device) -> int:
 def training_flops(work: Workload, shape: ModelShape, trainers: int) -> float:
     """Return the operations of forward and backward passes of each trainer.
 
-    A policy with an adapter needs no gradients of its own weights.
+    A policy with an adapter needs no gradients of its own weights. A frozen vision tower has no backward pass. The
+    towers of other models are trained.
 
     Args:
         work: Work of the step.
@@ -129,7 +132,10 @@ def training_flops(work: Workload, shape: ModelShape, trainers: int) -> float:
     sizes = micro_batch_sizes(work, trainers)
     forward = shape.forward_flops(sizes.tokens, sizes.context)
     passes = 3.0 - (1.0 if work.lora_rank and shape is work.policy else 0.0)
-    return forward * (passes + (1.0 if work.gradient_checkpointing else 0.0))
+    passes += 1.0 if work.gradient_checkpointing else 0.0
+    trains_tower = work.trains_tower and (work.adapts_tower or not work.lora_rank)
+    is_frozen = shape is work.policy and not trains_tower
+    return forward * passes + sizes.prompts * work.image_flops(shape) * (1.0 if is_frozen else passes)
 
 
 def _updates(work: Workload, plan: Plan, device: Device, per_node: int) -> float:
@@ -177,7 +183,8 @@ def _log_probs(work: Workload, plan: Plan, device: Device, per_node: int) -> flo
     shapes += work.critics
     seconds = 0.0
     for shape in shapes:
-        seconds += shape.forward_flops(sizes.tokens, sizes.context) / device.train_flops[work.dtype]
+        flops = shape.forward_flops(sizes.tokens, sizes.context) + sizes.prompts * work.image_flops(shape)
+        seconds += flops / device.train_flops[work.dtype]
         if plan.zero_stage in (0, 3) and plan.trainers > 1:
             whole = shape.parameters * work.width * (plan.trainers - 1) / plan.trainers
             hooks = shape.tensors * device.gather_s if plan.zero_stage == 3 else 0.0

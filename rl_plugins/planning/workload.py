@@ -31,6 +31,8 @@ class Workload:
         samples: Responses to each prompt.
         prompt_tokens: Mean tokens of a prompt.
         response_tokens: Mean tokens of a response.
+        images: Mean images of a prompt, whose tokens are among the tokens of the prompt.
+        image_patches: Mean patches of an image; None for the patches of the model's usual images.
         max_tokens: Tokens of the longest prompt and the longest response together.
         micro_batch_tokens: Tokens of one forward and backward pass on a worker.
         updates: Optimizer steps of one pass over the samples.
@@ -38,6 +40,7 @@ class Workload:
         gradient_checkpointing: Activations are computed again in the backward pass.
         lora_rank: Rank of the adapter if only an adapter is trained; 0 without an adapter.
         adapts_tower: The adapter changes the vision tower, too.
+        trains_tower: The vision tower of the policy is trained, and not frozen.
         adapts_experts: The adapter changes the experts of a mixture, too.
         merged: The engine receives whole weights of a policy with an adapter.
         critics: Shapes of the critics, and of a process reward model: further trained models.
@@ -57,6 +60,8 @@ class Workload:
     samples: int = 8
     prompt_tokens: float = 512
     response_tokens: float = 1024
+    images: float = 0.0
+    image_patches: float | None = None
     max_tokens: int = 1536
     micro_batch_tokens: int = 16384
     updates: int = 1
@@ -64,6 +69,7 @@ class Workload:
     gradient_checkpointing: bool = False
     lora_rank: int = 0
     adapts_tower: bool = True
+    trains_tower: bool = True
     adapts_experts: bool = False
     merged: bool = False
     critics: Sequence[ModelShape] = ()
@@ -115,6 +121,12 @@ class Workload:
     def sample_tokens(self) -> float:
         """Mean tokens of a prompt and a response together."""
         return self.prompt_tokens + self.response_tokens
+
+    def image_flops(self, shape: ModelShape) -> float:
+        """Return the operations of a forward pass of a model's vision tower over the images of a prompt."""
+        if shape.tower is None:
+            return 0.0
+        return self.images * shape.tower.forward_flops(self.image_patches or shape.tower.patches)
 
     @property
     def trained_parameters(self) -> int:
@@ -187,6 +199,7 @@ class MicroBatchSizes:
 
     Attributes:
         tokens: Tokens of all micro-batches. A prompt counts once for all its samples in the same micro-batch.
+        prompts: Prompts of all micro-batches, counted in the same way.
         passes: Number of micro-batches.
         largest: Tokens of the largest micro-batch.
         copies: Mean number of samples that contain a token.
@@ -194,6 +207,7 @@ class MicroBatchSizes:
     """
 
     tokens: float
+    prompts: float
     passes: int
     largest: float
     copies: float
@@ -218,13 +232,14 @@ def micro_batch_sizes(work: Workload, trainers: int) -> MicroBatchSizes:
         size = work.prompt_tokens + samples * work.response_tokens
         update_bundles = math.ceil(prompts / work.updates) * bundles
         passes = math.ceil(update_bundles / max(1, int(budget / (size + (samples - 1) * copied))))
-        ways.append((passes, prompts * bundles * size, math.ceil(update_bundles / passes) * size))
-    passes, tokens, largest = min(ways)
+        ways.append((passes, prompts * bundles * size, math.ceil(update_bundles / passes) * size, prompts * bundles))
+    passes, tokens, largest, read_prompts = min(ways)
     responses = prompts * work.samples * work.response_tokens
     attended = responses * (work.prompt_tokens + work.response_tokens / 2)
     attended += (tokens - responses) * work.prompt_tokens / 2
     return MicroBatchSizes(
         tokens=tokens,
+        prompts=read_prompts,
         passes=passes * work.updates,
         # A sample of the largest length has a micro-batch of its own.
         largest=max(largest, work.max_tokens),

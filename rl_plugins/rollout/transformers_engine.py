@@ -23,7 +23,7 @@ from rl_plugins.memory import MemoryChange
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, padded_routes
 from rl_plugins.router_replay import RouterReplay
-from rl_plugins.vision_language import model_class, padded_inputs
+from rl_plugins.vision_language import ModelInputs, model_class, padded_inputs
 from rl_plugins.weights.check import WeightsDiffer, tolerance_of
 from rl_plugins.weights.source import WeightSource
 
@@ -193,19 +193,19 @@ class TransformersRollout(SynchronousGroups):
         log_probs_by_step: list[Tensor] = []
         running_by_step: list[Tensor] = []
         experts_by_step: list[Tensor] = []
-        model_inputs = padded_inputs(
+        inputs = padded_inputs(
             self._model,
             input_ids_BS=input_ids,
             attention_mask_BS=attention_mask,
             position_ids_BS=position_ids,
-            image_inputs_B=[inputs for _, inputs in prompts],
+            image_inputs_B=[images for _, images in prompts],
         )
         cache = None
         for _ in range(sampling.max_tokens):
             if self._routes is not None:
                 self._routes.prepare(None)
                 self._routes.start(torch.arange(input_ids.numel(), device=self._device), input_ids.numel())
-            output = self._model(**model_inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output = inputs.run(self._model, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = output.past_key_values
             if self._routes is not None:
                 self._routes.stop()
@@ -220,11 +220,10 @@ class TransformersRollout(SynchronousGroups):
                 break
             input_ids = tokens_B[:, None]
             attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(rows), 1)], dim=-1)
-            model_inputs = {
-                "input_ids": input_ids,
-                "attention_mask": attention_mask,
-                "position_ids": model_inputs["position_ids"][..., -1:] + 1,
-            }
+            position_ids = inputs.arguments["position_ids"][..., -1:] + 1
+            inputs = ModelInputs(
+                {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+            )
         lengths_B = torch.stack(running_by_step).sum(dim=0).tolist()
         tokens_BT = torch.stack(tokens_by_step, dim=1).tolist()
         chosen_BT = torch.stack(log_probs_by_step, dim=1).tolist()

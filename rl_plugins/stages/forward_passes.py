@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from rl_plugins.algorithms.aggregation import GlobalCounts, local_counts
 from rl_plugins.data.experience import ROUTED_EXPERTS, Experience
 from rl_plugins.data.image_prompts import Processor, blank_image
-from rl_plugins.data.images import IMAGE_INPUTS
-from rl_plugins.errors import DataError
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
 from rl_plugins.models.lora import adapter_off
 from rl_plugins.models.packing import shares_prompts
@@ -99,22 +97,18 @@ class ForwardPasses:
         entropy_gradient: bool = False,
         top_k: int = 0,
     ) -> ResponseLogProbs:
-        """Run a causal language model over a micro-batch; see `response_log_probs`.
-
-        Raises:
-            DataError: routes are replayed, and the samples have images.
-        """
-        if self.router_replay is not None and IMAGE_INPUTS in samples.columns:
-            raise DataError("router_replay: the tokens of images have no routes yet: leave router_replay out")
+        """Run a causal language model over a micro-batch; see `response_log_probs`."""
         rows = SequenceRows.of(samples)
-        if self.router_replay is not None:
-            # The reference may be the policy without its adapter, with routes of its own.
-            experts = samples.columns.get(ROUTED_EXPERTS) if name == POLICY else None
-            self.router_replay.prepare(torch.cat(experts).to(self.device) if experts else None)
         with self._running(name) as model:
+            inputs = self.inputs(model, rows)
+            if self.router_replay is not None:
+                # The reference may be the policy without its adapter, with routes of its own.
+                experts = samples.columns.get(ROUTED_EXPERTS) if name == POLICY else None
+                has_blank_image = len(inputs["input_ids_BS"]) > len(rows.samples)
+                self.router_replay.prepare(self._routes(experts, has_blank_image) if experts else None)
             found = response_log_probs(
                 model,
-                **self.inputs(model, rows),
+                **inputs,
                 packed=self.packing,
                 temperature=self.temperature,
                 sum_pi_squared=sum_pi_squared,
@@ -145,10 +139,22 @@ class ForwardPasses:
     def _blank_image(self) -> BlankImage | None:
         return None if self.processor is None else blank_image(self.processor)
 
+    def _routes(self, experts: Sequence[Tensor], has_blank_image: bool) -> Tensor:
+        """Return the experts of all tokens of a pass [N, L, K]: -1 at the tokens of a blank image, which is last."""
+        blank = len(self._blank_image[0]) if has_blank_image and self._blank_image else 0
+        return nn.functional.pad(torch.cat(list(experts)).to(self.device), (0, 0, 0, 0, 0, blank), value=-1)
+
     def experts(self, samples: Experience) -> list[Tensor]:
         """Return the experts of the tokens of each sample in the last `log_probs`, on the CPU [tokens, L, K]."""
         assert self.router_replay is not None, "the routes are not recorded"
-        return list(self.router_replay.experts_NLK.cpu().split(SequenceRows.of(samples).tokens_B.tolist()))
+        tokens = SequenceRows.of(samples).tokens_B.tolist()
+        # The tokens of a blank image follow.
+        return list(self.router_replay.experts_NLK[: sum(tokens)].cpu().split(tokens))
+
+    def differing_experts(self, samples: Experience) -> Tensor:
+        """Return the share of the replayed experts of each token that the last `log_probs` would have replaced [N]."""
+        assert self.router_replay is not None, "no routes are replayed"
+        return self.router_replay.differing_N[: sum(map(len, samples.columns[ROUTED_EXPERTS]))]
 
     def scores(self, name: str, samples: Experience) -> Tensor:
         """Run a model with a scalar head over a micro-batch; return its scores, [B, T]."""

@@ -154,7 +154,7 @@ class PolicyLearner:
             metrics.add_each({**values, "entropy": entropy_BT}, tensors["response_mask_BT"])
             metrics.add({"rollout_gap": gap_BT}, micro.response_mask, maximum=True)
             if self._passes.router_replay is not None:
-                differing_N = self._passes.router_replay.differing_N
+                differing_N = self._passes.differing_experts(micro)
                 metrics.add({"router_differing": differing_N}, torch.ones_like(differing_N))
             # Model engines average gradients over ranks, so the loss of a rank is scaled up by the number of ranks.
             metrics.add_sum("loss", loss.detach() / (world_size * self._updates))

@@ -179,6 +179,8 @@ def test_router_replay_refuses_a_dense_model(tmp_path: Path) -> None:
 def test_check_routers_knows_the_classes_of_transformers() -> None:
     check_routers({"model_type": "qwen3_moe"}, "router_losses")
     check_routers({"model_type": "own", "auto_map": {}}, "router_losses")
+    for family, text in {"llava": "qwen3_moe", "qwen3_vl_moe": "qwen3_vl_moe_text"}.items():
+        check_routers({"model_type": family, "text_config": {"model_type": text}}, "router_replay")
     with pytest.raises(ConfigError, match="router_losses: the model is not a mixture of experts"):
         check_routers({"model_type": "llama"}, "router_losses")
 

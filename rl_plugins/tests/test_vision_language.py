@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText, SmolVLMConfig
 
 from benchmarks.tiny_vision import processor, save_tiny_vision
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.image_prompts import ImagePromptEncoder
-from rl_plugins.data.images import IMAGE_INPUTS, inputs_of
+from rl_plugins.data.images import IMAGE_INPUTS, inputs_of, num_patches
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import read_model_config
 from rl_plugins.models.loading import load_causal_lm
@@ -24,7 +25,8 @@ from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.planning.shape import shape_of
 from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.tests.pictures import picture
-from rl_plugins.vision_language import SampleImages, language_model
+from rl_plugins.tests.stages.with_images import assert_alike, of_tower
+from rl_plugins.vision_language import SampleImages, language_model, patch_size, vision_tower
 from rl_plugins.weights.source import ModuleWeightSource
 
 FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
@@ -60,6 +62,10 @@ def model(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def samples(family: str) -> Experience:
+    return samples_of(family)
+
+
+def samples_of(family: str) -> Experience:
     prompts = ImagePromptEncoder(processor(family))
     encoded = [
         prompts.encode([{"role": "user", "content": question}], images, {})
@@ -128,17 +134,62 @@ def test_response_scores_with_images_equal_single_samples(
             torch.testing.assert_close(own[: len(tokens)], scores, rtol=0, atol=5e-5)
 
 
+def assert_images_are_read_once(model: Any, samples: Experience, *, packed: bool) -> None:
+    """Compare gradients with a pass in which no sample shares an image, and count patches at the tower."""
+
+    def gradients(images: list[Any]) -> tuple[dict[str, torch.Tensor], list[int]]:
+        model.zero_grad()
+        seen: list[int] = []
+        embedding = next(m for m in vision_tower(model).modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Conv3d))
+        hook = embedding.register_forward_hook(lambda module, given, made: seen.append(made[:, 0].numel()))
+        inputs: dict[str, Any] = {**samples.forward_inputs, "image_inputs_B": images}
+        log_probs_N = response_log_probs(model, **inputs, packed=packed).log_probs_BT[samples.response_mask.bool()]
+        (log_probs_N * torch.linspace(-1, 1, len(log_probs_N))).sum().backward()
+        hook.remove()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, seen
+
+    images = samples.columns[IMAGE_INPUTS]
+    shared, once = gradients(images)
+    # Other objects, and so other images.
+    expected, each = gradients([inputs and {**inputs} for inputs in images])
+    patches = [num_patches(inputs, patch_size(model)) if inputs else 0 for inputs in images]
+    assert once == [sum(patches[place] for place in (0, 1, 3))] and each == [sum(patches)]
+    assert any(expected[name].abs().max() > 1e-4 for name in of_tower(expected))
+    assert_alike(shared, expected)
+    assert "get_image_features" not in vars(model.base_model)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_gradients_with_images_of_several_samples_equal_a_pass_for_each_sample(
+    folder: Path, samples: Experience, packed: bool
+) -> None:
+    model: Any = load_causal_lm(str(folder), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith("mm_input_projection_weight"):
+            # A new projector of Gemma 3 is 0, and keeps gradients from its tower.
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(3))
+    assert_images_are_read_once(model, samples, packed=packed)
+
+
+def test_gradients_of_smolvlm_with_images_of_several_samples(tmp_path: Path) -> None:
+    config = save_tiny_vision("idefics3", tmp_path).config.to_dict()
+    del config["model_type"], config["vision_config"]["model_type"]
+    model = AutoModelForImageTextToText.from_config(SmolVLMConfig(**config), dtype=torch.float32)
+    assert_images_are_read_once(model, samples_of("idefics3"), packed=False)
+
+
 def test_packed_row_has_each_prompt_and_each_image_once(family: str, model: Any, samples: Experience) -> None:
     row = pack(model, **samples.forward_inputs)
     # Gemma 3 has a mask of its own.
     shared = family != "gemma3"
     assert shares_prompts(model) == shared
-    chosen = torch.arange(4 if shared else len(OF_PROMPT))
-    tokens = samples.prompt_lengths[chosen].sum() + samples.response_lengths.sum()
-    assert row.inputs["input_ids"].shape == (1, tokens)
-    images = SampleImages(model, samples.columns[IMAGE_INPUTS]).of_samples(chosen)
-    for name, values in images.arguments(row.inputs["input_ids"]).items():
-        torch.testing.assert_close(row.inputs[name], values, rtol=0, atol=0)
+    prompts = samples.prompt_lengths[:4] if shared else samples.prompt_lengths
+    tokens = prompts.sum() + samples.response_lengths.sum()
+    input_ids = row.inputs.arguments["input_ids"]
+    assert input_ids.shape == (1, tokens)
+    images = SampleImages(model, samples.columns[IMAGE_INPUTS][:4], samples.input_ids[:4])
+    for name, values in images.arguments(input_ids).items():
+        torch.testing.assert_close(row.inputs.arguments[name], values, rtol=0, atol=0)
     assert Lengths.of(samples).first_B.tolist() == [0, 1, 2, 3, 1, 0, 2]
 
 

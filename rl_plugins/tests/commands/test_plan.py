@@ -72,6 +72,32 @@ def test_plan_of_a_mixture_holds_all_experts_and_computes_the_chosen_experts(tmp
     assert training[0] < training[1] < 10 * training[0]
 
 
+def test_plan_counts_the_time_of_images(tmp_path, capsys):
+    vision = {
+        "model_type": "qwen2_5_vl", "hidden_size": 1280, "out_hidden_size": 3584, "intermediate_size": 3420,
+        "depth": 32, "num_heads": 16, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2,
+        "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+    }  # fmt: skip
+    model = tmp_path / "vision.json"
+    model.write_text(json.dumps({**QWEN_7B, "model_type": "qwen2_5_vl", "vision_config": vision}))
+    seconds = []
+    for images in (["--images", "0"], [], ["--images", "2", "--image-patches", "4096"]):
+        words = ["plan", "grpo", f"model.path={model}", "--device", "h100", "model.precision=bf16-true", *images]
+        assert main([*words, "--devices", "16", "strategy.zero_stage=3"]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        assert ("images" in shown[0]) == (images[:2] != ["--images", "0"])
+        end = shown[1].index("s/step") + len("s/step")
+        seconds.append(float(shown[2][end - 9 : end]))
+    assert "512 + 256 tokens, 2 images of 4096 patches, bf16-true" in shown[0]
+    assert seconds[0] <= seconds[1] < seconds[2]
+    config = configured("grpo", f"model.path={model}", "optimizer.vision_lr=0")
+    work = workload_of(config)
+    assert (work.images, work.image_patches, work.trains_tower) == (1.0, None, False)
+    # 448 x 448 pixels.
+    assert work.policy.tower is not None
+    assert work.image_flops(work.policy) == work.policy.tower.forward_flops(1024)
+
+
 def test_plan_has_the_precision_of_a_run_on_the_device(model, capsys):
     for device, precision in (("h100", "bf16-mixed"), ("cpu", "32-true")):
         assert main(["plan", "grpo", f"model.path={model}", "--device", device, "--devices", "8"]) in (0, 2)
@@ -136,6 +162,9 @@ def test_plan_refuses_the_impossible_and_loads_no_heavy_library(model, root):
             "a run would refuse every placement, the first with the message: the placement needs 9 CPUs",
         ),
         (["grpo", "model.path=M", "--device", "cpu", "--calibration", "no.json"], "calibration file no.json: "),
+        (["grpo", "model.path=M", "--images", "-1"], "argument --images: -1: must be 0 or more"),
+        (["grpo", "model.path=M", "--images", "1"], "reads text alone: leave --images out"),
+        (["grpo", "model.path=M", "--image-patches", "64"], "reads text alone: leave --image-patches out"),
     ],
 )
 def test_plan_names_a_wrong_option_and_the_correction_in_one_line(words, message, model, capsys):

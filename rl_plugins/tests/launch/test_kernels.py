@@ -76,3 +76,12 @@ def test_router_replay_of_the_rollout_needs_an_engine_that_returns_experts() -> 
     configured("grpo", *rollout, "rollout.engine=transformers").set_device("cpu")
     uncached = configured("grpo", *rollout, "rollout.prefix_caching=false")
     assert "rollout.prefix_caching=true" in message_of(lambda: check_options(uncached))
+
+
+def test_router_losses_refuse_a_model_that_reads_images() -> None:
+    policy = {"model_type": "llava", "text_config": {"model_type": "qwen3_moe"}, "vision_config": {}}
+    replay = configured("grpo", *OPTIONS, "model.router_replay=rollout")
+    check_router_options(replay, policy)
+    losses = configured("grpo", *OPTIONS, "model.router_losses.balance=0.01")
+    message = message_of(lambda: check_router_options(losses, policy))
+    assert "model.router_losses: losses of the routers of a vision-language model" in message

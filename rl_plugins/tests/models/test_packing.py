@@ -97,8 +97,8 @@ def test_pack_makes_one_row_with_positions_per_sample() -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
     positions = torch.tensor([[0, 0, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]])
     row = pack(tiny("Llama"), input_ids_BS=ids, attention_mask_BS=mask, position_ids_BS=positions)
-    assert row.inputs["input_ids"].tolist() == [[5, 6, 7, 1, 2, 3, 4, 8, 9]]
-    assert row.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5]]
+    assert row.inputs.arguments["input_ids"].tolist() == [[5, 6, 7, 1, 2, 3, 4, 8, 9]]
+    assert row.inputs.arguments["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5]]
     # 7 is predicted at 6; 8 and 9 at 4 and 8.
     assert row.predicting(mask, response_width=2).tolist() == [1, 6, 7]
 

@@ -123,12 +123,12 @@ def test_pack_makes_one_row_with_shared_prompts() -> None:
     arguments = forward_arguments(samples)
     del arguments["image_inputs_B"]
     row = pack(packed(), **arguments)
-    assert row.inputs["input_ids"].tolist() == [[5, 6, 7, 8, 9, 4, 4, 1, 2, 3]]
-    assert row.inputs["position_ids"].tolist() == [[0, 1, 2, 2, 3, 2, 3, 0, 1, 2]]
+    assert row.inputs.arguments["input_ids"].tolist() == [[5, 6, 7, 8, 9, 4, 4, 1, 2, 3]]
+    assert row.inputs.arguments["position_ids"].tolist() == [[0, 1, 2, 2, 3, 2, 3, 0, 1, 2]]
     # 7, 8 and the first 4 are predicted at 6; 2 at 1.
     assert row.predicting(samples.attention_mask, samples.responses.shape[1]).tolist() == [1, 7, 8, 1, 3, 1, 5]
     # [5 6 7], [1 2 3], [5 6 8 9], [5 6 4 4], the shortest first: two whole samples, then two responses.
-    stretches = row.inputs["stretches"]
+    stretches = row.inputs.arguments["stretches"]
     assert stretches.runs == ((3, 3, 2), (2, 4, 2)) and stretches.longest == (3, 4)
     assert [starts.tolist() for starts in stretches.starts] == [[0, 3, 6, 8, 10], [0, 3, 6, 10, 14]]
     assert stretches.places.queries.tolist() == [0, 1, 2, 7, 8, 9, 3, 4, 5, 6]

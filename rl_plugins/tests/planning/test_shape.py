@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -116,6 +117,36 @@ def test_shape_of_counts_the_parameters_of_a_vision_tower(config):
     weights = {name: p for name, p in model.named_parameters() if "language_model" not in name}
     weights = {name: p for name, p in weights.items() if "text_model" not in name and "lm_head" not in name}
     assert sum(tower.matrices) == pytest.approx(sum(p.numel() for p in weights.values()), rel=2e-3)
+
+
+def image_inputs(family, patches, config):
+    """Return the inputs of `get_image_features` for two images of some patches, which are squares."""
+    side, size = patches**0.5, config.vision_config.patch_size
+    if family == "qwen2_5_vl":
+        pixels = torch.rand(2 * patches, 3 * config.vision_config.temporal_patch_size * size**2)
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, int(side), int(side)]] * 2)}
+    images = torch.rand(2, 3, int(side) * size, int(side) * size)
+    return {"pixel_values": images[None] if family == "idefics3" else images}
+
+
+# An image of 256 patches has four windows of 64 patches.
+@for_each(
+    ("family", "patches"), [("llava", 16), ("gemma3", 16), ("qwen2_5_vl", 64), ("qwen2_5_vl", 256), ("idefics3", 16)]
+)
+def test_forward_flops_of_a_tower_are_the_operations_that_torch_counts(family, patches, tmp_path):
+    model = save_tiny_vision(family, tmp_path / f"{family}{patches}").train()
+    # Torch does not count the fused attention of a CPU.
+    model.set_attn_implementation("eager")
+    tower = shape_of(read_model_config(tmp_path / f"{family}{patches}" / "config.json"), "it").tower
+    assert tower is not None and (family == "qwen2_5_vl" or tower.patches == patches)
+    with FlopCounterMode(display=False) as forward:
+        features = model.base_model.get_image_features(**image_inputs(family, patches, model.config)).pooler_output
+    # The head of SigLIP multiplies one row for each image, which is left out.
+    assert 2 * tower.forward_flops(patches) == pytest.approx(forward.get_total_flops(), rel=0.03)
+    with FlopCounterMode(display=False) as backward:
+        sum(feature.sum() for feature in features).backward()
+    # The pixels need no gradient, and nothing reads the output of the head: a large share of a tower of two blocks.
+    assert backward.get_total_flops() == pytest.approx(2 * forward.get_total_flops(), rel=0.2)
 
 
 @for_each("family", ["llava", "gemma3", "qwen2_5_vl", "idefics3"])

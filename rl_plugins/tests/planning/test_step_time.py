@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from rl_plugins.planning.devices import Device
-from rl_plugins.planning.shape import ModelShape
+from rl_plugins.planning.shape import ModelShape, Tower
 from rl_plugins.planning.step_time import rollout_seconds, step_time
 from rl_plugins.planning.workload import Plan, Workload
 
@@ -77,6 +78,32 @@ def test_step_time_update_is_three_forward_passes_and_four_with_checkpointing():
     assert step_time(WORK, APART, DEVICE, 8).update == pytest.approx(3 * forward + optimizer)
     again = step_time(replace(WORK, gradient_checkpointing=True), APART, DEVICE, 8)
     assert again.update == pytest.approx(4 * forward + optimizer)
+
+
+def test_step_time_has_the_vision_tower_once_for_each_prompt_of_a_micro_batch():
+    tower = Tower(2, ((10, 10),), (), (), width=10, patches=16, multiplied=300)
+    image = 16 * (2 * (300 + 2 * 100) + 4 * 10 * 2 * 16)
+    assert tower.forward_flops(16) == image
+    work = replace(WORK, policy=replace(SHAPE, tower=tower), updates=2)
+
+    def seconds(**options: Any) -> tuple[float, float, float]:
+        with_images, without = (replace(work, **options, images=images) for images in (3.0, 0.0))
+        times = [step_time(item, APART, DEVICE, 8) for item in (with_images, without)]
+        slow, fast = ((time.rollout, time.log_probs, time.update) for time in times)
+        first, second, third = ((one - other) * 1e6 / (3 * image) for one, other in zip(slow, fast, strict=True))
+        return first, second, third
+
+    # Two prompts: the engine, the old log-probs, and forward and backward passes.
+    assert seconds() == pytest.approx((2, 2, 2 * 3))
+    assert seconds(gradient_checkpointing=True) == pytest.approx((2, 2, 2 * 4))
+    assert seconds(trains_tower=False) == pytest.approx((2, 2, 2))
+    assert seconds(lora_rank=1, adapts_tower=False) == pytest.approx((2, 2, 2))
+    assert seconds(lora_rank=1) == pytest.approx((2, 2, 2 * 2))
+    # Each sample has a micro-batch of its own.
+    assert seconds(micro_batch_tokens=30) == pytest.approx((2, 4, 4 * 3))
+    assert seconds(image_patches=32.0) == pytest.approx(
+        [count * tower.forward_flops(32) / image for count in (2, 2, 6)]
+    )
 
 
 def test_step_time_of_collectives_by_zero_stage():

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from benchmarks.tiny_vision import processor
+from benchmarks.tiny_vision import processor, save_tiny_vision
+from rl_plugins.callbacks.router_losses import RouterLosses
 from rl_plugins.config.models import LoraConfig, OptimizerConfig
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
-from rl_plugins.data.experience import Experience
+from rl_plugins.data.experience import ROUTED_EXPERTS, Experience
 from rl_plugins.data.image_prompts import ImagePromptEncoder, load_processor
 from rl_plugins.data.images import IMAGE_INPUTS, PROMPT_IMAGES, PromptImages, num_patches
 from rl_plugins.data.preferences import PairBatch
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.errors import ConfigError, DataError
+from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.tiny import build_model, build_tokenizer
 from rl_plugins.rewards.records import Score
 from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.rollout.engine import Generations
-from rl_plugins.router_replay import RouterReplay
 from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.stages.preference_optimization import PreferenceOptimization
 from rl_plugins.stages.sampling import PromptSampler
@@ -88,7 +88,7 @@ def trained(
         max_steps=2,
         **options,
     )
-    batch = batch_of(family, list(range(4))[rank::world_size])
+    batch = batch_of(family, list(range(6))[rank::world_size])
     flags: dict[str, Any] = {"accelerator": "cpu", "precision": "32-true"}
     if world_size > 1:
         flags |= {"devices": 1, "num_nodes": world_size}
@@ -104,7 +104,7 @@ def trained_rank(rank: int, family: str, folder: Path, name: str, options: dict[
     return trained(family, folder, strategy, rank, 2, **options)
 
 
-@pytest.mark.parametrize(("name", "packing"), [("zero", True), ("zero", False), ("fsdp", True)])
+@pytest.mark.parametrize(("name", "packing"), [("zero", True), ("zero", False), ("fsdp", True), ("fsdp", False)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sharded_models_with_images_on_one_rank_alone_equal_one_process(
     family: str, name: str, packing: bool, folders: dict[str, Path]
@@ -163,7 +163,7 @@ def test_num_patches_counts_the_rows_of_the_vision_tower(folders: dict[str, Path
             attention_mask_BS=torch.ones_like(ids),
             position_ids_BS=torch.arange(ids.shape[1])[None],
             image_inputs_B=[inputs],
-        ))  # fmt: skip
+        ).arguments)  # fmt: skip
         assert [num_patches(inputs, patch_size(model))] == rows
 
 
@@ -257,7 +257,7 @@ def test_inputs_add_a_blank_image_for_models_that_the_ranks_share(
 
 def test_preference_optimization_and_an_adapter_train_with_images(folders: dict[str, Path]) -> None:
     batch = batch_of("llava", [0, 1])
-    pairs = PairBatch(batch["prompt_ids"], RESPONSES[:2], RESPONSES[2:], [0.0, 0.0], [0, 1], batch[IMAGE_INPUTS])
+    pairs = PairBatch(batch["prompt_ids"], RESPONSES[:2], RESPONSES[2:4], [0.0, 0.0], [0, 1], batch[IMAGE_INPUTS])
     stage = PreferenceOptimization(
         str(folders["llava"]),
         tokenizer=load_processor(str(folders["llava"])),
@@ -291,9 +291,54 @@ def test_parallel_blocks_of_a_vision_language_model_are_refused(family: str, fol
         body_of(model, "policy", 2)
 
 
-def test_replay_of_routes_refuses_images(folders: dict[str, Path]) -> None:
-    stage = sampled("llava", folders["llava"])
-    (samples,) = stage.trained_on
-    passes = replace(stage.passes, router_replay=RouterReplay())
-    with pytest.raises(DataError, match="router_replay: the tokens of images have no routes yet"):
-        passes.log_probs("policy", samples)
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of LLaVA with experts."""
+    folder: Path = tmp_path_factory.mktemp("mixture")
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    save_tiny_vision("llava", folder, **experts)
+    return folder
+
+
+def test_router_replay_has_the_experts_of_the_tokens_of_images(mixture: Path) -> None:
+    def trained_on(**options: Any) -> tuple[Experience, dict[str, float]]:
+        stage = sampled("llava", mixture, **options)
+        return stage.trained_on[0], stage.metrics[-1]
+
+    recomputed, metrics = trained_on(router_replay="recompute")
+    padded, padded_metrics = trained_on(router_replay="recompute", packing=False)
+    of_engine, _ = trained_on(router_replay="rollout", return_experts=True)
+    assert metrics["train/router_differing"] > 0
+    assert padded_metrics["train/loss"] == pytest.approx(metrics["train/loss"], abs=1e-4)
+    tokens = recomputed.sequence_lengths.tolist()
+    columns = [samples.columns[ROUTED_EXPERTS] for samples in (recomputed, padded, of_engine)]
+    for own, in_padded, sampled_with, count in zip(*columns, tokens, strict=True):
+        assert len(own) == count and own.equal(in_padded)
+        # The engine does not run the last token.
+        assert own[:-1].equal(sampled_with[:-1])
+
+
+def test_router_replay_leaves_the_choice_for_a_blank_image_to_the_routers(mixture: Path) -> None:
+    for packing in (True, False):
+        stage = sampled("llava", mixture, router_replay="recompute", packing=packing)
+        (samples,) = stage.trained_on
+        without = samples[torch.tensor([images is None for images in samples.columns[IMAGE_INPUTS]]).nonzero()[:, 0]]
+        shared = SimpleNamespace(
+            ranks=SimpleNamespace(world_size=2),
+            phase_log=stage.strategy.phase_log,
+            model_engine=stage.strategy.model_engine,
+        )
+        found = []
+        with torch.no_grad():
+            for passes in (stage.passes, replace(stage.passes, strategy=shared)):
+                log_probs = passes.log_probs("policy", without.trimmed()).log_probs_BT
+                found.append((log_probs, passes.differing_experts(without), torch.cat(passes.experts(without))))
+        for alone, with_blank in zip(*found, strict=True):
+            torch.testing.assert_close(alone, with_blank, rtol=0, atol=2e-5)
+        assert len(found[0][1]) == without.sequence_lengths.sum()
+
+
+def test_router_losses_refuse_a_stage_with_images(mixture: Path) -> None:
+    stage, trainer = sampled("llava", mixture), canned.quiet_trainer(single_device())
+    with pytest.raises(ConfigError, match="router_losses: losses of the routers of a vision-language model would"):
+        RouterLosses(balance=0.01).on_fit_start(trainer, stage)

@@ -23,7 +23,7 @@ from rl_plugins.tests.pictures import picture, row
 from rl_plugins.tests.stages import canned
 
 FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
-RESPONSES = [[80, 81, 82, 83, 257], [70, 257], [60, 61, 257], [75, 76, 77, 257]]
+RESPONSES = [[80, 81, 82, 83, 257], [70, 257], [60, 61, 257], [75, 76, 77, 257], [62, 63, 257], [71, 257]]
 
 
 def saved_families(folder: Path) -> dict[str, Path]:
@@ -34,15 +34,15 @@ def saved_families(folder: Path) -> dict[str, Path]:
 
 
 def batch_of(family: str, places: list[int]) -> dict[str, Any]:
-    """Return a batch in which each second example has an image."""
+    """Return a batch in which each second example has an image. Examples 0 and 4 have the same prompt and image."""
     prompts = ImagePromptEncoder(processor(family))
-    encoded = [
-        encoded_with_image(prompts, picture(place))
+    encoded = {
+        place: encoded_with_image(prompts, picture(place))
         if place % 2 == 0
         else (prompts.tokenizer.encode("no picture"), None)
-        for place in places
-    ]
-    ids, inputs = zip(*encoded, strict=True)
+        for place in {place % 4 for place in places}
+    }
+    ids, inputs = zip(*(encoded[place % 4] for place in places), strict=True)
     responses = [RESPONSES[place] for place in places]
     return {"prompt_ids": list(ids), "response_ids": responses, IMAGE_INPUTS: list(inputs)}
 
@@ -76,7 +76,7 @@ def rows_of(count: int) -> list[dict[str, Any]]:
     return [row("<image>color?", picture(number)) if number % 2 else row("no picture") for number in range(count)]
 
 
-def sampled(family: str, folder: Path, *, max_tokens: int = 8, **options: Any) -> Any:
+def sampled(family: str, folder: Path, *, max_tokens: int = 8, return_experts: bool = False, **options: Any) -> Any:
     """Train one step of GRPO on samples of the transformers engine; return the stage."""
     stage = canned.Keeping(
         load_causal_lm(str(folder), dtype=torch.float32),
@@ -90,7 +90,7 @@ def sampled(family: str, folder: Path, *, max_tokens: int = 8, **options: Any) -
     )
     stage.shown_samples.limit = 5
     data = PromptDataModule(rows_of(4), tokenizer=processor(family), prompts_per_step=4)
-    strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(folder)))
+    strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(folder), return_experts=return_experts))
     canned.quiet_trainer(strategy).fit(stage, datamodule=data)
     assert stage.step == 1
     return stage
