@@ -9,6 +9,7 @@ examples:
       --prompt prompt --chosen chosen --rejected rejected
   rl-plugins prepare hf --input saved_data_set --output data/sft --data-source chat \\
       --prompt messages --response messages
+  rl-plugins prepare verifiers --env my-env --args '{"level": 2}' --output data/my-env
   rl-plugins prepare validate data/math/train.parquet --test data/math/test.parquet \\
       --tokenizer MODEL --max-prompt-tokens 512
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -37,6 +38,7 @@ from rl_plugins.data.prepare.conversion import (
 )
 from rl_plugins.data.prepare.files import read_records, write_rows, write_splits
 from rl_plugins.data.prepare.tasks import TASKS, agent_task
+from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
     from rl_plugins.data.image_prompts import Processor
@@ -80,6 +82,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     saved.add_argument("--input", type=Path, required=True, help="folder of the data set")
     saved.add_argument("--train-split", default="train", help="training split (default: %(default)s)")
     saved.add_argument("--test-split", help="held-out split, such as test")
+    played = command("verifiers", "the data set of an environment of the package verifiers", _make_verifiers)
+    _add_verifiers(played)
     for conversion_parser in (lines, saved):
         _add_output(conversion_parser)
         add_conversion_arguments(conversion_parser)
@@ -98,6 +102,25 @@ def run(arguments: Namespace) -> int:
 
 def _add_output(parser: ArgumentParser) -> None:
     parser.add_argument("--output", type=output_path, required=True, help="folder for train.parquet and test.parquet")
+
+
+def _add_verifiers(parser: ArgumentParser) -> None:
+    parser.add_argument("--env", required=True, help="name for verifiers.load_environment")
+    parser.add_argument("--args", type=_json_object, default={}, help="arguments of its load_environment, as JSON")
+    for split in ("train", "test"):
+        parser.add_argument(f"--num-{split}", type=number(int, AT_LEAST_1), help=f"rows of {split} (default: all)")
+    _add_output(parser)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """Return the arguments of a text with a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text}: no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ArgumentTypeError(f'{text}: give an object, such as {{"level": 2}}')
+    return found
 
 
 def _add_validate(parser: ArgumentParser) -> None:
@@ -145,6 +168,22 @@ def _make(options: Namespace) -> int:
     return 0
 
 
+def _make_verifiers(options: Namespace) -> int:
+    from rl_plugins.environments.verifiers_agent import VerifiersAgent, dataset_rows, load_environment
+
+    environment = load_environment(options.env, options.args)
+    found = {split: dataset_rows(environment, split, getattr(options, f"num_{split}")) for split in ("train", "test")}
+    splits = {split: rows for split, rows in found.items() if rows}
+    if "train" not in splits:
+        raise ConfigError(f"env={options.env}: the environment has no rows to train on: choose another environment")
+    paths = write_splits(splits, options.output)
+    arguments = {"args": options.args} if options.args else {}
+    agent = {"_target_": f"{VerifiersAgent.__module__}.{VerifiersAgent.__name__}", "env": options.env, **arguments}
+    command = _command("grpo", "MODEL", paths, options={"environment": "agent", "environment.agent": agent})
+    _print_files({path: len(splits[split]) for split, path in paths.items()}, splits["train"][0], [command])
+    return 0
+
+
 def _convert(options: Namespace, records: Callable[[Namespace], dict[str, Any]]) -> int:
     conversion = conversion_of(options)
     counts = write_rows(convert(records(options), conversion, options.test_share), conversion.schema, options.output)
@@ -163,7 +202,13 @@ def _print_files(files: dict[Path, int], row: Row, commands: Sequence[str]) -> N
     print("\nNext:", *commands, sep="\n  ")
 
 
-def _command(recipe: str, model: str, splits: Mapping[str, Path], config_name: str | None = None) -> str:
+def _command(
+    recipe: str,
+    model: str,
+    splits: Mapping[str, Path],
+    config_name: str | None = None,
+    options: Mapping[str, object] | None = None,
+) -> str:
     """Return the command that trains with a recipe.
 
     Args:
@@ -171,11 +216,13 @@ def _command(recipe: str, model: str, splits: Mapping[str, Path], config_name: s
         model: value of `model.path`.
         splits: file of the split `train`, and of `test` if there is one.
         config_name: name of the recipe's file; None for the name of the module.
+        options: further options of the recipe.
     """
     from rl_plugins.launch.command_line import override
 
-    options = (("data.train_files", "train"), ("data.val_files", "test"))
-    overrides = [override(option, [splits[split]]) for option, split in options if split in splits]
+    files = (("data.train_files", "train"), ("data.val_files", "test"))
+    overrides = [override(option, [splits[split]]) for option, split in files if split in splits]
+    overrides += [override(option, value) for option, value in (options or {}).items()]
     named = [] if config_name is None else ["--config-name", config_name]
     return shlex.join(["python", "-m", f"rl_plugins.recipes.{recipe}", *named, f"model.path={model}", *overrides])
 

@@ -28,7 +28,16 @@ from rl_plugins.rewards.loading import plain
 from rl_plugins.rewards.records import AGENT_DETAILS, Score, ScoringRequest, failed
 from rl_plugins.rewards.trajectory import LastWords, Reply, Start, Turn
 from rl_plugins.rewards.turn_times import Work, unix_time
-from rl_plugins.rollout.chat import ChatAnswer, ChatCall, Message, NotContinued, Refused, continuation, for_template
+from rl_plugins.rollout.chat import (
+    ChatAnswer,
+    ChatCall,
+    Message,
+    NoRoom,
+    NotContinued,
+    Refused,
+    continuation,
+    for_template,
+)
 from rl_plugins.rollout.tool_calls import ParsedResponse, ResponseParser, decoded
 from rl_plugins.rollout.vllm.call_formats import FORMATS, AnswerEvents
 from rl_plugins.rollout.vllm.responses_protocol import with_previous
@@ -148,7 +157,7 @@ class AgentConversations:
         if turn.number > talk.turns:
             self._answer(talk, turn)
         else:
-            self._refuse(talk, Refused("the trajectory has no tokens left: raise max_tokens (sampling.max_tokens)"))
+            self._refuse(talk, NoRoom("the trajectory has no tokens left: raise max_tokens (sampling.max_tokens)"))
         talk.answered_at = time.monotonic()
         self._host.go_on(key)
         if talk.result is not None:
@@ -238,7 +247,7 @@ class AgentConversations:
             reason = f"the chat template refuses the messages or the tools: {str(error) or type(error).__name__}"
             refused = error if isinstance(error, Refused) else Refused(reason)
             self._count(talk, refused)
-            self._endpoint.refuse(received, str(refused))
+            self._endpoint.refuse(received, str(refused), refused.kind)
             return
         if isinstance(turn, Reply):
             # The agent worked from the last answer to this call, which may have waited for another call since.
@@ -289,7 +298,7 @@ class AgentConversations:
         """
         limit = self._limits.max_turns
         if talk.turns >= limit:
-            raise Refused(
+            raise NoRoom(
                 f"the policy has given max_turns={limit} answers in the trajectory: raise max_turns "
                 "(environment.max_turns in a recipe)"
             )
@@ -422,7 +431,7 @@ class AgentConversations:
     def _refuse(self, talk: _AgentTalk, refused: Refused) -> None:
         assert talk.received is not None, "a call is in progress"
         self._count(talk, refused)
-        self._endpoint.refuse(talk.received, str(refused))
+        self._endpoint.refuse(talk.received, str(refused), refused.kind)
 
     @staticmethod
     def _count(talk: _AgentTalk, refused: Refused) -> None:

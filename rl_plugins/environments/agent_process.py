@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from rl_plugins.environments.object_process import ObjectTask, set_seeds
 from rl_plugins.environments.step_result import Answer, failure_of, read_final
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.loading import find_callable
+from rl_plugins.rewards.loading import load_callable
 from rl_plugins.user_code import describe
 
 _WRITTEN = "`async def solve(row, base_url, api_key)`"
@@ -68,14 +68,15 @@ class AgentTask(ObjectTask):
 
 
 def load_agent(config: Mapping[str, Any]) -> tuple[str, Callable[..., Any]]:
-    """Load the function of an agent; return its name, and the function with its further arguments.
+    """Load the function of an agent, or make the object of a class with a method `__call__`.
+
+    Returns:
+        The name, and the function with its further arguments. The arguments of a class are those of its constructor.
 
     Raises:
         ConfigError: the function cannot be loaded, or does not take the arguments.
     """
-    name, function, options = find_callable(config, "agent")
-    if inspect.isclass(function):
-        raise ConfigError(f"agent {name!r} is a class: name a function, such as {_WRITTEN}")
+    name, function, options = load_callable(config, "agent")
     try:
         inspect.signature(function).bind("row", "base_url", "api_key", **options)
     except TypeError as error:

@@ -77,7 +77,7 @@ class Endpoint:
     Args:
         host: address of this machine on which the server listens, such as 127.0.0.1.
         models: body of `/v1/models`.
-        error_body: function from a status and a reason to the body of an error.
+        error_body: function from a status, a reason and the type of an error to the body of the error.
 
     Attributes:
         base_url: address for clients of OpenAI.
@@ -86,7 +86,7 @@ class Endpoint:
         ConfigError: the server cannot listen on the address.
     """
 
-    def __init__(self, host: str, models: bytes, error_body: Callable[[int, str], bytes]) -> None:
+    def __init__(self, host: str, models: bytes, error_body: Callable[[int, str, str], bytes]) -> None:
         self._models, self._error_body = models, error_body
         self._socket = listening_on(host)
         shown = f"[{host}]" if ":" in host else host
@@ -153,9 +153,15 @@ class Endpoint:
             waiting.remove(call)
         self._put(call, answer)
 
-    def refuse(self, call: Received, reason: str, status: int = 400) -> None:
-        """Send an error in answer to a call."""
-        self.answer(call, self._error(status, reason))
+    def refuse(self, call: Received, reason: str, kind: str) -> None:
+        """Send an error in answer to a call.
+
+        Args:
+            call: the call.
+            reason: reason for the client.
+            kind: type of the error in OpenAI's protocol.
+        """
+        self.answer(call, self._error(400, reason, kind))
 
     def end(self, trajectory: int) -> None:
         """End a trajectory: calls that wait, and further calls with its key, get an error."""
@@ -247,7 +253,8 @@ class Endpoint:
             return trajectory
         if ended is not None:
             return self._has_ended(ended)
-        return self._error(401, "no trajectory has this key: send the api_key that the agent got")
+        reason = "no trajectory has this key: send the api_key that the agent got"
+        return self._error(401, reason, "authentication_error")
 
     def _put(self, call: Received, part: bytes | HttpAnswer) -> None:
         assert self._loop is not None, "a call came through the loop"
@@ -258,8 +265,8 @@ class Endpoint:
             410, f"trajectory {trajectory} has ended: an agent makes no call after the return of its reward"
         )
 
-    def _error(self, status: int, reason: str) -> HttpAnswer:
-        return HttpAnswer(status, "application/json", self._error_body(status, reason))
+    def _error(self, status: int, reason: str, kind: str = "invalid_request_error") -> HttpAnswer:
+        return HttpAnswer(status, "application/json", self._error_body(status, reason, kind))
 
 
 def check_host(host: str) -> None:

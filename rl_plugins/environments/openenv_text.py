@@ -3,15 +3,18 @@
 environment=stateful 'environment.stateful={_target_: rl_plugins.environments.openenv_text.OpenEnvText,
     url: "http://127.0.0.1:8000", action: message}'
 
-Protocol: a session over a WebSocket at `/ws`, as in `openenv.core.env_client` of the package openenv-core.
+Protocol: a session over a WebSocket at `/ws`, as in `openenv.core.env_client` of the package openenv.
 """
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from rl_plugins.environments.step_result import StepResult
 from rl_plugins.environments.text_adapters import first_messages, own_function, seed_of
@@ -25,6 +28,8 @@ except ImportError:
     raise ConfigError("OpenEnvText needs the package websockets: pip install 'rl-plugins[openenv]'") from None
 
 _CONNECT_S = 10.0
+_CLOSE_S = 5.0
+"""Longest wait for the end of a session at the server, in seconds."""
 _LARGEST_MESSAGE = 64 * 2**20
 _NOT_SHOWN = frozenset({"reward", "done", "metadata"})
 """Fields of observations of OpenEnv that are not for the policy."""
@@ -85,7 +90,13 @@ class OpenEnvText:
         extra = row["extra_info"] or {}
         arguments = {key: extra[key] for key in self._reset if key in extra}
         try:
-            self._socket = await connect(self._socket_url, open_timeout=_CONNECT_S, max_size=_LARGEST_MESSAGE)
+            self._socket = await connect(
+                self._socket_url,
+                open_timeout=_CONNECT_S,
+                max_size=_LARGEST_MESSAGE,
+                # A proxy of the environment is on the way to other machines only.
+                proxy=None if _is_this_machine(self._socket_url) else True,
+            )
         except (OSError, InvalidHandshake, InvalidURI) as error:
             raise ConnectionError(
                 f"url={self._url}: no server of OpenEnv answers ({error}): start the server"
@@ -103,10 +114,12 @@ class OpenEnvText:
         return StepResult(text, score=reward) if found.get("done") else StepResult(text, reward=reward)
 
     async def close(self) -> None:
-        """End the session."""
+        """End the session, and wait until the server has room for another session."""
         if self._socket is not None:
-            with suppress(ConnectionClosed):
+            with suppress(ConnectionClosed, TimeoutError):
                 await self._socket.send(json.dumps({"type": "close"}))
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._socket.wait_closed()
             await self._socket.close()
 
     async def _call(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,8 +130,10 @@ class OpenEnvText:
             RuntimeError: the server answers with an error.
         """
         assert self._socket is not None, "reset comes first"
-        try:
+        # A full server says so and closes, maybe before the first message of the client.
+        with suppress(ConnectionClosed):
             await self._socket.send(json.dumps({"type": kind, "data": data}))
+        try:
             answer: dict[str, Any] = json.loads(await self._socket.recv())
         except ConnectionClosed as error:
             raise ConnectionError(f"url={self._url}: the server ended the session in {kind} ({error})") from None
@@ -128,6 +143,15 @@ class OpenEnvText:
             faults = f": {found['errors']}" if found.get("errors") else ""
             raise RuntimeError(f"url={self._url}: the server refused {kind} with {data}: {words} ({code}){faults}")
         return found
+
+
+def _is_this_machine(url: str) -> bool:
+    """Return True for an address of this machine itself."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _only_text(observation: Mapping[str, Any]) -> str:

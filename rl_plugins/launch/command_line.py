@@ -6,11 +6,12 @@ Hydra only composes the configuration. The run starts after Hydra has ended, so 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,11 +140,19 @@ def override(key: str, value: object) -> str:
 
     Args:
         key: name of the option.
-        value: path, other text, or list of texts.
+        value: path, other text, list of texts, or mapping with values of JSON.
     """
+    return f"{key}={_written(value)}"
+
+
+def _written(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}:{_written(item)}' for name, item in value.items())}}}"
     if isinstance(value, list):
-        return f"{key}=[{','.join(_quoted(str(item)) for item in value)}]"
-    return f"{key}={_quoted(str(value))}"
+        return f"[{','.join(map(_written, value))}]"
+    if value is None or isinstance(value, int | float):
+        return json.dumps(value)
+    return _quoted(str(value))
 
 
 def _quoted(text: str) -> str:

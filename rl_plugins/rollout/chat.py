@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rl_plugins.json_text import read_foreign_json
 
@@ -18,7 +18,19 @@ Message = Mapping[str, Any]
 
 
 class Refused(Exception):
-    """Call that is refused with a reason for the client."""
+    """Call that is refused with a reason for the client.
+
+    Attributes:
+        kind: type of the error in OpenAI's protocol.
+    """
+
+    kind: ClassVar[str] = "invalid_request_error"
+
+
+class NoRoom(Refused):
+    """Call for which the limits of a trajectory leave no room. A client may take the trajectory as cut."""
+
+    kind: ClassVar[str] = "context_length_exceeded"
 
 
 class NotContinued(Refused):

@@ -74,7 +74,8 @@ def read_chat_call(body: bytes) -> ChatCall:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Refused(f"the body is no chat completion ({type(error).__name__}: {error})") from error
     try:
-        request = ChatCompletionRequest.model_validate(content)
+        # Clients also send fields of messages that are null.
+        request = ChatCompletionRequest.model_validate({**content, "messages": messages})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -150,9 +151,14 @@ def models() -> bytes:
     return ModelList(data=[ModelCard(id=MODEL)]).model_dump_json().encode()
 
 
-def error_body(status: int, reason: str) -> bytes:
-    """Return the body of an error."""
-    kind = "authentication_error" if status == 401 else "invalid_request_error"
+def error_body(status: int, reason: str, kind: str) -> bytes:
+    """Return the body of an error.
+
+    Args:
+        status: status of HTTP.
+        reason: reason for the client.
+        kind: type of the error in OpenAI's protocol.
+    """
     return ErrorResponse(error=ErrorInfo(message=reason, type=kind, code=status)).model_dump_json().encode()
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -168,3 +169,14 @@ def test_write_splits_keeps_the_old_files_when_a_write_fails(tmp_path, row, monk
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     with pytest.raises(ConfigError, match="train, row 0, column 'prompt'"):
         write_splits({"train": [row(0, prompt=[])]}, tmp_path)
+
+
+def test_prepare_verifiers_names_the_way_to_the_package(monkeypatch, tmp_path, capsys):
+    # No such package, whatever is installed.
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    monkeypatch.delitem(sys.modules, "rl_plugins.environments.verifiers_agent", raising=False)
+    assert main(["verifiers", "--env", "my-env", "--output", str(tmp_path)]) == 2
+    assert "pip install 'rl-plugins[verifiers]'" in capsys.readouterr().err
+    for text, fault in (("[1]", "[1]: give an object"), ("{", "{: no JSON")):
+        assert main(["verifiers", "--env", "my-env", "--args", text, "--output", str(tmp_path)]) == 2
+        assert fault in capsys.readouterr().err

@@ -19,13 +19,26 @@ class GuessingServer:
 
     Attributes:
         seen: messages of the clients.
+        ended: number of sessions that have ended.
+        is_full: True if the server refuses sessions.
     """
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
+        self.ended, self.is_full = 0, False
 
     async def session(self, socket: ServerConnection) -> None:
         """Answer the messages of a session until its end."""
+        if self.is_full:
+            found = {"message": "no room", "code": "CAPACITY_REACHED"}
+            await socket.send(json.dumps({"type": "error", "data": found}))
+            return
+        await self.answer(socket)
+        # As the package: the session ends at the server before the connection.
+        self.ended += 1
+
+    async def answer(self, socket: ServerConnection) -> None:
+        """Answer the messages of a session."""
         number = 0
         async for content in socket:
             message = json.loads(content)

@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx
 import openai
-from openai.types.chat import ChatCompletionMessageParam
 
 Row = Mapping[str, Any]
 
@@ -131,13 +130,15 @@ def break_rules_of_responses(row: Row, base_url: str, api_key: str) -> float:
 async def talk(row: Row, base_url: str, api_key: str, *, turns: int = 2, max_tokens: int = 20) -> float:
     """Talk with the policy for some turns. The reward grows with the number of characters of the policy."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        messages: list[ChatCompletionMessageParam] = [*row["prompt"]]
+        messages: list[Any] = [*row["prompt"]]
         heard = 0
         for _ in range(turns):
             answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=max_tokens)
             text = answer.choices[0].message.content or ""
             heard += len(text)
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+            # Some clients send null for an empty text and for no calls.
+            said = {"role": "assistant", "content": text or None, "tool_calls": None}
+            messages += [said, {"role": "user", "content": "more"}]
     return 1.0 + heard
 
 
@@ -167,7 +168,7 @@ def refused(create: Any, kind: type[openai.APIStatusError] = openai.BadRequestEr
     try:
         create(**options)
     except kind as error:
-        return str(error)
+        return f"{error.type}: {error}"
     raise AssertionError("the call was not refused")
 
 
@@ -175,9 +176,8 @@ def break_rules(row: Row, base_url: str, api_key: str) -> float:
     """Make all calls that the endpoint refuses, between calls that it answers."""
     with client_of(base_url, api_key) as client, client_of(base_url, f"{api_key}x") as stranger:
         create, first = client.chat.completions.create, [*row["prompt"]]
-        assert "no trajectory has this key" in refused(
-            stranger.chat.completions.create, openai.AuthenticationError, model="m", messages=first
-        )
+        unknown = refused(stranger.chat.completions.create, openai.AuthenticationError, model="m", messages=first)
+        assert unknown.startswith("authentication_error: ") and "no trajectory has this key" in unknown
         for name, value in {
             "n": 4, "stop": ["x"], "top_logprobs": 3, "response_format": {"type": "json_object"},
             "tool_choice": "required", "max_tokens": 0, "messages": [],
@@ -219,10 +219,12 @@ def break_rules(row: Row, base_url: str, api_key: str) -> float:
         ]
         assert len(set(texts)) == 1
         heard = [*first, said, more, json.loads(texts[0])["choices"][0]["message"], more]
-        assert "raise max_tokens" in refused(create, model="m", messages=[*heard, {**more, "content": "x" * 100}])
+        full = refused(create, model="m", messages=[*heard, {**more, "content": "x" * 100}])
+        assert "raise max_tokens" in full and full.startswith("context_length_exceeded: ")
         create(model="m", messages=heard)
         last = [*heard, {"role": "assistant", "content": "5"}, more]
-        assert "max_turns=3" in refused(create, model="m", messages=last)
+        ended = refused(create, model="m", messages=last)
+        assert "max_turns=3" in ended and ended.startswith("context_length_exceeded: ")
     return 1.0
 
 
@@ -352,4 +354,16 @@ def other_arguments(row: Row, url: str) -> float:
 
 
 class Solver:
-    """No function."""
+    """Class without a method for trajectories."""
+
+
+class Talker:
+    """Agent with turns of the constructor, which says in which process the object was made."""
+
+    def __init__(self, turns: int) -> None:
+        if not turns:
+            raise ValueError("no turns")
+        self.turns, self.made_in = turns, os.getpid()
+
+    async def __call__(self, row: Row, base_url: str, api_key: str) -> dict[str, float]:
+        return {"score": await talk(row, base_url, api_key, turns=self.turns), "made_in": self.made_in}

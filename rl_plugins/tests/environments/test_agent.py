@@ -420,6 +420,22 @@ def test_connections_of_the_endpoint_send_without_delay() -> None:
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
+def test_empty_answer_that_a_client_sends_as_null_is_continued() -> None:
+    with closing(agent("talk")) as environment:
+        (generations,) = run(environment, {ASKED: tokenizer.encode("<|end|>")})
+    (ending,) = generations.endings
+    assert (ending.score.value, ending.score.details["agent/sequences"]) == (2.0, 1.0), ending.score.message
+    assert tokenizer.decode(generations.responses()[0]) == "<|end|><|user|>more<|assistant|>5<|end|>"
+
+
+def test_agent_of_a_class_is_made_once_and_called_for_each_trajectory() -> None:
+    config = {"_target_": f"{HERE}.Talker", "turns": 1}
+    with closing(AgentEnvironment(config, deadline_s=patient(30))) as environment:
+        found = run(environment, {ASKED: tokenizer.encode("55<|end|>")}, ["", ""])
+    assert [one.endings[0].score.value for one in found] == [3.0, 3.0]
+    assert {one.endings[0].score.details["made_in"] for one in found} == {float(environment.host.pid)}
+
+
 @pytest.mark.parametrize(
     ("name", "packing"), [("talk", True), ("delegate", True), ("delegate", False), ("choose", True), ("choose", False)]
 )
@@ -461,7 +477,9 @@ def test_policy_learns_from_the_rewards_of_agents(name: str, packing: bool, tmp_
         ({"endpoint_host": "home"}, "endpoint_host=home: is no address"),
         ({"agent": f"{HERE}.tlak"}, "did you mean 'talk'"),
         ({"agent": 3}, "agent: a value of type int is no function"),
-        ({"agent": f"{HERE}.Solver"}, "is a class: name a function, such as `async def solve(row, base_url, api_key)`"),
+        ({"agent": f"{HERE}.Solver"}, "Solver': the class has no method __call__"),
+        ({"agent": {"_target_": f"{HERE}.Talker", "size": 3}}, "the options do not fit its constructor"),
+        ({"agent": {"_target_": f"{HERE}.Talker", "turns": 0}}, "its constructor failed: ValueError: no turns"),
         ({"agent": f"{HERE}.other_arguments"}, "takes other arguments (too many positional arguments): write"),
         ({"agent": {"_target_": f"{HERE}.talk", "size": 3}}, "takes other arguments (got an unexpected keyword"),
     ],

@@ -8,7 +8,9 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from websockets.asyncio.client import connect
 
+from rl_plugins.environments import openenv_text
 from rl_plugins.environments.openenv_text import OpenEnvText
 from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.step_result import StepResult
@@ -56,7 +58,7 @@ def test_conversation_has_the_observations_and_rewards_of_the_server(served: tup
     # The score of a conversation is the sum of the rewards.
     assert ending.turn_rewards == pytest.approx((-0.1, -0.1, 1.0)) and ending.score.value == pytest.approx(0.8)
     assert server.seen[0] == {"type": "reset", "data": {"seed": 7, "low": 2}}
-    wait_until(lambda: server.seen[-1] == {"type": "close"}, "the end of the session at the server")
+    wait_until(lambda: server.ended == 1, "the end of the session at the server")
 
 
 def test_own_functions_make_texts_and_actions(served: tuple[str, GuessingServer]) -> None:
@@ -74,7 +76,6 @@ def test_own_functions_make_texts_and_actions(served: tuple[str, GuessingServer]
     assert first["content"] == "Find the number.\n\nGUESS FROM 4"
     assert without == StepResult("There is no action in this answer.", reward=-1.0)
     assert moved == StepResult("LOWER", reward=-0.1)
-    wait_until(lambda: len(server.seen) == 3, "the end of the session at the server")
     assert [message["type"] for message in server.seen] == ["reset", "step", "close"]
 
 
@@ -91,6 +92,41 @@ def test_refusals_and_lost_sessions_name_the_server_and_the_reason(served: tuple
         asyncio.run(play(OpenEnvText(url, action="words"), "5"))
     with pytest.raises(ConnectionError, match=f"url={url}: the server ended the session in step"):
         asyncio.run(play(OpenEnvText(url), "leave"))
+
+
+def test_full_server_names_the_reason_before_the_first_message(served: tuple[str, GuessingServer]) -> None:
+    url, server = served
+    server.is_full = True
+
+    async def reset_late(environment: OpenEnvText) -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(openenv_text, "connect", connect_until_closed)
+            await environment.reset(ROW)
+
+    async def connect_until_closed(*arguments: Any, **options: Any) -> Any:
+        socket = await connect(*arguments, **options)
+        await socket.wait_closed()
+        return socket
+
+    with pytest.raises(RuntimeError, match=r"the server refused reset with .*: no room \(CAPACITY_REACHED\)"):
+        asyncio.run(reset_late(OpenEnvText(url)))
+
+
+def test_end_of_a_conversation_waits_for_the_end_of_the_session(served: tuple[str, GuessingServer]) -> None:
+    url, server = served
+    asyncio.run(play(OpenEnvText(url), "7"))
+    assert server.ended == 1
+
+
+def test_server_of_this_machine_is_reached_without_the_proxy(
+    served: tuple[str, GuessingServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for url in (served[0], served[0].replace("127.0.0.1", "localhost")):
+        assert len(asyncio.run(play(OpenEnvText(url), "7"))) == 2
 
 
 def test_address_without_a_server_is_refused_in_one_line(served: tuple[str, GuessingServer]) -> None:

@@ -19,6 +19,13 @@ def test_hydra_reads_the_text_of_an_override_unchanged(text, other):
     assert read(override("a.b", [text, other])).value() == [text, other]
 
 
+@settings(deadline=None, max_examples=20)
+@given(text=NAMES)
+def test_hydra_reads_the_mapping_of_an_override_unchanged(text):
+    mapping = {"_target_": "a.b", "args": {"words": [text], "word": text, "level": 2, "fast": True, "seed": None}}
+    assert OverridesParser.create().parse_override(override("a.b", mapping)).value() == mapping
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
