@@ -269,6 +269,7 @@ def workload_of(
         lora_rank=config.model.lora.rank,
         adapts_tower=config.model.lora.target_modules != LANGUAGE_MODEL,
         adapts_experts=config.model.lora.experts,
+        expert_parallel=config.strategy.expert_parallel,
         merged=config.rollout.lora == "merged",
         critics=critics,
         frozen=frozen,

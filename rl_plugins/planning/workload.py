@@ -39,6 +39,7 @@ class Workload:
         lora_rank: Rank of the adapter if only an adapter is trained; 0 without an adapter.
         adapts_tower: The adapter changes the vision tower, too.
         adapts_experts: The adapter changes the experts of a mixture, too.
+        expert_parallel: Workers that share the experts of a layer under FSDP2.
         merged: The engine receives whole weights of a policy with an adapter.
         critics: Shapes of the critics, and of a process reward model: further trained models.
         frozen: Shapes of the models without training, by the names of the models.
@@ -65,6 +66,7 @@ class Workload:
     lora_rank: int = 0
     adapts_tower: bool = True
     adapts_experts: bool = False
+    expert_parallel: int = 1
     merged: bool = False
     critics: Sequence[ModelShape] = ()
     frozen: Mapping[str, ModelShape] = field(default_factory=dict)
