@@ -3,7 +3,8 @@
 `python -m benchmarks.model_families [--only llama qwen3_moe] [--page docs/models.md]` builds a tiny model of each
 family from its configuration. The model runs packed samples and each sample alone, then SFT, and two steps of GRPO over
 ZeRO-3, over FSDP2 and with LoRA: two workers, vLLM, and a check of the engine's weights after each update. Mixtures of
-experts replay routes. The exported policy is loaded again. A run that fails gives its reason.
+experts replay routes, and take two steps with experts divided over the workers, too. The exported policy is loaded
+again. A run that fails gives its reason.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ RUNS = {
     "fsdp": ("grpo", ["strategy.name=fsdp"]),
     "lora": ("grpo", ["strategy.name=zero", "model.lora.rank=4", "rollout.lora=merged", "optimizer.lr=1e-2"]),
 }
-
+EXPERTS = {"experts": ("grpo", ["strategy.name=fsdp", "strategy.expert_parallel=2"])}
+"""A further run of mixtures of experts, which has no column in the table."""
 
 # vLLM caches no prefixes of models with recurrent layers, unless it prefills in chunks.
 _RECURRENT = ("qwen3_next", "granitemoehybrid", "lfm2")
@@ -98,11 +100,18 @@ def check_packing(row: Row, folder: Path) -> None:
     row.packing, row.shares_prompts = True, shares_prompts(model)
 
 
+def runs_of(family: str) -> dict[str, tuple[str, list[str]]]:
+    """Return the runs of a family by name, and the recipe and options of each."""
+    from rl_plugins.launch.algorithm_check import can_divide
+
+    return RUNS | EXPERTS if can_divide(family) else RUNS
+
+
 def options(run: str, row: Row, folder: Path) -> list[str]:
     """Return the configuration and the options of a run."""
     from rl_plugins.router_replay import has_routers
 
-    config, extras = RUNS[run]
+    config, extras = runs_of(row.family)[run]
     found = [
         config, f"run.name={run}", f"run.output_dir={folder}", "run.steps=2", "run.eval_every=0",
         "run.eval_before=false", "run.export=true", "tracking.enabled=false", f"model.path={folder}/base",
@@ -125,7 +134,7 @@ def options(run: str, row: Row, folder: Path) -> list[str]:
 
 def train(row: Row, folder: Path) -> None:
     """Train all runs of a family. A run that fails ends the runs after it, which then start again."""
-    left = list(RUNS)
+    left = list(runs_of(row.family))
     while left:
         try:
             configs = [
@@ -149,7 +158,7 @@ def train(row: Row, folder: Path) -> None:
                 row.reasons[left.pop(0)] = reason
         else:
             left = []
-    row.done = [run for run in RUNS if (folder / run / "done").is_file()]
+    row.done = [run for run in runs_of(row.family) if (folder / run / "done").is_file()]
 
 
 def last_line(error: BaseException) -> str:

@@ -5,7 +5,8 @@ Lightning's `ModelParallelStrategy` leaves the sharding to `configure_model`. `F
 of the stage hold shards. Each block of a transformer is one unit. The other parameters belong to the root. A model
 engine is the model itself: the hooks of `fully_shard` gather parameters for a forward or backward pass. With tensor
 parallelism, blocks are first cut over neighbouring ranks (`tensor_parallel.py`) and then sharded over the other ranks.
-With `workers_per_copy`, every group of neighbouring ranks shards a copy of the models.
+With `workers_per_copy`, every group of neighbouring ranks shards a copy of the models. With expert parallelism, the
+experts of each layer are divided over neighbouring ranks (`expert_parallel.py`).
 
 PyTorch's FSDP2: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -61,6 +62,7 @@ from rl_plugins.strategies.common import (
     writer_of,
 )
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
+from rl_plugins.strategies.expert_parallel import check_experts, divide_experts, expert_mesh, shard_experts
 from rl_plugins.strategies.fsdp_shards import load_model, save_model, send_shards, take_tensors
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.offload import HOST, STAY, WHILE_SAMPLING, Offload
@@ -98,6 +100,7 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
             all ranks.
         tensor_parallel: number of neighbouring ranks in a group. Each rank has a part of each block.
         sequence_parallel: number of neighbouring ranks in a group. Each rank has a part of the tokens of micro-batches.
+        expert_parallel: number of neighbouring ranks in a group. Each rank has a part of the experts of each layer.
         timeout_s: deadline of every collective, in seconds.
     """
 
@@ -114,6 +117,7 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         workers_per_copy: int = 0,
         tensor_parallel: int = 1,
         sequence_parallel: int = 1,
+        expert_parallel: int = 1,
         timeout_s: float = 1800.0,
     ) -> None:
         super().__init__(tensor_parallel_size=tensor_parallel, timeout=timedelta(seconds=timeout_s))
@@ -121,6 +125,10 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
             raise ConfigError("tensor_parallel and sequence_parallel cannot be combined: set one of them to 1")
         if tensor_parallel > 1 and workers_per_copy:
             raise ConfigError("workers_per_copy and tensor_parallel cannot be combined: leave one of them out")
+        if expert_parallel > 1 and (workers_per_copy or tensor_parallel > 1):
+            raise ConfigError(
+                "expert_parallel cannot be combined with tensor_parallel and workers_per_copy: leave one of them out"
+            )
         for name, place in (offload or {}).items():
             if place not in (STAY, WHILE_SAMPLING, HOST):
                 raise ConfigError(
@@ -133,7 +141,7 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         self._accumulate_shards = accumulate_shards
         self._workers_per_copy = workers_per_copy
         self._group_size = tensor_parallel
-        self._sequence_parallel = sequence_parallel
+        self._sequence_parallel, self._expert_parallel = sequence_parallel, expert_parallel
         self._sequences: list[SequenceShards] = []
         self._models: dict[str, nn.Module] = {}
         self._blended = BlendedModels()
@@ -151,6 +159,7 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         check_divides("workers_per_copy", self._workers_per_copy or 1, self.world_size)
         check_divides("tensor_parallel", self._group_size, self.world_size)
         check_divides("sequence_parallel", self._sequence_parallel, self.world_size)
+        check_divides("expert_parallel", self._expert_parallel, self.world_size)
         self._data_parallel_size = self.world_size // self._group_size
         super().setup_environment()
         self.ranks = connected_ranks(self.global_rank, self.world_size, self.root_device, self._timeout)
@@ -171,13 +180,15 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         if isinstance(module, HasNamedModels):
             self._models = dict(module.named_models())
             self._sequences = share_sequences(self._models, self._sequence_parallel)
+            if self._experts is not None:
+                check_experts(local_models(self._models), self._experts.size(1))
             for name, model in local_models(self._models).items():
                 # An earlier validation or fit may have sharded the model.
                 if not isinstance(model, FSDPModule):
                     self._shard(name, model)
         super().setup(trainer)
         self._optimizers_of = optimizers_of(self._models, self.optimizers)
-        if self._group_size > 1:
+        if self._group_size > 1 or self._experts is not None:
             for group in [group for optimizer in self._optimizers_of.values() for group in optimizer.param_groups]:
                 # Fused and for-each kernels refuse tensors with different shardings in one list.
                 group.update({key: False for key in ("foreach", "fused") if key in group})
@@ -197,9 +208,10 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
             whole.clear()
         if self._group_size > 1:
             cut_over_group(model, name, self.device_mesh["tensor_parallel"])
+        experts = [] if self._experts is None else divide_experts(model, name, self._experts)
         on_host, on_cuda = self._offload.on_host(name), self.root_device.type == "cuda"
         offload = CPUOffloadPolicy(pin_memory=on_cuda) if on_host else None
-        shard(model, self._meshes, _POLICIES[str(self.precision_plugin.precision)], offload)
+        shard(model, self._meshes, _POLICIES[str(self.precision_plugin.precision)], offload, experts)
         send_shards(model, whole, self.root_device, on_host=on_host)
 
     @override
@@ -216,8 +228,14 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
             return Meshes(copies, copies)
         blocks = self.device_mesh["data_parallel"]
         if self._group_size == 1:
-            return Meshes(blocks, blocks)
+            return Meshes(blocks, blocks, self._experts)
         return Meshes(blocks, init_device_mesh(self.root_device.type, (self.world_size,)))
+
+    @cached_property
+    def _experts(self) -> DeviceMesh | None:
+        if self._expert_parallel == 1:
+            return None
+        return expert_mesh(self.root_device.type, self.world_size, self._expert_parallel)
 
     @property
     @override
@@ -255,7 +273,8 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         """Return the weights of a model in the compute dtype, for a rollout engine or an export."""
         dtype = torch.bfloat16 if self._is_mixed else None
         model = self._models[name]
-        source = FSDPWeightSource(model, dtype, self.global_rank % self._group_size, self._group_size)
+        size = max(self._group_size, self._expert_parallel)
+        source = FSDPWeightSource(model, dtype, self.global_rank % size, size)
         return plain_weights(source, model)
 
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -363,20 +382,30 @@ class Meshes(NamedTuple):
     Attributes:
         blocks: ranks for the parameters of blocks.
         ends: ranks for the parameters of embeddings and output heads.
+        experts: mesh for the parameters of experts, with expert parallelism.
     """
 
     blocks: DeviceMesh
     ends: DeviceMesh
+    experts: DeviceMesh | None = None
 
 
-def shard(model: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy, offload: OffloadPolicy | None = None) -> None:
-    """Shard every block of a model, and then the other parameters."""
+def shard(
+    model: nn.Module,
+    meshes: Meshes,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy | None = None,
+    experts: Sequence[nn.Module] = (),
+) -> None:
+    """Shard divided experts of a model, then every block, and then the other parameters."""
     # The root also frees whole tensors after a pass: between passes there are only shards.
     options: dict[str, Any] = {
         "reshard_after_forward": True,
         "mp_policy": policy,
         "offload_policy": offload or OffloadPolicy(),
     }
+    if meshes.experts is not None:
+        shard_experts(experts, meshes.experts, options)
     for module in [*blocks(model), *(_between_ends(model) if meshes.blocks != meshes.ends else ())]:
         fully_shard(module, mesh=meshes.blocks, **options)
     fully_shard(model, mesh=meshes.ends, **options)

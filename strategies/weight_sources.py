@@ -67,13 +67,13 @@ class FSDPWeightSource:
 
     With tensor parallelism, a tensor is cut twice. To send each row once, the ranks of a group divide the rows of
     replicated tensors, and of tensors cut by columns (after a gather). With several copies of the model, the ranks with
-    equal shards divide the rows, too.
+    equal shards divide the rows, too. With expert parallelism, tensors of experts are cut twice.
 
     Args:
         module: model.
         dtype: dtype of the sent weights; None for the dtype of the parameters.
-        group_rank: number of this rank in the tensor-parallel group.
-        group_size: number of ranks in a tensor-parallel group.
+        group_rank: number of this rank in the tensor-parallel or expert-parallel group.
+        group_size: number of ranks in a tensor-parallel or expert-parallel group.
     """
 
     def __init__(

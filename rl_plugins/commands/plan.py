@@ -301,6 +301,7 @@ def workload_of(
         adapts_tower=config.model.lora.target_modules != LANGUAGE_MODEL,
         trains_tower=config.optimizer.vision_lr != 0,
         adapts_experts=config.model.lora.experts,
+        expert_parallel=config.strategy.expert_parallel,
         merged=config.rollout.lora == "merged",
         critics=critics,
         frozen=frozen,

@@ -106,21 +106,21 @@ def _check_kernels(config: RecipeConfig) -> None:
                 "model.compile=true: torch.compile cannot follow the hooks in which ZeRO-3 gathers parameters: add "
                 "strategy.zero_stage=2 or strategy.name=fsdp"
             )
-        if strategy.tensor_parallel > 1:
-            raise ConfigError(
-                f"model.compile=true has not been tried with strategy.tensor_parallel={strategy.tensor_parallel}: set "
-                "strategy.tensor_parallel=1"
-            )
+        for option in ("tensor_parallel", "expert_parallel"):
+            if (size := getattr(strategy, option)) > 1:
+                raise ConfigError(
+                    f"model.compile=true has not been tried with strategy.{option}={size}: set strategy.{option}=1"
+                )
     if not config.model.liger:
         return
     if find_spec("liger_kernel") is None:
         raise ConfigError(
             "model.liger=true: liger-kernel is not installed: pip install 'rl-plugins[liger]', or leave model.liger out"
         )
-    size = strategy.tensor_parallel
     for option, is_set in {
         "model.compile=true": config.model.compile,
-        f"strategy.tensor_parallel={size}": size > 1,
+        f"strategy.tensor_parallel={strategy.tensor_parallel}": strategy.tensor_parallel > 1,
+        f"strategy.expert_parallel={strategy.expert_parallel}": strategy.expert_parallel > 1,
     }.items():
         if is_set:
             raise ConfigError(f"model.liger=true has not been tried with {option}: leave one of them out")
@@ -174,7 +174,19 @@ def _check_parallelism(config: RecipeConfig) -> None:
             f"strategy.tensor_parallel={strategy.tensor_parallel} and "
             f"strategy.sequence_parallel={strategy.sequence_parallel} cannot be combined: set one of them to 1"
         )
-    for option in ("workers_per_copy", "tensor_parallel", "sequence_parallel"):
+    experts = f"strategy.expert_parallel={strategy.expert_parallel}"
+    if strategy.expert_parallel > 1 and strategy.name != "fsdp":
+        raise ConfigError(f"{experts}: ZeRO has no expert parallelism: add strategy.name=fsdp")
+    if strategy.expert_parallel > 1 and config.average.keep:
+        raise ConfigError(f"average.keep={config.average.keep:g} has not been tried with {experts}: leave one out")
+    others = {
+        copies: strategy.workers_per_copy > 0,
+        f"strategy.tensor_parallel={strategy.tensor_parallel}": strategy.tensor_parallel > 1,
+    }
+    for other, is_set in others.items():
+        if strategy.expert_parallel > 1 and is_set:
+            raise ConfigError(f"{experts} and {other} cannot be combined: leave one out")
+    for option in ("workers_per_copy", "tensor_parallel", "sequence_parallel", "expert_parallel"):
         size = getattr(strategy, option)
         if size and workers % size:
             raise ConfigError(f"strategy.{option}={size} does not divide placement.num_workers={workers}: change one")
@@ -232,14 +244,20 @@ def _needs_collecting(config: RecipeConfig, option: str) -> None:
 
 
 def _check_lora(config: RecipeConfig) -> None:
-    ranks = {"model.lora.rank": config.model.lora.rank}
+    adapters = {"model.lora": config.model.lora}
     for critic in CRITIC_POOLS:
         if not getattr(config.placement, critic).actors:
-            ranks[f"{critic}.lora.rank"] = getattr(config, critic).lora.rank
-    for option, rank in ranks.items():
-        if rank and config.strategy.tensor_parallel > 1:
+            adapters[f"{critic}.lora"] = getattr(config, critic).lora
+    for option, lora in adapters.items():
+        if lora.rank and config.strategy.tensor_parallel > 1:
             raise ConfigError(
-                f"{option}={rank}: tensor parallelism does not support adapters: use strategy.tensor_parallel=1"
+                f"{option}.rank={lora.rank}: tensor parallelism does not support adapters: use "
+                "strategy.tensor_parallel=1"
+            )
+        if lora.rank and lora.experts and config.strategy.expert_parallel > 1:
+            raise ConfigError(
+                f"{option}.experts=true: expert parallelism does not support adapters of experts: use "
+                f"strategy.expert_parallel=1, or {option}.experts=false"
             )
     rank, dropout = config.model.lora.rank, config.model.lora.dropout
     if rank and dropout and config.stage not in ("sft", "reward_modeling"):

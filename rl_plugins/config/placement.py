@@ -89,6 +89,8 @@ class StrategyConfig(Settings):
             still has its own samples.
         sequence_parallel: number of neighbouring workers that share the tokens of a micro-batch, for samples
             too long for one worker; each worker still has its own samples.
+        expert_parallel: with `fsdp`, number of neighbouring workers that share the experts of each layer of a mixture;
+            tokens travel to the workers of their experts, and each worker still has its own samples.
         offload: places of the models' states.
         collective_timeout_s: deadline of every collective, in seconds.
     """
@@ -100,6 +102,7 @@ class StrategyConfig(Settings):
     workers_per_copy: Annotated[int, NOT_NEGATIVE] = 0
     tensor_parallel: Annotated[int, AT_LEAST_1] = 1
     sequence_parallel: Annotated[int, AT_LEAST_1] = 1
+    expert_parallel: Annotated[int, AT_LEAST_1] = 1
     collective_timeout_s: Annotated[float, SECONDS] = 1800.0
 
 

@@ -33,7 +33,7 @@ from rl_plugins.config.settings import fits, shown, words_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
 from rl_plugins.launch.instantiation import instantiate_node
-from rl_plugins.model_json import reads_images
+from rl_plugins.model_json import EXPERT_COUNT_KEYS, reads_images
 from rl_plugins.python_file import nearest
 from rl_plugins.stages.off_policy import check_comparable, check_recomputed_routes
 
@@ -84,6 +84,51 @@ def check_router_options(config: RecipeConfig, policy: Mapping[str, Any]) -> Non
         if config.model.router_replay == "recompute":
             updates = config.batch.updates_per_step * config.batch.passes_per_step
             check_recomputed_routes(instantiate_node("algorithm", config.algorithm), config.schedule, updates)
+
+
+def check_experts(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check if the training workers can share the experts of their models.
+
+    Args:
+        config: Configuration of the run.
+        models: Path or name of each known model, and the content of its config.json.
+
+    Raises:
+        ConfigError: No model has experts, the workers cannot share the experts evenly, or tokens of the family cannot
+            travel between workers.
+    """
+    size, workers = config.strategy.expert_parallel, config.placement.num_workers
+    chosen = f"strategy.expert_parallel={size}"
+    elsewhere = {"reward", *config.placement.pools}
+    local = {option: path for option, path in config.model_paths.items() if option.split(".")[0] not in elsewhere}
+    mixtures = 0
+    for option, path in local.items():
+        model = models.get(path, {})
+        text = model.get("text_config") or model
+        number = next((int(text[key]) for key in EXPERT_COUNT_KEYS if text.get(key)), 0)
+        if not number:
+            continue
+        mixtures += 1
+        if number % size:
+            fitting = max(smaller for smaller in range(1, size) if number % smaller == 0 and workers % smaller == 0)
+            raise ConfigError(
+                f"{chosen}: {size} workers cannot share the {number} experts of {option}={path} evenly: use {fitting}"
+            )
+        if "auto_map" not in model and (reads_images(model) or not can_divide(model["model_type"])):
+            raise ConfigError(
+                f"{chosen}: the experts of {option}={path}, a {model['model_type']}, cannot be divided: transformers "
+                "has no plan for the exchange of tokens, or the model reads images: set strategy.expert_parallel=1"
+            )
+    if not mixtures and all(path in models for path in local.values()):
+        raise ConfigError(f"{chosen}: model.path={config.model.path} has no experts: set strategy.expert_parallel=1")
+
+
+def can_divide(family: str) -> bool:
+    """Return True if transformers has a plan for the exchange of tokens between the ranks of a family's experts."""
+    # The import loads transformers, which takes seconds.
+    from transformers import CONFIG_MAPPING
+
+    return bool(getattr(CONFIG_MAPPING[family], "base_model_ep_plan", None))
 
 
 def check_algorithm(config: RecipeConfig) -> None:

@@ -220,7 +220,7 @@ def _check_memory(config: RecipeConfig) -> None:
 def check_models(
     config: RecipeConfig, is_left_out: Callable[[str], bool] = lambda path: False
 ) -> dict[str, dict[str, Any]]:
-    """Check that all models exist, that processes can share the policy's heads, and the context window of each model.
+    """Check that all models exist, that processes can share heads and experts, and the context window of each model.
 
     Only headers and files of configuration and tokenizer are read, and each config.json once.
 
@@ -271,6 +271,11 @@ def check_models(
                 f"data.max_prompt_tokens={prompt} and sampling.max_tokens={response} make {prompt + response} tokens, "
                 f"and {option}={path} takes {limit}: lower one of the two"
             )
+    if config.strategy.expert_parallel > 1:
+        # The import loads torch, which takes seconds.
+        from rl_plugins.launch.algorithm_check import check_experts
+
+        check_experts(config, models)
     return models
 
 

@@ -261,6 +261,7 @@ def ray_strategy(config: RecipeConfig, rollout: RolloutEngine | None) -> RayZero
             accumulate_shards=options.accumulate_shards,
             workers_per_copy=options.workers_per_copy,
             tensor_parallel=options.tensor_parallel,
+            expert_parallel=options.expert_parallel,
             **common,
         )
     return RayZeroStrategy(stage=options.zero_stage, offload_folder=options.offload.folder, **common)

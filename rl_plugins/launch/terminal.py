@@ -14,6 +14,8 @@ def quiet_libraries() -> None:
     """
     for name in ("lightning.pytorch", "lightning.fabric", "DeepSpeed", "mlflow", "alembic", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # Tensors that are cut twice are gathered in two steps; nobody can change this.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     # Ray Train names some loggers after its files.
     for name in [name for name in logging.root.manager.loggerDict if "/ray/train/" in name]:
         logging.getLogger(name).setLevel(logging.ERROR)

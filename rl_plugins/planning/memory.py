@@ -183,7 +183,8 @@ def _gathered(shape: ModelShape, work: Workload, plan: Plan) -> float:
     if plan.zero_stage == 0:
         # The current block, the prefetched block, and the parameters of the root module.
         root = shape.embedding * (1 if shape.tied else 2)
-        return (2 * shape.block_parameters + root) * work.width
+        block = shape.block_parameters - shape.experts_elsewhere(work.expert_parallel)
+        return (2 * block + root) * work.width
     return 0.0
 
 
@@ -200,7 +201,9 @@ def _update(work: Workload, plan: Plan, device: Device, sizes: MicroBatchSizes) 
     shard = trained / workers
     if plan.zero_stage == 0:
         summed = 4 if work.precision != "bf16-true" else width
-        gradients = (shard if plan.accumulate_shards else trained) * summed
+        adapted = work.lora_rank > 0 and shape is work.policy
+        elsewhere = 0.0 if adapted else shape.sparse_blocks * shape.experts_elsewhere(work.expert_parallel)
+        gradients = (shard if plan.accumulate_shards else trained - elsewhere) * summed
         bucket, in_step = 0.0, shard * summed
     else:
         bucket = min(trained, REDUCE_BUCKET) * width

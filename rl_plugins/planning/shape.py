@@ -210,6 +210,15 @@ class ModelShape:
         return 0 if self.experts is None else 3 * self.experts.number * self.hidden * self.experts.intermediate
 
     @property
+    def sparse_blocks(self) -> int:
+        """Blocks with experts."""
+        return self.layers - self._dense_blocks
+
+    def experts_elsewhere(self, ranks: int) -> float:
+        """Return the parameters of a block's experts on other ranks, if `ranks` ranks share the experts of a block."""
+        return self.experts_of_block * (1 - 1 / ranks)
+
+    @property
     def _all_blocks(self) -> int:
         return sum(number * (sum(matrices) + biases + self.norms) for number, matrices, biases in self._blocks)
 
@@ -254,7 +263,7 @@ class ModelShape:
         """Return the parameters in products of `tokens` tokens, without the experts that no token chooses."""
         if self.experts is None:
             return self.multiplied
-        return self.multiplied - (self.layers - self._dense_blocks) * self.experts.unused(self.hidden, tokens)
+        return self.multiplied - self.sparse_blocks * self.experts.unused(self.hidden, tokens)
 
     def adapter(self, rank: int, *, with_tower: bool = True, with_experts: bool = False) -> int:
         """Return the parameters of a LoRA adapter of all matrices of the blocks.
@@ -274,7 +283,7 @@ class ModelShape:
         of_experts = 0
         if self.experts is not None and with_experts:
             widths_of_expert = 2 * self.hidden + 3 * self.experts.intermediate
-            of_experts = (self.layers - self._dense_blocks) * self.experts.number * rank * widths_of_expert
+            of_experts = self.sparse_blocks * self.experts.number * rank * widths_of_expert
         return self.layers * rank * sum(a + b for a, b in widths) + of_experts + of_tower
 
     def activation_bytes(self, width: int, copies: float = 1.0) -> float:

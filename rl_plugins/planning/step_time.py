@@ -161,6 +161,7 @@ def _collectives(work: Workload, shape: ModelShape, trained: int, plan: Plan, de
         return 0.0
     moved = (workers - 1) / workers / _link(device, workers, per_node)
     whole, gradients = shape.parameters * width * moved, trained * width * moved
+    elsewhere = shape.sparse_blocks * shape.experts_elsewhere(work.expert_parallel) * width * moved
     passes = micro_batch_sizes(work, plan.trainers).passes
     if plan.zero_stage == 1:
         return work.updates * (2 * gradients + gradients)
@@ -168,11 +169,24 @@ def _collectives(work: Workload, shape: ModelShape, trained: int, plan: Plan, de
         return passes * 2 * gradients + work.updates * gradients
     if plan.zero_stage == 0:
         reduced = passes if plan.accumulate_shards else work.updates
-        return passes * 2 * whole + reduced * gradients
+        if not (work.lora_rank and shape is work.policy):
+            gradients -= elsewhere
+        times = 6 if work.gradient_checkpointing else 4
+        exchanged = _exchange(work, shape, plan, device, per_node, times)
+        return passes * 2 * (whole - elsewhere) + reduced * gradients + exchanged
     gathered = 1 if shape.parameters < 1e9 else 2
     # Hooks run in forward and backward passes, and when activations are computed again.
     hooks = (3 if work.gradient_checkpointing else 2) * shape.tensors * device.gather_s
     return passes * (gathered * whole + gradients + hooks)
+
+
+def _exchange(work: Workload, shape: ModelShape, plan: Plan, device: Device, per_node: int, times: int) -> float:
+    """Return the seconds in which the tokens of a trainer travel `times` times between ranks, to experts or back."""
+    ranks = work.expert_parallel
+    if shape.experts is None or ranks == 1:
+        return 0.0
+    tokens = micro_batch_sizes(work, plan.trainers).tokens * shape.experts.chosen * (1 - 1 / ranks)
+    return times * shape.sparse_blocks * tokens * shape.hidden * work.width / _link(device, ranks, per_node)
 
 
 def _log_probs(work: Workload, plan: Plan, device: Device, per_node: int) -> float:
@@ -186,7 +200,9 @@ def _log_probs(work: Workload, plan: Plan, device: Device, per_node: int) -> flo
         flops = shape.forward_flops(sizes.tokens, sizes.context) + sizes.prompts * work.image_flops(shape)
         seconds += flops / device.train_flops[work.dtype]
         if plan.zero_stage in (0, 3) and plan.trainers > 1:
-            whole = shape.parameters * work.width * (plan.trainers - 1) / plan.trainers
+            elsewhere = shape.sparse_blocks * shape.experts_elsewhere(work.expert_parallel)
+            whole = (shape.parameters - elsewhere) * work.width * (plan.trainers - 1) / plan.trainers
+            seconds += _exchange(work, shape, plan, device, per_node, times=2)
             hooks = shape.tensors * device.gather_s if plan.zero_stage == 3 else 0.0
             seconds += sizes.passes * (whole / _link(device, plan.trainers, per_node) + hooks)
     return seconds

@@ -42,6 +42,7 @@ class Workload:
         adapts_tower: The adapter changes the vision tower, too.
         trains_tower: The vision tower of the policy is trained, and not frozen.
         adapts_experts: The adapter changes the experts of a mixture, too.
+        expert_parallel: Workers that share the experts of a layer under FSDP2.
         merged: The engine receives whole weights of a policy with an adapter.
         critics: Shapes of the critics, and of a process reward model: further trained models.
         frozen: Shapes of the models without training, by the names of the models.
@@ -71,6 +72,7 @@ class Workload:
     adapts_tower: bool = True
     trains_tower: bool = True
     adapts_experts: bool = False
+    expert_parallel: int = 1
     merged: bool = False
     critics: Sequence[ModelShape] = ()
     frozen: Mapping[str, ModelShape] = field(default_factory=dict)

@@ -50,6 +50,8 @@ COMPOSING: dict[str, list[Case]] = {
 }  # fmt: skip
 """Refused by Hydra or by the schema, before any check."""
 
+EXPERTS = ["strategy.name=fsdp", "strategy.expert_parallel=2", "placement.num_workers=2"]
+
 CHECKS: dict[str, list[Case]] = {
     "words and numbers": [
         (["launcher=slurm"], ["launcher=slurm", "ray, local"]),
@@ -294,6 +296,25 @@ CHECKS: dict[str, list[Case]] = {
         (["model.lora.target_modules=[1]"], ["model.lora.target_modules=[1]", "all-linear"]),
         (["run.export_lora=adapter"], ["run.export_lora=adapter", "model.lora.rank"]),
         (["model.lora.rank=4", "reference.update_every=1"], ["reference.update_every=1", "with its adapter off"]),
+    ],
+    "experts": [
+        (["strategy.expert_parallel=2"], ["strategy.expert_parallel=2: ZeRO has no", "strategy.name=fsdp"]),
+        ([*EXPERTS, "placement.num_workers=3"], ["strategy.expert_parallel=2", "num_workers=3"]),
+        (
+            [*EXPERTS, "strategy.tensor_parallel=2"],
+            ["strategy.expert_parallel=2 and strategy.tensor_parallel=2 cannot be combined: leave one out"],
+        ),
+        (
+            [*EXPERTS, "strategy.workers_per_copy=1"],
+            ["strategy.expert_parallel=2 and strategy.workers_per_copy=1 cannot be combined: leave one out"],
+        ),
+        ([*EXPERTS, "model.compile=true"], ["model.compile=true", "strategy.expert_parallel=2", "expert_parallel=1"]),
+        ([*EXPERTS, "average.keep=0.9"], ["average.keep=0.9", "strategy.expert_parallel=2: leave one out"]),
+        (
+            [*EXPERTS, "model.lora.rank=4", "model.lora.experts=true"],
+            ["model.lora.experts=true", "strategy.expert_parallel=1, or model.lora.experts=false"],
+        ),
+        (EXPERTS, ["strategy.expert_parallel=2: model.path=", "has no experts: set strategy.expert_parallel=1"]),
     ],
     "teachers": [
         (["++teacher.paths={a: ./gone}"], ["teacher.paths.a=./gone", "no such folder"]),

@@ -17,7 +17,7 @@ from rl_plugins.planning.memory import (
     total,
     trainer_memory,
 )
-from rl_plugins.planning.shape import ModelShape
+from rl_plugins.planning.shape import Experts, ModelShape
 from rl_plugins.planning.workload import Plan, Workload
 
 # A block: 4 x 64 x 64 of attention, 3 x 64 x 128 of the MLP, 2 x 64 of norms.
@@ -154,3 +154,20 @@ def test_trainer_memory_has_the_logits_of_the_output_head():
     # Logits and their gradient in bfloat16, and two float32 blocks.
     for device, (chunk, block) in ((CPU, LOGITS_ON_CPU), (GPU, LOGITS_ON_GPU)):
         assert trainer_memory(large, plan, device)["update"]["logits"] == 4 * chunk + 8 * block
+
+
+def test_trainer_memory_of_divided_experts():
+    experts = Experts(number=4, chosen=2, intermediate=32, shared=0, is_gated=False, biased=False, dense_blocks=1)
+    mixture = replace(SHAPE, layers=3, experts=experts)
+    of_block = 4 * 3 * 64 * 32
+    plan, work = Plan(4, 1, zero_stage=0), replace(WORK, policy=mixture, precision="bf16-true")
+    whole, divided = (trainer_memory(replace(work, expert_parallel=ranks), plan, GPU)["update"] for ranks in (1, 4))
+    # Two blocks are gathered at a time, and two blocks have experts. Three quarters of the experts are elsewhere.
+    assert whole["gathered"] - divided["gathered"] == pytest.approx(2 * 2 * of_block * 3 / 4)
+    assert whole["gradients"] - divided["gradients"] == pytest.approx(2 * 2 * of_block * 3 / 4)
+    assert {name: divided[name] for name in ("parameters", "moments")} == {
+        name: whole[name] for name in ("parameters", "moments")
+    }
+    adapter = replace(work, lora_rank=4)
+    whole, divided = (trainer_memory(replace(adapter, expert_parallel=ranks), plan, GPU)["update"] for ranks in (1, 4))
+    assert whole["gathered"] > divided["gathered"] and whole["gradients"] == divided["gradients"]

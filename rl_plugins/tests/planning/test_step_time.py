@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rl_plugins.planning.devices import Device
-from rl_plugins.planning.shape import ModelShape, Tower
+from rl_plugins.planning.shape import Experts, ModelShape, Tower
 from rl_plugins.planning.step_time import rollout_seconds, step_time
-from rl_plugins.planning.workload import Plan, Workload
+from rl_plugins.planning.workload import Plan, Workload, micro_batch_sizes
 
 SHAPE = ModelShape(layers=1, hidden=100, intermediate=200, heads=1, kv_heads=1, head_dim=100, vocab=1000)
 N = 4 * 100 * 100 + 3 * 100 * 200 + 100 + 100 * 1000
@@ -156,3 +156,16 @@ def test_step_time_of_a_trainer_is_lower_beside_idle_cores():
     whole = step_time(WORK, APART, replace(machine, alone=1.0), 4).update
     assert several[0] == pytest.approx(whole / 1.3)
     assert whole / 1.3 < several[1] < several[2]
+
+
+def test_step_time_of_divided_experts_moves_tokens_in_place_of_experts():
+    mixture = replace(SHAPE, experts=Experts(number=4, chosen=2, intermediate=50))
+    elsewhere = 4 * 3 * 100 * 50 * 3 / 4
+    work, plan = replace(WORK, policy=mixture), Plan(4, 1, zero_stage=0, colocated=False)
+    sizes = micro_batch_sizes(work, 4)
+    whole, divided = (step_time(replace(work, expert_parallel=ranks), plan, DEVICE, 8).update for ranks in (1, 4))
+    # Forward and backward passes gather the experts, and one sum of gradients has the experts.
+    saved = (2 * sizes.passes + work.updates) * elsewhere * work.width * (3 / 4) / DEVICE.link
+    # Each token travels to two experts and back, in both directions.
+    spent = 4 * sizes.tokens * 2 * (3 / 4) * 100 * work.width / DEVICE.link
+    assert whole - divided == pytest.approx(saved - spent)

@@ -30,8 +30,11 @@ def test_engine_argument_names_are_the_fields_of_vllm_and_cover_the_arguments_of
 
 
 def test_engine_arguments_contain_the_arguments_of_the_user() -> None:
-    own = {"max_num_batched_tokens": 4096, "kv_cache_dtype": "fp8", "enforce_eager": True}
-    arguments = VLLMConfig("model", device="cuda", vllm=own).engine_arguments()
+    own = {
+        "max_num_batched_tokens": 4096, "kv_cache_dtype": "fp8", "enforce_eager": True, "enable_expert_parallel": True,
+    }  # fmt: skip
+    RolloutConfig(vllm=own)
+    arguments = VLLMConfig("model", device="cuda", tensor_parallel_size=2, vllm=own).engine_arguments()
     assert {name: arguments[name] for name in own} == own
     assert arguments["gpu_memory_utilization"] == 0.5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
@@ -128,6 +130,7 @@ def trained(
     optimizer: str = "AdamW",
     critic_lora: LoraConfig | None = None,
     precision: Any = None,
+    callbacks: Sequence[Callback] = (),
     **options: Any,
 ) -> Recorded:
     """Return a stage after training in several micro-batches and clipped updates; `options` are stage options."""
@@ -146,7 +149,8 @@ def trained(
     )
     module.folder, module.start, module.leave = folder, start, leave
     nodes: dict[str, Any] = {} if layout.strategy is None else {"num_nodes": layout.world_size, "devices": 1}
-    trainer = canned.quiet_trainer(strategy or layout.make_strategy(), accelerator="cpu", precision=precision, **nodes)
+    settings = {"accelerator": "cpu", "precision": precision, "callbacks": list(callbacks)}
+    trainer = canned.quiet_trainer(strategy or layout.make_strategy(), **settings, **nodes)
     # Several chunks at the head.
     with mock.patch.object(log_probs, "logits_at_once", at_once(3 * len(canned.tokenizer))):
         trainer.fit(module, canned.loader(layout.batches(rank, steps)))
