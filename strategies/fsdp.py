@@ -47,6 +47,7 @@ from rl_plugins.strategies.common import (
     AutogradSteps,
     check_divides,
     check_folder,
+    check_optimizer_of_fsdp,
     load_learner,
     local_models,
     optimizer_states,
@@ -174,6 +175,8 @@ class FSDPStrategy(AutogradSteps, ModelParallelStrategy):
                 if not isinstance(model, FSDPModule):
                     self._shard(name, model)
         super().setup(trainer)
+        for optimizer in self.optimizers:
+            check_optimizer_of_fsdp(optimizer)
         self._optimizers_of = optimizers_of(self._models, self.optimizers)
         if self._group_size > 1:
             for group in [group for optimizer in self._optimizers_of.values() for group in optimizer.param_groups]:
