@@ -13,10 +13,13 @@ import os
 import pickle
 import re
 import struct
+import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from io import BufferedWriter
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -190,6 +193,10 @@ def load_plain(
         raise CheckpointError(f"{path} is missing: use another file or checkpoint") from None
     except _UNREADABLE as error:
         reason = _reason(str(error))
+        if ": torchao.optim." in reason and "torchao.optim" not in sys.modules and find_spec("torchao"):
+            # The library declares the classes of its 8-bit states as harmless.
+            import_module("torchao.optim")
+            return load_plain(path, records=records, mmap=mmap, device=device)
         raise CheckpointError(f"{path} cannot be read as data ({reason}): use another file or checkpoint") from error
 
 

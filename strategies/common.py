@@ -10,11 +10,12 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Muon, Optimizer
 from typing_extensions import override
 
 from rl_plugins.errors import CheckpointError, ConfigError, StorageError
 from rl_plugins.manifest import CheckpointWriter
+from rl_plugins.models.muon import MuonAndAdamW
 from rl_plugins.models.remote import RemoteLearner, RemoteModel
 from rl_plugins.plain_file import load_plain
 from rl_plugins.ranks import Ranks, barrier, broadcast, gather
@@ -82,6 +83,39 @@ def optimizers_of(models: Mapping[str, nn.Module], optimizers: Sequence[Optimize
 def optimizer_states(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the tensors of an optimizer's states."""
     return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+
+
+def library_of(optimizer: Optimizer) -> str:
+    """Return the top package of the optimizer's class, such as `torch`."""
+    return type(optimizer).__module__.partition(".")[0]
+
+
+def check_optimizer_of_zero(optimizer: Optimizer) -> None:
+    """Check an optimizer for flat pieces of all parameters, which ZeRO gives to an optimizer.
+
+    Raises:
+        ConfigError: the optimizer needs whole parameters.
+    """
+    if isinstance(optimizer, Muon | MuonAndAdamW):
+        raise ConfigError("Muon needs whole matrices, which ZeRO cuts into flat pieces: use RayFSDPStrategy")
+    if library_of(optimizer) == "torchao":
+        raise ConfigError(
+            f"torchao's {type(optimizer).__name__} has states of full size under ZeRO, which cuts parameters into flat "
+            "pieces: use RayFSDPStrategy, or bitsandbytes.optim.AdamW8bit"
+        )
+
+
+def check_optimizer_of_fsdp(optimizer: Optimizer) -> None:
+    """Check an optimizer for DTensors, the shards of FSDP2.
+
+    Raises:
+        ConfigError: the optimizer's kernels refuse DTensors.
+    """
+    if library_of(optimizer) == "bitsandbytes":
+        raise ConfigError(
+            f"bitsandbytes' {type(optimizer).__name__} refuses DTensors, the shards of FSDP2: use "
+            "torchao.optim.AdamW8bit, or RayZeroStrategy"
+        )
 
 
 def restored_states(model: nn.Module, optimizer: Optimizer | None, schedulers: Sequence[Any]) -> str:

@@ -49,6 +49,7 @@ from rl_plugins.strategies.common import (
     HostWaits,
     check_divides,
     check_folder,
+    check_optimizer_of_fsdp,
     check_written,
     load_learner,
     local_models,
@@ -187,6 +188,8 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
                 if not isinstance(model, FSDPModule):
                     self._shard(name, model)
         super().setup(trainer)
+        for optimizer in self.optimizers:
+            check_optimizer_of_fsdp(optimizer)
         self._optimizers_of = optimizers_of(self._models, self.optimizers)
         if self._group_size > 1 or self._experts is not None:
             for group in [group for optimizer in self._optimizers_of.values() for group in optimizer.param_groups]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -33,6 +33,7 @@ from typing_extensions import override
 from rl_plugins.errors import CheckpointError
 from rl_plugins.manifest import CheckpointWriter
 from rl_plugins.models.lora import has_adapter
+from rl_plugins.strategies.common import library_of
 
 _METADATA_FILE = ".metadata"
 _DESCRIPTION = {
@@ -131,12 +132,17 @@ def load_model(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> N
     state: dict[str, Any] = {"weights": weights}
     if optimizer is not None:
         names = _names(model, optimizer)
-        state["states"] = _empty_states(saved, dict(model.named_parameters()))
+        if library_of(optimizer) == "torchao" and any(key.startswith("states.") for key in saved):
+            state["states"] = _first_states(optimizer, names)
+        else:
+            state["states"] = _empty_states(saved, dict(model.named_parameters()))
         state["groups"] = {str(index): {} for index in range(len(optimizer.param_groups))}
-        for key in saved:
+        for key, stored in saved.items():
             if key.startswith("groups."):
                 _, index, option = key.split(".", maxsplit=2)
-                state["groups"].setdefault(index, {})[option] = None
+                is_tensor = isinstance(stored, TensorStorageMetadata)
+                empty = torch.zeros(stored.size, dtype=stored.properties.dtype) if is_tensor else None
+                state["groups"].setdefault(index, {})[option] = empty
     dcp.load(state, storage_reader=_PlainReader(folder), planner=_PlainPlanner())
     if optimizer is not None:
         indices = {name: index for index, name in enumerate(names)}
@@ -285,3 +291,21 @@ def _empty_states(saved: dict[str, Any], parameters: dict[str, nn.Parameter]) ->
             )
         states.setdefault(name, {})[field] = empty
     return states
+
+
+def _first_states(optimizer: Optimizer, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the states that a step without gradients and learning rate makes, by parameter name.
+
+    An 8-bit state has a class of torchao around its codes and scales, and only the optimizer makes the class.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"])
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    return {names[index]: dict(values) for index, values in optimizer.state_dict()["state"].items()}

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rl_plugins.memory import SPARE_SHARE
 
@@ -176,9 +176,8 @@ class HostMemory:
     def _storages(self, tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
         """Yield each storage of the tensors on the device once."""
         seen = set()
-        for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            storage = local.untyped_storage()
+        for part in (part for tensor in tensors for part in _plain_tensors(tensor)):
+            storage = part.untyped_storage()
             movable = storage.device.type == self._device_type and storage.resizable()
             if movable and storage.nbytes() and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
@@ -195,6 +194,16 @@ class HostMemory:
             self._used_bytes += piece.numel()
             nbytes -= piece.numel()
             yield piece
+
+
+def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors with storage: a DTensor has a shard, and a quantised tensor has codes and scales."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+        if isinstance(part, Tensor):
+            yield from _plain_tensors(part)
 
 
 def _has_room(device: torch.device, share: float) -> bool:

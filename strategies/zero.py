@@ -23,13 +23,12 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.optim import Muon, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.intact_checkpoint import check_state
 from rl_plugins.models.lora import has_adapter, plain_weights
-from rl_plugins.models.muon import MuonAndAdamW
 from rl_plugins.models.remote import RemoteLearner, RemoteModel
 from rl_plugins.plain_file import load_plain
 from rl_plugins.ranks import Ranks, connected_ranks
@@ -39,6 +38,7 @@ from rl_plugins.strategies.common import (
     HostWaits,
     check_divides,
     check_folder,
+    check_optimizer_of_zero,
     check_written,
     load_learner,
     local_models,
@@ -213,8 +213,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
     def _train_engine(self, name: str, model: nn.Module, optimizer: Optimizer, gradient_clip: float) -> Any:
         import deepspeed
 
-        if isinstance(optimizer, Muon | MuonAndAdamW):
-            raise ConfigError("Muon needs whole matrices, which ZeRO cuts into flat pieces: use RayFSDPStrategy")
+        check_optimizer_of_zero(optimizer)
         assert isinstance(self.config, dict)
         engine, _, _, _ = deepspeed.initialize(
             config={

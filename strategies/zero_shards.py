@@ -123,7 +123,7 @@ class ZeroShards:
         """Copy weights, optimizer states and settings, buffers and counters into an engine. Collective.
 
         Raises:
-            CheckpointError: the files lack a parameter or a parameter group of the engine.
+            CheckpointError: the files lack a parameter or a parameter group of the engine, or have 8-bit states.
         """
         trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
         if missing := sorted(trained - self._of_parameter.keys()):
@@ -131,6 +131,7 @@ class ZeroShards:
                 f"the checkpoint has no parameter {missing[0]}, so it belongs to another model: resume with the model "
                 "of the checkpoint"
             )
+        self._check_states()
         optimizer = engine.optimizer
         if engine.zero_optimization_stage() == 3:
             optimizer.checkpoint_event_prologue()
@@ -158,6 +159,15 @@ class ZeroShards:
                 buffer.copy_(self._model["module"][name])
         for counter in ("global_steps", "global_samples", "skipped_steps"):
             setattr(engine, counter, self._model[counter])
+
+    def _check_states(self) -> None:
+        # Bitsandbytes puts codes and scales of a state into a dictionary of their own.
+        states = [state for worker in self._workers for state in worker.states.values()]
+        if any(isinstance(value, Mapping) for state in states for value in state.values()):
+            raise CheckpointError(
+                "the optimizer of the checkpoint has 8-bit states, whose blocks of numbers cannot be cut anew: resume "
+                f"with {self.workers} workers under ZeRO-{self.stage}"
+            )
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Return the whole weights of the model: trained weights in float32, frozen weights and buffers."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.commands.main import number
-from rl_plugins.config.models import LANGUAGE_MODEL
+from rl_plugins.config.models import LANGUAGE_MODEL, OptimizerConfig
 from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import read_model_config
@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 
     from rl_plugins.config.recipe import RecipeConfig
 
+_MOMENT_WIDTHS = {
+    **dict.fromkeys(("Adam8bit", "AdamW8bit", "AdamFp8", "AdamWFp8"), 1 + 4 / 256),
+    **dict.fromkeys(("Adam4bit", "AdamW4bit"), 0.5 + 4 / 128),
+}
+"""Bytes of a number, with its share of a block's scale, in the moments of optimizers of torchao and bitsandbytes."""
 WITH_VALUES = {"gae", "bilevel_gae"}
 """Advantages that need a critic."""
 _ROWS = 12
@@ -286,6 +291,8 @@ def workload_of(
         engine_dtype=config.rollout_dtype,
         matrix_width=_QUANTIZED.get(str(config.rollout.vllm.get("quantization"))),
         cache_width=1.0 if str(config.rollout.vllm.get("kv_cache_dtype")).startswith("fp8") else None,
+        moment_width=_moment_width(config.optimizer),
+        critic_moment_width=_moment_width(config.critic.optimizer),
         prompts=config.batch.prompts_per_step,
         samples=config.batch.samples_per_prompt,
         prompt_tokens=prompt_tokens or config.data.max_prompt_tokens,
@@ -310,6 +317,12 @@ def workload_of(
         kv_cache_bytes=config.rollout.cpu_kv_cache_gib * GIB,
         bucket_bytes=config.engine_limits["bucket_mb"] * 2**20,
     )
+
+
+def _moment_width(optimizer: OptimizerConfig) -> float | None:
+    """Return the bytes of a number in the moments of an optimizer that quantises its states; None for others."""
+    library, _, name = optimizer.path.partition(".")
+    return _MOMENT_WIDTHS.get(name.rpartition(".")[2]) if library in ("torchao", "bitsandbytes") else None
 
 
 def read_shape(option: str, path: str) -> ModelShape:

@@ -157,6 +157,7 @@ def _check_parallelism(config: RecipeConfig) -> None:
             "optimizer.name=Muon: Muon needs whole matrices, and ZeRO shards optimizers by flat pieces of all "
             "parameters: add strategy.name=fsdp, or use another optimizer"
         )
+    _check_low_bit_optimizers(config)
     if strategy.tensor_parallel > 1 and strategy.name != "fsdp":
         raise ConfigError(
             f"strategy.tensor_parallel={strategy.tensor_parallel}: ZeRO has no tensor parallelism: add "
@@ -196,6 +197,29 @@ def _check_parallelism(config: RecipeConfig) -> None:
             f"rollout.engines=per_worker: rollout.tensor_parallel_size={size} does not divide "
             f"placement.num_workers={workers}: change one"
         )
+
+
+def _check_low_bit_optimizers(config: RecipeConfig) -> None:
+    if config.launcher == "local":
+        return
+    optimizers = {"optimizer": ("policy", config.optimizer)}
+    for critic in CRITIC_POOLS:
+        if not getattr(config.placement, critic).actors:
+            optimizers[f"{critic}.optimizer"] = (critic, getattr(config, critic).optimizer)
+    for option, (model, optimizer) in optimizers.items():
+        library, path = optimizer.path.partition(".")[0], f"{option}.name={optimizer.path}"
+        if library == "torchao" and config.strategy.name == "zero":
+            raise ConfigError(
+                f"{path}: ZeRO cuts parameters into flat pieces, of which torchao makes states of full size: use "
+                "bitsandbytes.optim.AdamW8bit, or strategy.name=fsdp"
+            )
+        if library == "bitsandbytes" and config.strategy.name == "fsdp":
+            raise ConfigError(
+                f"{path}: bitsandbytes refuses DTensors, the shards of FSDP2: use torchao.optim.AdamW8bit, or "
+                "strategy.name=zero"
+            )
+        if library == "bitsandbytes" and getattr(config.strategy.offload, model) == "nvme":
+            raise ConfigError(f"{path} has not been tried with strategy.offload.{model}=nvme: use cpu")
 
 
 def _check_data(config: RecipeConfig) -> None:

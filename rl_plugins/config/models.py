@@ -287,6 +287,11 @@ class OptimizerConfig(Settings):
     gradient_clip: Annotated[float, NOT_NEGATIVE] = 1.0
     vision_lr: Annotated[float | None, or_null(NOT_NEGATIVE)] = None
 
+    @property
+    def path(self) -> str:
+        """Name or dotted path of the class or function."""
+        return str(self.name["_target_"] if is_node(self.name) else self.name)
+
     def factor(self, step: int) -> float:
         """Return the share of `lr` at a step of the stage."""
         if step < self.warmup_steps:

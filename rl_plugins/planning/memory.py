@@ -1,6 +1,7 @@
 """Bytes of each process in each phase of a step, part by part, as the strategies and engines of this project allocate.
 
-DeepSpeed's optimizers keep float32 master weights in every precision, and the two moments of Adam.
+DeepSpeed's optimizers keep float32 master weights in every precision, and the two moments of Adam, in float32 unless
+the optimizer quantises its states.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ def trainer_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Part
         Bytes of each part by phase: `sampling` (while the engine samples), `log_probs` (passes without gradient) and
         `update`.
     """
-    states = _states(work.policy, work, plan, work.trained_parameters)
+    states = _states(work.policy, work, plan, work.trained_parameters, work.moment_width)
     for shape in work.critics:
-        critic = _states(shape, work, plan, shape.parameters)
+        critic = _states(shape, work, plan, shape.parameters, work.critic_moment_width)
         states = {key: states.get(key, 0.0) + critic.get(key, 0.0) for key in states}
     frozen = {f"{name} parameters": _resident(shape, work, plan) for name, shape in work.frozen.items()}
     models = [work.policy, *work.critics, *work.frozen.values()]
@@ -149,16 +150,21 @@ def total(parts: Mapping[str, float]) -> float:
     return sum(parts.values())
 
 
-def _states(shape: ModelShape, work: Workload, plan: Plan, trained: int) -> Parts:
+def _states(shape: ModelShape, work: Workload, plan: Plan, trained: int, moment_width: float | None) -> Parts:
     """Return the weights, master weights and moments of a trained model between the passes of a step."""
     workers, width = plan.trainers, work.width
     if plan.zero_stage == 0:
         # FSDP2 keeps shards in the dtype of training, which is float32 under `bf16-mixed`.
         stored = 4 if work.precision == "bf16-mixed" else width
         frozen = (shape.parameters - trained if trained < shape.parameters else 0) * width / workers
-        return {"parameters": trained * stored / workers + frozen, "moments": 2 * trained * stored / workers}
+        moments = 2 * trained * (moment_width or stored) / workers
+        return {"parameters": trained * stored / workers + frozen, "moments": moments}
     optimizer = 0.0 if plan.offload == "cpu" else trained / workers
-    parts = {"parameters": _resident(shape, work, plan), "masters": 4 * optimizer, "moments": 8 * optimizer}
+    parts = {
+        "parameters": _resident(shape, work, plan),
+        "masters": 4 * optimizer,
+        "moments": 2 * (moment_width or 4) * optimizer,
+    }
     if trained < shape.parameters:
         parts["parameters"] += trained * width
     if plan.zero_stage == 3:

@@ -27,6 +27,9 @@ class Workload:
         engine_dtype: Dtype of the weights in the rollout engine.
         matrix_width: Bytes of a number in the matrices of a quantised rollout engine; None without quantisation.
         cache_width: Bytes of a number in the KV cache; None for the engine's dtype.
+        moment_width: Bytes of a number in the moments of the policy's optimizer, if the optimizer quantises its states;
+            None without quantisation.
+        critic_moment_width: The same for the critics.
         prompts: Prompts of a step.
         samples: Responses to each prompt.
         prompt_tokens: Mean tokens of a prompt.
@@ -57,6 +60,8 @@ class Workload:
     engine_dtype: str = "bfloat16"
     matrix_width: float | None = None
     cache_width: float | None = None
+    moment_width: float | None = None
+    critic_moment_width: float | None = None
     prompts: int = 64
     samples: int = 8
     prompt_tokens: float = 512

@@ -202,6 +202,10 @@ def test_workload_of_has_the_models_of_the_algorithm(model):
     assert set(work("grpo", model, f"reward_model.path={model}").frozen) == {"reward_model"}
     quantised = work("grpo", model, "++rollout.vllm.quantization=fp8", "++rollout.vllm.kv_cache_dtype=fp8_e5m2")
     assert quantised.matrix_width == quantised.cache_width == 1.0 and plain.matrix_width is plain.cache_width is None
+    eight_bit = "optimizer.name={_target_: torchao.optim.AdamW8bit}"
+    assert work("grpo", model, eight_bit, "strategy.name=fsdp").moment_width == 1 + 4 / 256
+    assert plain.moment_width is plain.critic_moment_width is None
+    assert work("ppo", model, "critic.optimizer.name=bitsandbytes.optim.AdamW8bit").critic_moment_width == 1 + 4 / 256
     safe = work("safe_rlhf", model, f"cost_model.path={model}")
     assert safe.critics == [plain.policy] * 2 and set(safe.frozen) == {"reference", "cost_model"}
     assert set(work("prime", model).frozen) == {"reference"} and work("prime", model).critics == [plain.policy]

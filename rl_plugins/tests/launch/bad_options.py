@@ -63,6 +63,22 @@ CHECKS: dict[str, list[Case]] = {
             ["strategy.tensor_parallel=2", "strategy.tensor_parallel=1"],
         ),
         (["optimizer.name=Muon"], ["optimizer.name=Muon", "needs whole matrices", "strategy.name=fsdp"]),
+        (
+            ["optimizer.name={_target_: torchao.optim.AdamW8bit}"],
+            ["optimizer.name=torchao.optim.AdamW8bit", "states of full size", "strategy.name=fsdp"],
+        ),
+        (
+            ["critic.optimizer.name=bitsandbytes.optim.AdamW8bit", "strategy.name=fsdp"],
+            ["critic.optimizer.name=bitsandbytes.optim.AdamW8bit", "refuses DTensors", "torchao.optim.AdamW8bit"],
+        ),
+        (
+            [
+                "optimizer.name=bitsandbytes.optim.AdamW8bit",
+                "strategy.offload.policy=nvme",
+                "strategy.offload.folder=x",
+            ],
+            ["optimizer.name=bitsandbytes.optim.AdamW8bit", "not been tried", "strategy.offload.policy=nvme"],
+        ),
         (["model.router_replay=recompute"], ["model.router_replay: the model", "leave model.router_replay out"]),
         (["model.lora.rank=4", "model.lora.experts=true"], ["model.lora.experts=true", "no experts: leave the option"]),
         (["model.router_losses.z=0.1"], ["model.router_losses: the model", "leave model.router_losses out"]),

@@ -69,6 +69,13 @@ def test_trainer_memory_of_an_adapter_has_states_of_the_adapter_only():
     assert total(states) == pytest.approx(2 * P + 2 * adapter + 12 * adapter / 2)
 
 
+def test_trainer_memory_of_quantised_moments_has_a_byte_and_a_share_of_a_scale():
+    work = replace(WORK, precision="bf16-mixed", moment_width=1 + 4 / 256)
+    for stage, others in ((0, 4 * P / 2), (1, 2 * P + 4 * P / 2)):
+        states = trainer_memory(work, Plan(2, 1, zero_stage=stage, offload="stay"), GPU)["sampling"]
+        assert total(states) == pytest.approx(others + 2 * (1 + 4 / 256) * P / 2)
+
+
 def test_trainer_memory_of_an_update_by_hand():
     plan = Plan(2, 1, zero_stage=2, offload="stay")
     parts = trainer_memory(WORK, plan, GPU)["update"]

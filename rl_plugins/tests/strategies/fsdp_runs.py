@@ -127,7 +127,7 @@ def trained(
     start: Path | None = None,
     leave: Path | None = None,
     lr: float = 0.01,
-    optimizer: str = "AdamW",
+    optimizer: str | dict[str, str] = "AdamW",
     critic_lora: LoraConfig | None = None,
     precision: Any = None,
     callbacks: Sequence[Callback] = (),

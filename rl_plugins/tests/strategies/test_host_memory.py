@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.testing._internal.two_tensor import TwoTensor
 
 from rl_plugins.strategies.memory import HostMemory, TrainingMemory
 from rl_plugins.tests.loops import for_each
@@ -29,6 +30,16 @@ def test_host_memory_gives_tensors_back_in_place(chunk_bytes: int) -> None:
     assert whole.tolist() == [0, 1, 0, 0, 4, 5]
     memory.give_back()
     assert whole.tolist() == [0, 1, 0, 0, 4, 5]
+
+
+def test_host_memory_takes_the_parts_of_quantised_tensors() -> None:
+    """Codes and scales of an 8-bit optimizer state are in a tensor without storage."""
+    codes, scales = torch.arange(4.0), torch.ones(4)
+    memory = HostMemory("cpu")
+    memory.take([TwoTensor(codes, scales)])
+    assert codes.untyped_storage().nbytes() == scales.untyped_storage().nbytes() == 0
+    memory.give_back()
+    assert codes.tolist() == [0, 1, 2, 3] and scales.tolist() == [1, 1, 1, 1]
 
 
 def test_host_memory_leaves_tensors_of_memory_mapped_files_in_place(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ class Run:
         lr: Learning rate of the policy.
         policy: Folder of the first model of the run.
         precision: Precision of the trainer.
+        optimizer: Optimizer of policy and critic.
     """
 
     strategy: Callable[[Path], Any]
@@ -53,6 +54,7 @@ class Run:
     lr: float = 0.01
     policy: str = "policy"
     precision: Any = "32-true"
+    optimizer: str | dict[str, str] = "AdamW"
 
 
 class Record(Callback):
@@ -83,8 +85,8 @@ def train(_: int, folder: Path, name: str) -> None:
         scorer=canned.CannedScorer(),
         sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE),
         algorithm=Algorithm(advantage="gae", kl=KLConfig(0.1)),
-        critic=CriticConfig(model, OptimizerConfig(lr=2 * run.lr, gradient_clip=0.3)),
-        optimizer=OptimizerConfig(lr=run.lr, gradient_clip=0.5, warmup_steps=1),
+        critic=CriticConfig(model, OptimizerConfig(2 * run.lr, run.optimizer, gradient_clip=0.3)),
+        optimizer=OptimizerConfig(run.lr, run.optimizer, gradient_clip=0.5, warmup_steps=1),
         tokens_per_micro_batch=50,
         updates_per_step=2,
         max_steps=run.steps,
@@ -141,6 +143,11 @@ def in_files(name: str) -> Callable[[Path], ZeroStrategy]:
 # Steps too small for bfloat16 weights.
 SMALL: dict[str, Any] = {"world_size": 2, "lr": 1e-5, "precision": "bf16-true"}
 
+TORCHAO = {"_target_": "torchao.optim.AdamW8bit"}
+BITSANDBYTES = {"_target_": "bitsandbytes.optim.AdamW8bit"}
+# Matrices large enough for 8-bit states.
+EIGHT_BIT: dict[str, Any] = {"policy": "large"}
+
 RUNS: dict[str, Run] = {
     "single": Run(single),
     **{f"one-{stage}": Run(zero(stage), steps=SAVED) for stage in STAGES},
@@ -159,5 +166,15 @@ RUNS: dict[str, Run] = {
     "files-3": Run(in_files("files")),
     # DeepSpeed does not move weights of less than 1 MB.
     "wide-single": Run(single, policy="wide", steps=1),
+    **{
+        f"{name}-single{end}": Run(single, optimizer=optimizer, resume=resume, **EIGHT_BIT)
+        for name, optimizer in (("torchao", TORCHAO), ("bitsandbytes", BITSANDBYTES))
+        for end, resume in (("", None), ("-resumed", f"{name}-single"))
+    },
+    "bitsandbytes-3": Run(zero(3), world_size=2, optimizer=BITSANDBYTES, **EIGHT_BIT),
+    "bitsandbytes-3-resumed": Run(zero(3), world_size=2, optimizer=BITSANDBYTES, resume="bitsandbytes-3", **EIGHT_BIT),
+    "bitsandbytes-3-one": Run(zero(3), optimizer=BITSANDBYTES, resume="bitsandbytes-3", **EIGHT_BIT),
+    "bitsandbytes-1": Run(on_host(1), world_size=2, optimizer=BITSANDBYTES, **EIGHT_BIT),
+    "bitsandbytes-1-resumed": Run(moved(1), world_size=2, optimizer=BITSANDBYTES, resume="bitsandbytes-1", **EIGHT_BIT),
     "wide-3": Run(in_files("wide_files"), policy="wide", steps=1),
 }
