@@ -140,8 +140,9 @@ def load_model(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> N
         for key, stored in saved.items():
             if key.startswith("groups."):
                 _, index, option = key.split(".", maxsplit=2)
-                is_tensor = isinstance(stored, TensorStorageMetadata)
-                empty = torch.zeros(stored.size, dtype=stored.properties.dtype) if is_tensor else None
+                empty = None
+                if isinstance(stored, TensorStorageMetadata):
+                    empty = torch.zeros(stored.size, dtype=stored.properties.dtype)
                 state["groups"].setdefault(index, {})[option] = empty
     dcp.load(state, storage_reader=_PlainReader(folder), planner=_PlainPlanner())
     if optimizer is not None:

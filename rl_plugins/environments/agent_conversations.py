@@ -378,8 +378,7 @@ class AgentConversations:
                 messages=[*call.messages, choice.message],
                 tools=call.tools,
                 called=[
-                    ToolUse(str(called["id"]), name)
-                    for called, (name, _) in zip(choice.calls, read.calls, strict=False)
+                    ToolUse(str(use["id"]), name) for use, (name, _) in zip(choice.calls, read.calls, strict=False)
                 ],
                 last_token=one.tokens[-1],
                 body=talk.received.body,
@@ -397,9 +396,8 @@ class AgentConversations:
         elif all(choices[place].content.startswith(text) for place, text in talk.events.sent.items()):
             self._endpoint.answer(talk.received, HttpAnswer(200, _EVENTS, talk.events.rest(choices)))
         else:
-            self._endpoint.refuse(
-                talk.received, "a rollout engine was lost, and the policy has answered again: repeat the call", 503
-            )
+            reason = "a rollout engine was lost, and the policy has answered again: repeat the call"
+            self._endpoint.refuse(talk.received, reason, "server_error", status=503)
 
     def _choice(self, talk: _AgentTalk, call: ChatCall, turn: Turn, parsed: ParsedResponse, place: int) -> ChatAnswer:
         """Return a response of the policy as a choice of an answer."""

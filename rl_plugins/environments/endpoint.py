@@ -153,15 +153,16 @@ class Endpoint:
             waiting.remove(call)
         self._put(call, answer)
 
-    def refuse(self, call: Received, reason: str, kind: str) -> None:
+    def refuse(self, call: Received, reason: str, kind: str, status: int = 400) -> None:
         """Send an error in answer to a call.
 
         Args:
             call: the call.
             reason: reason for the client.
             kind: type of the error in OpenAI's protocol.
+            status: status of HTTP.
         """
-        self.answer(call, self._error(400, reason, kind))
+        self.answer(call, self._error(status, reason, kind))
 
     def end(self, trajectory: int) -> None:
         """End a trajectory: calls that wait, and further calls with its key, get an error."""

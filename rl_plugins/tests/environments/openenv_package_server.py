@@ -53,8 +53,13 @@ async def main() -> None:
     app = create_fastapi_app(Guessing, Guess, Seen, max_concurrent_envs=2)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     print(listening.getsockname()[1], flush=True)
-    # The test ends, and with the test the input.
-    threading.Thread(target=lambda: (sys.stdin.read(), setattr(server, "should_exit", True)), daemon=True).start()
+
+    def end_with_input() -> None:
+        """Stop the server at the end of the input, which ends with the test."""
+        sys.stdin.read()
+        server.should_exit = True
+
+    threading.Thread(target=end_with_input, daemon=True).start()
     await server.serve(sockets=[listening])
 
 

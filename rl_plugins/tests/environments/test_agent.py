@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -396,28 +395,6 @@ def test_call_after_the_end_of_a_trajectory_gets_a_clear_error() -> None:
             client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
         client.close()
     assert ended.value.status_code == 410
-
-
-def test_call_with_a_huge_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import openai
-
-    from rl_plugins.environments import endpoint as endpoint_module
-    from rl_plugins.rollout.vllm.chat_protocol import error_body, models
-
-    monkeypatch.setattr(endpoint_module, "_MOST_BYTES", 1000)
-    with closing(endpoint_module.Endpoint("127.0.0.1", models(), error_body)) as endpoint:
-        client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.open(3), max_retries=0)
-        with pytest.raises(openai.APIStatusError, match="the call has more than 1000 bytes") as refused:
-            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x" * 1000}])
-        client.close()
-        assert refused.value.status_code == 413 and endpoint.take() == []
-
-
-def test_connections_of_the_endpoint_send_without_delay() -> None:
-    from rl_plugins.environments.endpoint import listening_on
-
-    with listening_on("127.0.0.1") as server, socket.create_connection(server.getsockname()), server.accept()[0] as end:
-        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_empty_answer_that_a_client_sends_as_null_is_continued() -> None:

@@ -203,10 +203,12 @@ def test_model_without_a_path_and_tokenizer_is_refused():
 
 
 def test_options_of_another_type_are_refused_with_the_class(path):
+    options: Any = {"max_tokens": 3}
+    name: Any = "rloo"
     with pytest.raises(ConfigError, match=r"sampling=\{'max_tokens': 3\}: pass rl\.SamplingConfig\(\.\.\.\)"):
-        PolicyOptimization(path, scorer=length, sampling={"max_tokens": 3})
+        PolicyOptimization(path, scorer=length, sampling=options)
     with pytest.raises(ConfigError, match=r"algorithm='rloo': pass rl\.Algorithm\(\.\.\.\)"):
-        PolicyOptimization(path, scorer=length, sampling=SAMPLING, algorithm="rloo")
+        PolicyOptimization(path, scorer=length, sampling=SAMPLING, algorithm=name)
 
 
 def test_groups_of_one_sample_get_a_warning(path):
