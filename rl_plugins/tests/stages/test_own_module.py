@@ -159,7 +159,7 @@ def test_model_made_in_configure_model_is_trained(path):
     assert (own.model.get_input_embeddings().weight - before).abs().max() > 0
 
 
-def test_lightning_module_with_its_model_under_another_name_is_refused_at_once(path):
+def test_lightning_module_with_the_model_under_another_name_is_refused_at_once(path):
     class Other(LightningModule):
         def __init__(self):
             super().__init__()

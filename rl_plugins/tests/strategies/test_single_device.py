@@ -83,7 +83,7 @@ def test_update_weights_is_called_after_a_checkpoint_is_loaded(tmp_path: Any) ->
     assert updates(calls) == ["update_weights 1"]
 
 
-def test_save_checkpoint_makes_its_folder(tmp_path: Path) -> None:
+def test_save_checkpoint_makes_the_folder(tmp_path: Path) -> None:
     """A `ModelCheckpoint` of Lightning makes no folder."""
     trainer, _ = trainer_and_calls()
     trainer.fit(stage(), loader(1))
