@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -236,14 +236,25 @@ def writer_of(storage_options: object, folder: Path) -> CheckpointWriter:
 
 
 def check_written(writer: CheckpointWriter, storage_options: object, path: Path) -> None:
-    """Wait until all ranks have written their files of a checkpoint. Collective.
+    """Wait until all ranks have written their files of a checkpoint, and check the files. Collective.
+
+    Raises:
+        StorageError: see `check_failures`.
+    """
+    check_failures(gather(writer.failure), writer, storage_options, path)
+
+
+def check_failures(
+    failures: Iterable[str | None], writer: CheckpointWriter, storage_options: object, path: Path
+) -> None:
+    """Check if all files of a checkpoint are written.
 
     `PolicyCheckpoint` reads the failures of the writer that it passes as `storage_options`.
 
     Raises:
         StorageError: a rank could not write a file with a writer of `writer_of`.
     """
-    failure = next((failure for failure in gather(writer.failure) if failure is not None), None)
+    failure = next((failure for failure in failures if failure is not None), None)
     if failure is not None and writer is not storage_options:
         raise StorageError(f"the checkpoint {path} is not saved: {failure}")
 

@@ -24,7 +24,7 @@ from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.common import (
     AutogradSteps,
-    check_written,
+    check_failures,
     learners_of,
     optimizers_of,
     restored_states,
@@ -154,7 +154,7 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
         # Lightning's checkpoint file does not hold learners.
         for name, learner in learners_of(self._models()).items():
             save_learner(writer, learner, _learner_folder(filepath, name))
-        check_written(writer, storage_options, path)
+        check_failures([writer.failure], writer, storage_options, path)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _DATA = (
 )  # fmt: skip
 _MODEL = ("attention", "gradient_checkpointing", "lora", "router_losses", "router_replay", "trust_remote_code")
 _MODELS = ("cost_critic", "cost_model", "critic", "process_reward_model", "reference", "reward_model", "teacher")
-_STRATEGY = ("accumulate_shards", "sequence_parallel", "tensor_parallel", "workers_per_copy")
+_STRATEGY = ("accumulate_shards", "expert_parallel", "sequence_parallel", "tensor_parallel", "workers_per_copy")
 
 RUN_OPTIONS = {
     **options_in("batch", _BATCH),

@@ -288,7 +288,7 @@ class VLLMActor:
         reports_tokens: bool = False,
     ) -> EngineRequest:
         parameters = sampling_parameters(sampling, seed, self._image_token_id, reports_tokens=reports_tokens)
-        return EngineRequest(prompt, parameters, images)
+        return EngineRequest(prompt, parameters, images, reports_tokens)
 
     def _check_session(self) -> None:
         if not self._in_session:

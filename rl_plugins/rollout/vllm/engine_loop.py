@@ -12,7 +12,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rl_plugins.rollout.vllm.requests import EngineRequest, engine_input
@@ -65,11 +64,7 @@ class EngineLoop:
             self._engine.abort_request(added)
             raise
         self._running.update(added)
-        self._reports |= {
-            name: {}
-            for name, request in requests.items()
-            if request.parameters.output_kind is RequestOutputKind.CUMULATIVE
-        }
+        self._reports |= {name: {} for name, request in requests.items() if request.reports_tokens}
         if self._running and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._run())
 

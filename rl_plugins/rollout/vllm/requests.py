@@ -26,11 +26,13 @@ class EngineRequest(NamedTuple):
         prompt: token ids.
         parameters: vLLM's sampling parameters.
         images: images of the prompt, or of its beginning; None without images.
+        reports_tokens: True if the parameters ask for an output after each step.
     """
 
     prompt: list[int]
     parameters: Any
     images: PromptImages | None = None
+    reports_tokens: bool = False
 
 
 def engine_input(renderer: BaseRenderer, request: EngineRequest) -> Any:
