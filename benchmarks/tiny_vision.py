@@ -15,6 +15,8 @@ from rl_plugins.models.tiny import END_TOKEN, PAD_TOKEN, ROLE_TOKENS, build_toke
 
 SIZE = 32
 """Width and height of a picture."""
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+"""Sizes of a mixture of experts as the text model of LLaVA."""
 
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.tiny_vision import save_tiny_vision
+from benchmarks.tiny_vision import EXPERTS, save_tiny_vision
 from integration_tests.conftest import recipes_in
 from rl_plugins.tests.pictures import encoded, picture, row
 
@@ -49,6 +49,19 @@ def test_ppo_trains_resumes_and_exports_a_vision_language_model(workplace: Path,
             assert (run.run / "policy" / "processor_config.json").is_file()
             if "run.steps=3" in own:
                 assert [step["step"] for step in run.trained()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("source", ["recompute", "rollout"])
+def test_grpo_replays_the_routes_of_rows_with_images(workplace: Path, tmp_path: Path, source: str) -> None:
+    save_tiny_vision("llava", tmp_path / "mixture", **EXPERTS)
+    options = [*options_of(tmp_path), "launcher=local", "rollout.engine=transformers", "run.steps=2"]
+    with recipes_in(tmp_path, workplace) as start:
+        # A large rate changes the choice of the routers from the first update to the second.
+        replay = (f"model.path={tmp_path / 'mixture'}", f"model.router_replay={source}", "optimizer.lr=0.01")
+        run = start("grpo", source, *options, *replay)
+        assert run.wait() == 0, run.tail()
+    assert max(step["train/rollout_gap_max"] for step in run.trained()) < 1e-3
+    assert all(step["train/router_differing"] > 0 for step in run.trained())
 
 
 def test_grpo_trains_an_adapter_of_a_vision_language_model_over_fsdp_and_vllm(workplace: Path, tmp_path: Path) -> None:

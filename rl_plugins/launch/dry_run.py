@@ -61,8 +61,7 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
 
     Raises:
         ConfigError: A file or a row is wrong, there are too few rows, a data source has no reward, a reward fails,
-            transformers does not have a model, routes of images would be replayed, a prompt is refused by the chat
-            template, or texts are too long.
+            transformers does not have a model, a prompt is refused by the chat template, or texts are too long.
     """
     import numpy as np
 
@@ -115,11 +114,6 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
         with_images = reads_images(models.get(config.model.path, {})) and any_has_images(rows.rows)
         if with_images:
             _check_images_are_read(config, models)
-            if config.model.router_replay:
-                raise ConfigError(
-                    f"model.router_replay={config.model.router_replay}: the rows have images, and the tokens of images "
-                    "have no routes yet: leave model.router_replay out"
-                )
         rows.check_lengths(tokenizer, template_options, _image_prompts(config) if with_images else None)
 
 

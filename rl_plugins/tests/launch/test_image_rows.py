@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.tiny_vision import save_tiny_vision
+from benchmarks.tiny_vision import EXPERTS, save_tiny_vision
 from rl_plugins.launch.dry_run import check_data
 from rl_plugins.launch.preflight import check_models
 from rl_plugins.models.tiny import save_tiny_policy
@@ -62,11 +62,11 @@ def test_check_data_refuses_another_model_of_text_for_rows_with_images(
     assert check([row("no picture")] * 4, f"{option}={tmp_path / 'text'}") == "nothing is refused"
 
 
-def test_check_data_refuses_a_replay_of_routes_for_rows_with_images(check: Check) -> None:
-    found = check(rows_of(encoded(picture())), "model.router_replay=recompute")
-    assert found.startswith("model.router_replay=recompute: the rows have images, ")
-    assert found.endswith("leave model.router_replay out")
-    assert check([row("no picture")] * 4, "model.router_replay=recompute") == "nothing is refused"
+def test_check_data_accepts_a_replay_of_routes_for_rows_with_images(check: Check, tmp_path: Path) -> None:
+    save_tiny_vision("llava", tmp_path / "mixture", **EXPERTS)
+    for source in ("recompute", "rollout"):
+        found = check(rows_of(encoded(picture())), f"model.router_replay={source}", model="mixture")
+        assert found == "nothing is refused"
 
 
 def test_check_models_refuses_vision_lr_for_a_critic_of_text(check: Check, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from benchmarks.tiny_vision import processor, save_tiny_vision
+from benchmarks.tiny_vision import EXPERTS, processor, save_tiny_vision
 from rl_plugins.callbacks.router_losses import RouterLosses
 from rl_plugins.config.models import LoraConfig, OptimizerConfig
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
@@ -295,8 +295,7 @@ def test_parallel_blocks_of_a_vision_language_model_are_refused(family: str, fol
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of LLaVA with experts."""
     folder: Path = tmp_path_factory.mktemp("mixture")
-    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-    save_tiny_vision("llava", folder, **experts)
+    save_tiny_vision("llava", folder, **EXPERTS)
     return folder
 
 
