@@ -86,7 +86,7 @@ def check_router_options(config: RecipeConfig, policy: Mapping[str, Any]) -> Non
             check_recomputed_routes(instantiate_node("algorithm", config.algorithm), config.schedule, updates)
 
 
-def check_experts(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) -> None:
+def check_expert_parallel(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) -> None:
     """Check if the training workers can share the experts of their models.
 
     Args:

@@ -273,9 +273,9 @@ def check_models(
             )
     if config.strategy.expert_parallel > 1:
         # The import loads torch, which takes seconds.
-        from rl_plugins.launch.algorithm_check import check_experts
+        from rl_plugins.launch.algorithm_check import check_expert_parallel
 
-        check_experts(config, models)
+        check_expert_parallel(config, models)
     return models
 
 
