@@ -15,11 +15,9 @@ pytest.importorskip("openenv")
 
 from rl_plugins.environments.openenv_text import OpenEnvText
 from rl_plugins.environments.step_result import StepResult
+from rl_plugins.tests.environments.openenv_conversation import ROW, play
 
 PROGRAM = Path(__file__).with_name("openenv_package_server.py")
-ROW: dict[str, Any] = {
-    "seed": 3, "extra_info": {"seed": 7, "low": 2}, "prompt": [{"role": "user", "content": "Find the number."}],
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +29,6 @@ def url() -> Iterator[str]:
         assert server.stdout is not None and server.stdin is not None
         yield f"http://127.0.0.1:{int(server.stdout.readline())}"
         server.stdin.close()
-
-
-async def play(environment: OpenEnvText, *responses: str) -> list[Any]:
-    """Return the first messages and the result of each response, and close the environment."""
-    results: list[Any] = [await environment.reset(ROW)]
-    try:
-        for response in responses:
-            results.append(await environment.step({"content": response}))
-    finally:
-        await environment.close()
-    return results
 
 
 def test_conversation_has_the_observations_and_rewards_of_the_package(url: str) -> None:

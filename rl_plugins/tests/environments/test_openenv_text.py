@@ -17,31 +17,17 @@ from rl_plugins.environments.step_result import StepResult
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards import ScoringRequest
 from rl_plugins.rewards.conversations import Opening
+from rl_plugins.tests.environments.openenv_conversation import ROW, play
 from rl_plugins.tests.environments.openenv_server import GuessingServer, guessing_server
 from rl_plugins.tests.environments.test_gymnasium_text import Walker
 from rl_plugins.tests.environments.test_stateful import SAMPLING, talk_with
 from rl_plugins.tests.patience import patient, wait_until
-
-ROW: dict[str, Any] = {
-    "seed": 3, "extra_info": {"seed": 7, "low": 2}, "prompt": [{"role": "user", "content": "Find the number."}],
-}  # fmt: skip
 
 
 @pytest.fixture
 def served() -> Iterator[tuple[str, GuessingServer]]:
     with guessing_server() as found:
         yield found
-
-
-async def play(environment: OpenEnvText, *responses: str) -> list[Any]:
-    """Return the first messages and the result of each response, and close the environment."""
-    results: list[Any] = [await environment.reset(ROW)]
-    try:
-        for response in responses:
-            results.append(await environment.step({"content": response}))
-    finally:
-        await environment.close()
-    return results
 
 
 def test_conversation_has_the_observations_and_rewards_of_the_server(served: tuple[str, GuessingServer]) -> None:
