@@ -13,7 +13,6 @@ import argparse
 import tempfile
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import torch
@@ -48,7 +47,7 @@ def main() -> None:
 def measure(steps: int, step_s: float, traces: int) -> tuple[float, float]:
     """Return the seconds of a step in the training thread and the CPU seconds of other threads, without the start."""
     with tempfile.TemporaryDirectory() as path:
-        folder = RunFolder(Path(path))
+        folder = RunFolder(path)
         tracking = MLflowTracking(uri=f"sqlite:///{path}/mlflow.db", experiment="cost", folder=folder)
         file, sampler = JsonLinesLogger(folder.metrics), Sampler("system/node_0/", every_s=5.0)
         sampler.start()

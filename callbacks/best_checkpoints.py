@@ -41,7 +41,7 @@ class BestCheckpoints(Callback):
     def __init__(self, folder: str | Path, *, metric: str = "val/reward", mode: str = "max", keep: int = 1) -> None:
         if mode not in _SIGNS:
             raise ConfigError(f"mode={mode!r}: use max or min")
-        self._folder, self._metric, self._mode, self._keep = RunFolder(Path(folder)), metric, mode, keep
+        self._folder, self._metric, self._mode, self._keep = RunFolder(folder), metric, mode, keep
         self._sign = _SIGNS[mode]
         self._last_step = -1
 

@@ -32,7 +32,7 @@ class CheckpointReference(Callback):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = RunFolder(Path(folder))
+        self._folder = RunFolder(folder)
         self._recorded: Path | None = None
 
     @override
@@ -94,7 +94,7 @@ class BestUpload(Callback):
     """
 
     def __init__(self, folder: str | Path, *, metric: str, mode: str, count: int) -> None:
-        self._folder, self._metric, self._mode, self._count = RunFolder(Path(folder)), metric, mode, count
+        self._folder, self._metric, self._mode, self._count = RunFolder(folder), metric, mode, count
         self._submitted: list[Path] = []
 
     @override

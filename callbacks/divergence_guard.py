@@ -81,7 +81,7 @@ class DivergenceGuard(Callback):
         if action == "roll_back" and folder is None:
             raise ConfigError("action='roll_back' needs the folder of the run, where PolicyCheckpoint saves")
         self._bounds, self._action, self._max_rollbacks = bounds, action, max_rollbacks
-        self._folder = None if folder is None else RunFolder(Path(folder))
+        self._folder = None if folder is None else RunFolder(folder)
         self._reward_average = BestAverage(bounds.reward_window)
         self._warned = False
         self.rollbacks = 0

@@ -48,7 +48,7 @@ class GracefulStop(Callback):
         started: float | None = None,
         ray_notices: bool = False,
     ) -> None:
-        self._folder, self._ray_notices = RunFolder(Path(folder)), ray_notices
+        self._folder, self._ray_notices = RunFolder(folder), ray_notices
         self._limit_s, self._started = time_limit_s, started or psutil.Process().create_time()
         self._noticed = False
         self._handler = ExitStack()

@@ -23,7 +23,7 @@ class RunReport(Callback):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = RunFolder(Path(folder))
+        self._folder = RunFolder(folder)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -49,7 +49,7 @@ class Curves(Callback):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = RunFolder(Path(folder))
+        self._folder = RunFolder(folder)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

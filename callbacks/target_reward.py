@@ -22,7 +22,7 @@ class TargetReward(Callback):
     """
 
     def __init__(self, folder: str | Path, target: float) -> None:
-        self._folder, self._target = RunFolder(Path(folder)), target
+        self._folder, self._target = RunFolder(folder), target
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

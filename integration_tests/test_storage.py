@@ -103,7 +103,7 @@ def test_stored_run_is_copied_kept_and_restored_in_s3(s3: S3, tmp_path: Path) ->
 def test_storage_without_the_bucket_refuses_the_first_file(s3: S3) -> None:
     storage = Storage.at("run.storage", "s3://nowhere/runs").inside("run")
     with pytest.raises(StorageError, match=r"^s3://nowhere/runs/run does not take .*NO_SUCH_BUCKET") as raised:
-        StoredRun(storage, RunFolder(Path("run")), keep=1).try_to_write()
+        StoredRun(storage, RunFolder("run"), keep=1).try_to_write()
     assert "secret-word" not in str(raised.value)
 
 

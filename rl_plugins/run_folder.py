@@ -23,11 +23,18 @@ _UNFINISHED = re.compile(r"\.(checkpoint|best)_\d{8}\.(partial|removed)$")
 _BEST = re.compile(r"best_\d{8}$")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class RunFolder:
-    """Paths of one run."""
+    """Paths of one run.
+
+    Attributes:
+        path: Path of the folder.
+    """
 
     path: Path
+
+    def __init__(self, path: str | Path) -> None:
+        object.__setattr__(self, "path", Path(path))
 
     @property
     def metrics(self) -> Path:

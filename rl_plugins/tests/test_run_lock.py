@@ -21,7 +21,7 @@ from pathlib import Path
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.run_lock import owned
 
-with owned(RunFolder(Path(sys.argv[1]))):
+with owned(RunFolder(sys.argv[1])):
     if os.fork() == 0:
         # The child has closed its copy of the lock's file.
         print(os.getpid(), flush=True)

@@ -67,7 +67,7 @@ def test_run_recipe_takes_one_commit_for_a_run_and_all_resumes(hub: StandIn, che
     )
     first, rows = (hub.repositories[name].refs["main"] for name in ("models/own/model", "datasets/own/rows"))
     assert check(*options) == "nothing is refused"
-    folder = RunFolder(Path("outputs/grpo"))
+    folder = RunFolder("outputs/grpo")
     assert json.loads(folder.hub.read_text()) == {"models/own/model@main": first, "datasets/own/rows@main": rows}
     written = OmegaConf.load(folder.config)
     assert written.model.path == written.reference.path == f"own/model@{first}"
