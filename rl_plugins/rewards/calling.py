@@ -19,6 +19,7 @@ import bdb
 import inspect
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -154,7 +155,7 @@ class RewardFunction:
         )
 
     def _arguments(self, call: Sequence[ScoringRequest]) -> dict[str, Any]:
-        columns = {name: [getattr(request, field) for request in call] for name, field in self.fields.items()}
+        columns = {name: [_argument(request, field) for request in call] for name, field in self.fields.items()}
         injected = columns if self.batched else {name: column[0] for name, column in columns.items()}
         return {**injected, **self.fixed}
 
@@ -169,6 +170,11 @@ class RewardFunction:
             raise
         except BaseException as error:  # of the user's code; the score records the exception
             return error
+
+
+def _argument(request: ScoringRequest, field: str) -> Any:
+    value = getattr(request, field)
+    return value.tolist() if isinstance(value, array) else value
 
 
 # Choice of the function by data source ------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ all sequences are in the order of time. The policy responds to one sequence at a
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -185,6 +186,7 @@ class Trajectory:
         self._turn_ends: list[int] = []
         self._turn_rewards: list[float] = []
         self._token_ids: list[int] = []
+        self._sampled_ids = array("i")
         self._log_probs: list[float] = []
         self._versions: list[int] = []
         self._sampled: list[bool] = []
@@ -252,7 +254,9 @@ class Trajectory:
     def _respond(self, response: Generations, text: str, max_turns: int, place: int, before: Sequence[int]) -> Turn:
         if place:
             self._add_tokens(before, sequence=1 + max(self._sequences, default=0))
-        self._token_ids += response.token_ids.tolist()
+        token_ids = response.token_ids.tolist()
+        self._token_ids += token_ids
+        self._sampled_ids.extend(token_ids)
         self._log_probs += response.log_probs.tolist()
         self._versions += response.policy_versions.tolist()
         self._length = len(response.token_ids)
@@ -283,7 +287,8 @@ class Trajectory:
             solution_str=last["content"],
             turns=tuple(before),
             turns_left=max(0, turns_left),
-            token_ids=[token for token, sampled in zip(self._token_ids, self._sampled, strict=True) if sampled],
+            # Later responses extend the ids.
+            token_ids=self._sampled_ids[:],
         )
         return Turn(request, self.tokens, self._length, log_probs, self._finish_reason, self.turns)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -231,10 +232,11 @@ class SampleScorer:
         assert self.scorer is not None, "without conversations there is a scorer"
         requests = [scoring_request(row["response"], row) for row in rows]
         lengths = samples.response_lengths.tolist()
+        ids_BT = samples.responses.to("cpu", torch.int32).numpy()
         return self.scorer.score(
             [
-                replace(request, token_ids=ids_T[:length].tolist())
-                for request, ids_T, length in zip(requests, samples.responses, lengths, strict=True)
+                replace(request, token_ids=array("i", ids_T[:length].tobytes()))
+                for request, ids_T, length in zip(requests, ids_BT, lengths, strict=True)
             ]
         )
 

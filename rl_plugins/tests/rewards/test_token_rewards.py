@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +77,30 @@ def test_reward_with_token_ids_refuses_a_text_without_tokens() -> None:
     assert score.failure == "raised" and "asks for token_ids, and these responses are texts" in score.message
     # The number of tokens of a text is not known, so any number of rewards is read.
     assert result_of("everything_per_token", "ab", None) == Score(3.0, token_rewards=(1.0, 2.0))
+
+
+def test_reward_gets_the_ids_in_an_array_as_a_list() -> None:
+    given: list[object] = []
+    for function in (lambda token_ids: given.append(token_ids), lambda token_id_lists: given.extend(token_id_lists)):
+        RewardFunction({"_target_": function}).score([replace(request("list"), token_ids=array("i", IDS))], None)
+    assert given == [IDS, IDS]
+
+
+def test_requests_of_a_stage_have_the_ids_in_arrays() -> None:
+    requests: list[ScoringRequest] = []
+
+    class Scorer(canned.CannedScorer):
+        def score(self, given: Sequence[ScoringRequest]) -> list[Score]:
+            requests.extend(given)
+            return super().score(given)
+
+    stage: canned.Keeping = canned.ppo(canned.Keeping, algorithm=Algorithm(), scorer=Scorer(), max_steps=1)
+    strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
+    canned.quiet_trainer(strategy).fit(stage, Loader(canned.PROMPTS[:2]))
+    (samples,) = stage.trained_on
+    lengths = samples.response_lengths.tolist()
+    rows = zip(samples.responses.tolist(), lengths, strict=True)
+    assert [request.token_ids for request in requests] == [array("i", row[:length]) for row, length in rows]
 
 
 def test_weighted_sum_adds_rewards_of_tokens_with_the_weights() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import torch
 
@@ -40,6 +42,15 @@ def test_routes_of_a_trajectory_follow_the_rows_of_the_sequences() -> None:
     ids_N = rows.samples.input_ids[rows.samples.attention_mask]
     # In every row, the experts of all tokens but the last are those of the token.
     assert torch.where(torch.from_numpy(experts)[:, 0, 0] < 0, ids_N, torch.from_numpy(experts)[:, 0, 0]).equal(ids_N)
+
+
+def test_each_turn_has_the_ids_of_all_sampled_tokens_so_far() -> None:
+    request = ScoringRequest(data_source="", solution_str="", ground_truth="", extra_info={}, prompt=[])
+    trajectory = Trajectory([1, 2], request, SamplingConfig(max_tokens=40), (), 0)
+    first = trajectory.respond([response([3, 4], trajectory.tokens)], [""], 9)
+    trajectory.observe(Reply([], [5, 6]))
+    second = trajectory.respond([response([7], trajectory.tokens)], [""], 9)
+    assert [turn.request.token_ids for turn in (first, second)] == [array("i", [3, 4]), array("i", [3, 4, 7])]
 
 
 def test_messages_of_an_ending_have_whole_characters() -> None:
