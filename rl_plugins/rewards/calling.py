@@ -75,11 +75,14 @@ class RewardFunction:
         self.is_async = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
             getattr(self.function, "__call__", None)  # noqa: B004 (an instance's method)
         )
-        self.fields, self.batched = self._requested_fields()
-        parameters = inspect.signature(self.function).parameters
-        self._needs_tokens = not {"token_ids", "token_id_lists"}.isdisjoint(parameters)
+        self._read_signature()
 
-    def _requested_fields(self) -> tuple[dict[str, str], bool]:
+    def _read_signature(self) -> None:
+        """Find the requested fields of a sample by argument (`fields`), and the way to call the function.
+
+        Raises:
+            ConfigError: See `__init__`.
+        """
         parameters = inspect.signature(self.function).parameters.values()
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -89,23 +92,24 @@ class RewardFunction:
                 raise ConfigError(f"reward {self.name!r}: {key!r} comes from the sample and cannot be configured")
             if key not in names and not takes_any:
                 raise ConfigError(f"reward {self.name!r} takes no argument {key!r}{nearest(key, names)}")
-        batched = any(name in ARGUMENTS_OF_BATCH for name in names)
-        known = ARGUMENTS_OF_BATCH if batched else ARGUMENTS_OF_SAMPLE
+        self.batched = any(name in ARGUMENTS_OF_BATCH for name in names)
+        known = ARGUMENTS_OF_BATCH if self.batched else ARGUMENTS_OF_SAMPLE
         for parameter in named:
             name = parameter.name
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 raise ConfigError(f"reward {self.name!r}: argument {name!r} is positional-only; arguments go by name")
-            if batched and name in ARGUMENTS_OF_SAMPLE:
+            if self.batched and name in ARGUMENTS_OF_SAMPLE:
                 raise ConfigError(f"reward {self.name!r} mixes {name!r} with plural names: use one or the other")
             if name not in known and name not in self.fixed and parameter.default is parameter.empty:
                 raise ConfigError(
                     f"reward {self.name!r} asks for {name!r}, which is neither a field of a sample nor configured: "
                     f"configure the argument or give it a default{nearest(name, known)}"
                 )
-        fields = {name: field for name, field in known.items() if takes_any or name in names}
-        if not fields:
+        self.fields = {name: field for name, field in known.items() if takes_any or name in names}
+        # A function that takes any argument may do without tokens.
+        self._needs_tokens = any(known.get(name) == "token_ids" for name in names)
+        if not self.fields:
             raise ConfigError(f"reward {self.name!r} takes none of {', '.join(ARGUMENTS_OF_SAMPLE)} (or their plurals)")
-        return fields, batched
 
     def score(self, requests: Sequence[ScoringRequest], deadline_s: float | None) -> list[Score | None]:
         """Score requests in order.

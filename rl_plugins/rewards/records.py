@@ -181,13 +181,10 @@ def read_score(result: object, name: str) -> Score:
         return failed("raised", f"{name}: the returned mapping has no 'score', only {list(map(str, values))}")
     numbers = {}
     for key, value in values.items():
-        number = value.item() if getattr(value, "ndim", None) == 0 else value
-        if not isinstance(number, int | float):
-            return failed("raised", f"{name}: {str(key)!r} is {_type(number)}, not a number")
-        if not abs(number) <= sys.float_info.max:
-            shown = number if isinstance(number, float) else "too large for a float"
-            return failed("not_finite", f"{name}: {str(key)!r} is {shown}")
-        numbers[str(key)] = float(number)
+        number = _number(value, name, str(key))
+        if isinstance(number, Score):
+            return number
+        numbers[str(key)] = number
     return Score(value=numbers.pop("score"), details=numbers, token_rewards=token_rewards)
 
 
@@ -196,14 +193,32 @@ def _token_rewards(given: object, name: str) -> tuple[float, ...] | Score:
     numbers = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(numbers, Sequence) or isinstance(numbers, str | bytes):
         return failed("raised", f"{name}: 'token_rewards' is {_type(given)}, not a list of numbers")
-    plain = [number.item() if getattr(number, "ndim", None) == 0 else number for number in numbers]
-    for place, number in enumerate(plain):
-        if not isinstance(number, int | float):
-            return failed("raised", f"{name}: 'token_rewards' has a value {_type(number)} at token {place}")
-        if not abs(number) <= sys.float_info.max:
-            shown = number if isinstance(number, float) else "too large for a float"
-            return failed("not_finite", f"{name}: 'token_rewards' is {shown} at token {place}")
-    return tuple(map(float, plain))
+    read = []
+    for place, value in enumerate(numbers):
+        number = _number(value, name, "token_rewards", place)
+        if isinstance(number, Score):
+            return number
+        read.append(number)
+    return tuple(read)
+
+
+def _number(value: Any, name: str, key: str, token: int | None = None) -> float | Score:
+    """Read a finite number, also of a 0-d array or tensor; return a failure for all else.
+
+    Args:
+        value: The value.
+        name: Name of the reward, for messages.
+        key: Key of the value in the result of the reward.
+        token: Place of the token with the value, if the key has a value for each token.
+    """
+    number = value.item() if getattr(value, "ndim", None) == 0 else value
+    if isinstance(number, int | float) and abs(number) <= sys.float_info.max:
+        return float(number)
+    subject = f"{name}: {key!r}" if token is None else f"{name}: {key!r} of token {token}"
+    if not isinstance(number, int | float):
+        return failed("raised", f"{subject} is {_type(number)}, not a number")
+    shown = number if isinstance(number, float) else "too large for a float"
+    return failed("not_finite", f"{subject} is {shown}")
 
 
 def _type(value: object) -> str:

@@ -53,12 +53,12 @@ def test_sum_of_the_rewards_of_tokens_is_the_score(target: str) -> None:
     ("solution", "failure", "said"),
     [
         ("short", "raised", "'token_rewards' has 2 numbers for 3 sampled tokens: return one number for each token"),
-        ("nan", "not_finite", "'token_rewards' is nan at token 2"),
-        ("huge", "not_finite", "'token_rewards' is too large for a float at token 2"),
+        ("nan", "not_finite", "'token_rewards' of token 2 is nan"),
+        ("huge", "not_finite", "'token_rewards' of token 2 is too large for a float"),
         ("infinite", "not_finite", "'score' is inf"),
         ("number", "raised", "'token_rewards' is of type float, not a list of numbers"),
         ("string", "raised", "'token_rewards' is of type str, not a list of numbers"),
-        ("words", "raised", "'token_rewards' has a value of type str at token 0"),
+        ("words", "raised", "'token_rewards' of token 0 is of type str, not a number"),
         (
             "reply",
             "raised",
