@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -95,21 +95,20 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     scored = [train] if config.stage in SAMPLING_STAGES else []
     scored += [validation.rows] if validation and config.generates else []
     first_of_source = _first_of_source(chain.from_iterable(scored))
-    replies = [] if config.environment.scores_itself else _check_rewards(config, first_of_source)
     if config.teacher.paths and not config.teacher.weights:
         _check_teachers(config, train)
     # Loads transformers.
     for path, model in models.items():
         check_model_type(path, model)
-    if not (_policy_folder(config) / "tokenizer.json").is_file():
-        check_tools(config, None)
-        check_stateful(config, first_of_source, None)
-        check_agent(config, first_of_source, None)
-        return
-    tokenizer = _load_tokenizer(config, replies)
+    tokenizer = _load_tokenizer(config)
+    if not config.environment.scores_itself:
+        replies = _check_rewards(config, first_of_source, tokenizer)
+        _check_replies(config, replies, tokenizer)
     check_stateful(config, first_of_source, tokenizer)
     check_agent(config, first_of_source, tokenizer)
     template_options = check_tools(config, tokenizer)
+    if tokenizer is None:
+        return
     for rows in filter(None, (training, validation)):
         with_images = reads_images(models.get(config.model.path, {})) and any_has_images(rows.rows)
         if with_images:
@@ -183,7 +182,9 @@ def _first_of_source(rows: Iterable[Row]) -> dict[str, Row]:
     return first_of_source
 
 
-def _check_rewards(config: RecipeConfig, first_of_source: Mapping[str, Row]) -> list[Message]:
+def _check_rewards(
+    config: RecipeConfig, first_of_source: Mapping[str, Row], tokenizer: PreTrainedTokenizerBase | None
+) -> list[Message]:
     """Call the reward once for each data source, in a process like a reward worker.
 
     Rewards with GPUs are called in the reward workers of the cluster only: this machine may have no GPU. Rewards that
@@ -212,15 +213,23 @@ def _check_rewards(config: RecipeConfig, first_of_source: Mapping[str, Row]) -> 
         in_process=not reward.num_workers,
     ) as trial:
         called = {source: row for source, row in first_of_source.items() if not asks_engine(route_of(rewards, source))}
-        return _replies(config, called, trial)
+        return _replies(config, called, trial, tokenizer)
 
 
-def _replies(config: RecipeConfig, first_of_source: Mapping[str, Row], trial: RewardTrial) -> list[Message]:
+def _replies(
+    config: RecipeConfig,
+    first_of_source: Mapping[str, Row],
+    trial: RewardTrial,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> list[Message]:
     """Call the reward for a row of each data source, and return the replies of environments."""
     from rl_plugins.rewards.records import ScoringRequest
 
+    def encode(text: str) -> list[int]:
+        # Without a tokenizer here, the bytes of the text stand for tokens.
+        return list(text.encode()) if tokenizer is None else tokenizer.encode(text, add_special_tokens=False)
+
     replies: list[Message] = []
-    encode = _encoder(config)
     for source, row in first_of_source.items():
         ground_truth = row["reward_model"].get("ground_truth")
         # Every reward should be able to read the correct answer.
@@ -244,20 +253,6 @@ def _replies(config: RecipeConfig, first_of_source: Mapping[str, Row], trial: Re
     return replies
 
 
-def _encoder(config: RecipeConfig) -> Callable[[str], list[int]]:
-    """Return a function from a text to token ids; without a readable tokenizer here, to the bytes of the text."""
-    # transformers takes seconds to import.
-    from tokenizers import Tokenizer
-
-    file = _policy_folder(config) / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    # The library raises plain exceptions. `_load_tokenizer` names the fault of a file.
-    except Exception:
-        return lambda text: list(text.encode())
-    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
-
-
 def _replies_of_reward(config: RecipeConfig) -> bool:
     """Return True if the reward function may reply."""
     environment = config.environment
@@ -275,20 +270,21 @@ def _details_used(algorithm: object) -> list[tuple[str, str]]:
     return names
 
 
-def _load_tokenizer(config: RecipeConfig, replies: Iterable[Message]) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the policy, and try its chat template on the replies of environments.
+def _load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of the policy; return None if the policy has no file with a fast tokenizer.
 
     Raises:
-        ConfigError: The tokenizer has no template, or the template refuses a reply.
+        ConfigError: The tokenizer cannot be read, has no chat template, or the template does not know an option.
     """
     from transformers import PreTrainedTokenizerFast
 
     from rl_plugins.data.chat_template import check_chat_template, check_template_options
-    from rl_plugins.data.tokenization import TurnTokenizer
 
     path = config.model.path
+    if not (_policy_folder(config) / "tokenizer.json").is_file():
+        return None
     try:
-        # The import of AutoTokenizer would take several seconds. The token ids are not used.
+        # The import of AutoTokenizer would take several seconds.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(_policy_folder(config))
     # The library tokenizers raises plain exceptions.
     except Exception as error:
@@ -297,16 +293,25 @@ def _load_tokenizer(config: RecipeConfig, replies: Iterable[Message]) -> PreTrai
             f"model.path={path}: its tokenizer cannot be read ({reason}): download or export the model again"
         ) from None
     check_chat_template(tokenizer)
-    options = config.data.chat_template_kwargs
     try:
-        check_template_options(tokenizer, options)
+        check_template_options(tokenizer, config.data.chat_template_kwargs)
     except ConfigError as error:
         raise ConfigError(f"data.{error}") from None
-    if _replies_of_reward(config):
-        turns = TurnTokenizer(tokenizer, options)
+    return tokenizer
+
+
+def _check_replies(config: RecipeConfig, replies: Iterable[Message], tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Try the chat template on the replies of environments.
+
+    Raises:
+        ConfigError: The template refuses a reply.
+    """
+    from rl_plugins.data.tokenization import TurnTokenizer
+
+    if tokenizer is not None and _replies_of_reward(config):
+        turns = TurnTokenizer(tokenizer, config.data.chat_template_kwargs)
         for reply in replies:
             turns.tokens([reply], tokenizer.eos_token_id, config.environment.max_observation_tokens)
-    return tokenizer
 
 
 class _Rows:

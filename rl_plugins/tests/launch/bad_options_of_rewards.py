@@ -65,6 +65,11 @@ REWARD_CHECKS: dict[str, list[Case]] = {
             [*FILE, "reward.functions.default.name=raises"],
             ["reward fails on a sample of data_source 'addition'", "KeyError", "rewards.py"],
         ),
+        # The tokenizer is read before a reward is called with tokens.
+        (
+            [*FILE, "reward.functions.default.name=raises", "model.path=torn_tokenizer"],
+            ["torn_tokenizer: its tokenizer cannot be read"],
+        ),
         (
             [*FILE, "reward.functions.default.name=of_turns"],
             ["reward fails on a sample of data_source 'addition'", "'token_rewards' has 3 numbers for 2"],
