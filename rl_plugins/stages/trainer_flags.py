@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -14,10 +15,12 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch._dynamo import OptimizedModule
 
+from rl_plugins.data.datamodule import StepDataModule
 from rl_plugins.errors import ConfigError
 from rl_plugins.strategies.contract import strategy_of
 
@@ -45,15 +48,22 @@ def check_not_compiled(model: object) -> None:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Refuse unsupported strategies, flags and callbacks of the trainer.
+    """Refuse unsupported strategies, flags and callbacks of the trainer, and a fit without training data.
 
     In manual optimization, Lightning itself would refuse some flags, and some callbacks would do nothing. Callbacks of
     Lightning that watch a metric get a warning if no stage logs the metric.
 
     Raises:
-        ConfigError: the strategy, a flag or a callback is not supported; the message gives the replacement.
+        ConfigError: the strategy, a flag or a callback is not supported, training or the metric of a callback lacks its
+            data; the message gives the replacement.
     """
     strategy_of(trainer)
+    is_fitting = trainer.state.fn == TrainerFn.FITTING
+    if is_fitting and not trainer.fit_loop._data_source.is_defined():
+        raise ConfigError(
+            "trainer.fit got a stage and no training data: pass a data module too, such as "
+            "trainer.fit(stage, rl.PromptDataModule(files, ...))"
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ConfigError(
@@ -70,8 +80,8 @@ def check_trainer(trainer: Trainer) -> None:
                 "BatchSizeFinder (Tuner.scale_batch_size) changes batch_size, and memory follows the micro-batch: set "
                 "tokens_per_micro_batch; rl-plugins plan estimates the memory"
             )
-        if isinstance(callback, ModelCheckpoint | EarlyStopping) and trainer.state.fn == TrainerFn.FITTING:
-            _check_monitor(callback)
+        if isinstance(callback, ModelCheckpoint | EarlyStopping) and is_fitting:
+            _check_monitor(callback, validates=_validates(trainer))
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(
             f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): a stage accumulates over its own "
@@ -83,10 +93,25 @@ def check_trainer(trainer: Trainer) -> None:
         )
 
 
-def _check_monitor(callback: ModelCheckpoint | EarlyStopping) -> None:
+def _validates(trainer: Trainer) -> bool:
+    """Return True if the trainer has data for validation, and does not leave validation out."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    if isinstance(data, StepDataModule) and not is_overridden("val_dataloader", data, StepDataModule):
+        has_data = data.files["validation"] is not None
+    else:
+        has_data = trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
+    return has_data and bool(trainer.limit_val_batches)
+
+
+def _check_monitor(callback: ModelCheckpoint | EarlyStopping, *, validates: bool) -> None:
     shown = f"{type(callback).__name__}(monitor={callback.monitor!r}"
     if callback.monitor in ("train/reward", "val/reward") and callback.mode == "min":
         raise ConfigError(f"{shown}, mode='min') looks for the smallest reward: set mode='max'")
+    if callback.monitor in ("val/reward", "val/loss") and not validates:
+        raise ConfigError(
+            f"{shown}) waits for a metric of validation, and trainer.fit does not validate: give the data module "
+            "validation rows and leave out limit_val_batches=0, or monitor a metric of training such as train/reward"
+        )
     if callback.monitor is not None and not callback.monitor.startswith(_FAMILIES):
         rank_zero_warn(
             f"{shown}): a stage logs no such metric, and does not call the steps of your own module. Unless a callback "

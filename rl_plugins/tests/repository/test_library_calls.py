@@ -112,6 +112,8 @@ ATTRIBUTES = {
     "ray.train.v2._internal.exceptions:UserExceptionWithTraceback": ["_base_exc"],
     "lightning.pytorch.strategies:DeepSpeedStrategy": ["_timeout", "_process_group_backend"],
     "lightning.pytorch:LightningModule": ["_current_fx_name", "_log_hyperparams", "_compiler_ctx", "hparams_initial"],
+    "lightning.pytorch.loops.fit_loop:_FitLoop": ["_data_source", "epoch_loop"],
+    "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop": ["_data_source"],
 }
 """By class: attributes of objects, read by the package."""
 

@@ -311,6 +311,28 @@ def test_trainer_flags_that_a_stage_cannot_follow_are_refused(
         fit(make_trainer(tmp_path, logger=False, **flags), stage())
 
 
+def test_fit_without_training_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.fit got a stage and no training data: pass a data module too"):
+        make_trainer(tmp_path, logger=False).fit(stage())
+    with pytest.raises(ConfigError, match="no training data"):
+        make_trainer(tmp_path, logger=False).fit(stage(), val_dataloaders=canned.loader([BATCH]))
+
+
+@pytest.mark.parametrize(
+    ("validation", "flags"), [(None, {}), ("rows", {"limit_val_batches": 0})], ids=["no rows", "flag"]
+)
+@pytest.mark.parametrize("callback", [EarlyStopping, ModelCheckpoint])
+def test_monitor_of_a_metric_of_validation_is_refused_without_validation(
+    tmp_path: Path, callback: Any, validation: Any, flags: dict[str, Any]
+) -> None:
+    trainer = make_trainer(tmp_path, logger=False, callbacks=[callback(monitor="val/reward", mode="max")], **flags)
+    data = PromptDataModule("gone", validation, tokenizer=canned.tokenizer, prompts_per_step=2)
+    with pytest.raises(ConfigError, match=r"monitor='val/reward'\) waits for a metric of validation, and trainer.fit"):
+        trainer.fit(stage(), data)
+    with pytest.raises(ConfigError, match="give the data module validation rows"):
+        trainer.fit(stage(), canned.loader([BATCH]))
+
+
 def test_monitor_of_the_module_before_rl_gets_a_warning_at_the_start(tmp_path: Path) -> None:
     """Lightning alone ends training at the first validation, perhaps after hours."""
     callbacks = [EarlyStopping("train/reward", mode="max"), EarlyStopping("val_loss", strict=False)]
