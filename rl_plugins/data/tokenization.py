@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 FilterOrError = Literal["filter", "error"]
 """Rows that cannot be used are left out, or refused."""
 _CHUNK = 1024
+# Patterns of the files with a tokenizer or its vocabulary.
+_VOCABULARIES = ("tokenizer*", "vocab*", "*.model")
 # Messages of the round trip, and characters of a message in an error.
 _PROBES, _SHOWN = 32, 40
 # Placeholder for the policy's response; no template changes a single word.
@@ -48,12 +51,25 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         trust_remote_code: run Python code that the folder's configuration names, with all rights of the user.
 
     Raises:
-        ConfigError: the tokenizer has no end-of-sequence token.
+        ConfigError: there is no tokenizer in the folder, the tokenizer cannot be loaded, or the tokenizer has no
+            end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
     folder = model_folder(path, weights=False, trust_remote_code=trust_remote_code)
-    return completed(AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code), path)
+    if not Path(folder).is_dir():
+        raise ConfigError(f"{path}: there is no such folder to load a tokenizer from: name the folder of a model")
+    missing = f"{path}: there is no tokenizer in the folder: save the model's tokenizer there"
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        if not any(found for pattern in _VOCABULARIES for found in Path(folder).glob(pattern)):
+            raise ConfigError(missing) from None
+        raise ConfigError(f"{path}: the tokenizer cannot be loaded: {' '.join(str(error).split())[:200]}") from None
+    # Without a vocabulary, transformers makes a tokenizer of special tokens alone, such as <unk>, by the model type.
+    if all(token[:1] + token[-1:] in ("<>", "[]") for token in tokenizer.get_vocab()):
+        raise ConfigError(missing)
+    return completed(tokenizer, path)
 
 
 def completed(tokenizer: PreTrainedTokenizerBase, path: str) -> PreTrainedTokenizerBase:

@@ -144,14 +144,21 @@ def comes_with_adapter(model: str | nn.Module) -> bool:
     return isinstance(inner, nn.Module) and has_adapter(inner)
 
 
-def own_tokenizer(model: str | nn.Module, trust_remote_code: bool = False) -> Processor:
-    """Load the tokenizer from the folder of a model, or the processor of a vision-language model.
+def tokenizer_for(model: str | nn.Module, given: str | Processor | None, trust_remote_code: bool = False) -> Processor:
+    """Return the tokenizer for a model, or the processor of a vision-language model.
+
+    Args:
+        model: name, folder or module.
+        given: tokenizer or processor, or the folder or hub name to load it from; by default the folder of the model.
+        trust_remote_code: run Python code that the folder's configuration names, with all rights of the user.
 
     Raises:
-        ConfigError: the model has no folder.
+        ConfigError: there is no tokenizer in the folder, or no folder.
     """
+    if not isinstance(given, str | None):
+        return given
     inner = getattr(model, "model", model)
-    name = model if isinstance(model, str) else getattr(inner, "name_or_path", None)
+    name = given or (model if isinstance(model, str) else getattr(inner, "name_or_path", None))
     if not name:
         raise ConfigError(
             f"{type(model).__name__} has no name_or_path to load a tokenizer from: pass tokenizer=... to the stage, as "

@@ -69,7 +69,7 @@ class Stage(LightningModule):
             LightningModule with such a model as `.model` (since its constructor or its `configure_model`). The
             `configure_optimizers` of a LightningModule, its hooks of training and its hyperparameters are used; its
             steps, data loaders and hooks of validation are not.
-        tokenizer: tokenizer of the model, or processor of a vision-language model; by default that of its folder.
+        tokenizer: tokenizer, or processor of a vision-language model, or its folder or hub name; else the model's own.
         optimizer: settings of the optimizer, for models without `configure_optimizers`.
             `Trainer(gradient_clip_val=...)` replaces the bound on gradient norms of this and every other optimizer.
         gradient_checkpointing: recompute activations in the backward pass (models loaded by name).
@@ -116,7 +116,7 @@ class Stage(LightningModule):
         if lora is not None and lora.rank:
             own_module.check_adapter(lora, model, type(self).__name__, compares_log_probs=self.compares_log_probs)
         self.automatic_optimization = False
-        self.processor = tokenizer or own_module.own_tokenizer(model, trust_remote_code)
+        self.processor = own_module.tokenizer_for(model, tokenizer, trust_remote_code)
         self.tokenizer: Any = tokenizer_of(self.processor)
         self.optimizer_config = optimizer or OptimizerConfig()
         self.max_steps, self.packing = max_steps, packing

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Split
 from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.tokenization import PlainTexts, TurnTokenizer, check_round_trip, encode_prompts, load_tokenizer
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.tiny import build_tokenizer
+from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
 from rl_plugins.tests.loops import for_each
 
 # As Qwen's: a new line behind the end of a turn, and earlier turns are written in another way than the last.
@@ -123,6 +123,24 @@ def test_tokenizer_that_lacks_only_unused_characters_is_accepted(tmp_path: Path)
     check_round_trip(tokenizer, [[{"role": "user", "content": "17+25="}]])
     # One unchanged message is enough.
     check_round_trip(tokenizer, [[{"role": "system", "content": "Add."}, {"role": "user", "content": "17+25="}]])
+
+
+def test_load_tokenizer_refuses_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    gone, empty, model, torn = (tmp_path / name for name in ("gone", "empty", "model", "torn"))
+    empty.mkdir()
+    # transformers would make a tokenizer of the special tokens alone.
+    save_tiny_policy(model)
+    (model / "tokenizer.json").unlink()
+    torn.mkdir()
+    (torn / "tokenizer.json").write_text("{")
+    for folder, message in {
+        gone: "gone: there is no such folder to load a tokenizer from: name the folder of a model",
+        empty: "empty: there is no tokenizer in the folder: save the model's tokenizer there",
+        model: "model: there is no tokenizer in the folder: save the model's tokenizer there",
+        torn: "torn: the tokenizer cannot be loaded: Expecting property name",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            load_tokenizer(str(folder))
 
 
 def test_tokenizer_that_changes_every_text_of_the_data_is_refused(tmp_path: Path) -> None:

@@ -202,6 +202,14 @@ def test_model_without_a_path_and_tokenizer_is_refused():
         PolicyOptimization(build_model(), scorer=length, sampling=SAMPLING)
 
 
+def test_tokenizer_may_be_the_name_of_a_folder(path, tmp_path):
+    options: dict[str, Any] = {"scorer": length, "sampling": SAMPLING}
+    stage = PolicyOptimization(build_model(), tokenizer=str(path), **options)
+    assert stage.tokenizer.name_or_path == str(path) and stage.sampling.stop_token_ids
+    with pytest.raises(ConfigError, match="there is no tokenizer in the folder: save the model's tokenizer there"):
+        PolicyOptimization(build_model(), tokenizer=str(tmp_path), **options)
+
+
 def test_options_of_another_type_are_refused_with_the_class(path):
     options: Any = {"max_tokens": 3}
     name: Any = "rloo"
