@@ -36,6 +36,9 @@ class RolloutPhases:
     Attributes:
         engines_lost: number of lost and replaced rollout engines.
 
+    Raises:
+        ConfigError: `engine` is no rollout engine.
+
     Example:
         >>> responses = strategy.rollout_phases.run_sampling(
         ...     step, lambda engine: engine.generate(prompts, sampling, seeds)
@@ -43,6 +46,7 @@ class RolloutPhases:
     """
 
     def __init__(self, engine: RolloutEngine | None, strategy: Strategy, memory: TrainingMemory) -> None:
+        _check_is_engine(engine)
         self._engine, self._strategy, self.memory = engine, strategy, memory
         self._connected = False
         # Version of the rollout engine's weights; None if the policy has changed since the last update.
@@ -268,6 +272,19 @@ class RolloutPhases:
         logits_TV = self._strategy.model_engine(POLICY)(input_ids=ids_1T).logits[0, :-1]
         log_probs_T = logits_TV.float().log_softmax(-1).gather(-1, ids_1T[0, 1:, None]).squeeze(-1)
         return log_probs_T.tolist(), tolerance_of(logits_TV.dtype, logits_TV.device.type)
+
+
+def _check_is_engine(engine: object) -> None:
+    """Refuse a name, a class or a configuration in the place of an engine.
+
+    Raises:
+        ConfigError: the object is no rollout engine.
+    """
+    if engine is not None and (isinstance(engine, type) or not hasattr(engine, "update_weights")):
+        raise ConfigError(
+            f"rollout={repr(engine)[:80]} is no rollout engine: pass rollout=VLLMRollout(...) or "
+            "rollout=TransformersRollout(...)"
+        )
 
 
 def _check_members(engine: RolloutEngine) -> None:

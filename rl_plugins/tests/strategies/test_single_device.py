@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError, StorageError
 from rl_plugins.models.tiny import build_model
 from rl_plugins.ranks import Ranks
+from rl_plugins.rollout.transformers_engine import TransformersRollout
+from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.stages import canned
@@ -117,6 +120,13 @@ def test_rollout_without_an_engine_is_refused() -> None:
     trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy())
     with pytest.raises(ConfigError, match=r"SingleDeviceRolloutStrategy has no rollout engine.*rollout=VLLMRollout"):
         trainer.fit(stage(), loader())
+
+
+def test_name_class_or_configuration_of_a_rollout_engine_is_refused() -> None:
+    for rollout in ("vllm", TransformersRollout, VLLMConfig("model")):
+        message = rf"rollout={re.escape(repr(rollout)[:80])} is no rollout engine: pass rollout=VLLMRollout\(\.\.\.\)"
+        with pytest.raises(ConfigError, match=message):
+            SingleDeviceRolloutStrategy(rollout=cast(Any, rollout))
 
 
 def test_rollout_engine_with_lacking_members_is_refused_before_the_start_of_the_engine() -> None:
