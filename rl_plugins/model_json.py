@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,19 @@ def read_model_config(file: Path) -> dict[str, Any]:
 def reads_images(config: Mapping[str, Any]) -> bool:
     """Return True if a config.json is that of a vision-language model."""
     return isinstance(config.get("vision_config"), Mapping)
+
+
+def context_window(config: Mapping[str, Any]) -> int | None:
+    """Return the longest sequence of a model in tokens; None if its config.json does not contain the length."""
+    text = config.get("text_config") or config
+    positions = text.get("max_position_embeddings")
+    if not isinstance(positions, int):
+        return None
+    # Some models give the length before rotary scaling, others the length after it. The larger length refuses no valid
+    # configuration.
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    factor = scaling.get("factor")
+    return int(positions * factor) if isinstance(factor, int | float) and 1 < factor < math.inf else positions
 
 
 def read_json(file: Path) -> dict[str, Any]:

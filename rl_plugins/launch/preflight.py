@@ -7,7 +7,6 @@ Rewards, prompt lengths and the algorithm cannot be checked by reading options: 
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.launch.ray_train import JOB_FOLDERS
 from rl_plugins.launch.resume import check_resume
-from rl_plugins.model_json import EXPERT_COUNT_KEYS, reads_images
+from rl_plugins.model_json import EXPERT_COUNT_KEYS, context_window, reads_images
 from rl_plugins.redaction import without_password
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.storage import fetch_copy, is_address
@@ -264,7 +263,7 @@ def check_models(
                 check_engine_weights(on_gpus, model, read_machine().visible)
         if option == "reward.judge.model" and _on_cpu(config):
             check_cpu_head_size(f"{option}={path}", model)
-        limit = _context_window(model)
+        limit = context_window(model)
         prompt, response = config.data.max_prompt_tokens, config.sampling.max_tokens
         if limit is not None and prompt + response > limit:
             raise ConfigError(
@@ -341,19 +340,6 @@ def _check_heads(config: RecipeConfig, model: dict[str, Any]) -> None:
                 f"{option}={size}: {size} processes cannot share the heads of model.path={config.model.path} "
                 f"(num_attention_heads={heads}, num_key_value_heads={key_heads}): use {fitting}"
             )
-
-
-def _context_window(model: dict[str, Any]) -> int | None:
-    """Return the longest sequence of a model in tokens; None if the configuration does not contain the length."""
-    text = model.get("text_config") or model
-    positions = text.get("max_position_embeddings")
-    if not isinstance(positions, int):
-        return None
-    # Some models give the length before rotary scaling, others the length after it. The larger length refuses no valid
-    # configuration.
-    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    factor = scaling.get("factor")
-    return int(positions * factor) if isinstance(factor, int | float) and 1 < factor < math.inf else positions
 
 
 def _check_data_files(config: RecipeConfig, is_made_later: Callable[[str], bool]) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
+from transformers import PretrainedConfig
 
 from rl_plugins.config.models import LoraConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.image_prompts import Processor, load_tokenizer_or_processor
 from rl_plugins.errors import ConfigError
+from rl_plugins.hub.files import model_folder
+from rl_plugins.model_json import context_window, read_model_config
 from rl_plugins.models.export import SavesPretrained
 from rl_plugins.models.lora import has_adapter
 from rl_plugins.stages.trainer_flags import check_not_compiled
@@ -107,6 +112,34 @@ def model_of(source: nn.Module) -> nn.Module:
             "the constructor or to configure_model"
         )
     return model
+
+
+def check_max_tokens(model: str | nn.Module, *settings: SamplingConfig) -> None:
+    """Check that a model has positions for the longest responses, before the model is loaded.
+
+    Args:
+        model: name, folder or module.
+        *settings: settings of sampling for training and for validation.
+
+    Raises:
+        ConfigError: a response with its prompt may be longer than the model's positions.
+    """
+    positions = context_window(_config_of(model))
+    for sampling in settings:
+        if positions is not None and sampling.max_tokens >= positions:
+            raise ConfigError(
+                f"max_tokens={sampling.max_tokens}: the model has {positions} positions for a prompt and its response: "
+                "lower max_tokens"
+            )
+
+
+def _config_of(model: str | nn.Module) -> Mapping[str, Any]:
+    """Return the content of a model's config.json; an empty mapping for a model without a configuration."""
+    if isinstance(model, str):
+        file = Path(model_folder(model, weights=False)) / "config.json"
+        return read_model_config(file) if file.is_file() else {}
+    config: Any = getattr(getattr(model, "model", model), "config", getattr(model, "config", None))
+    return config.to_dict() if isinstance(config, PretrainedConfig) else {}
 
 
 def check_model(model: object) -> None:

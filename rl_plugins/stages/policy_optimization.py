@@ -34,6 +34,7 @@ from rl_plugins.stages.critics import Critic
 from rl_plugins.stages.experience_maker import ExperienceMaker
 from rl_plugins.stages.metrics import LearningSignal
 from rl_plugins.stages.off_policy import check_comparable, check_recomputed_routes
+from rl_plugins.stages.own_module import check_max_tokens
 from rl_plugins.stages.policy_learner import PolicyLearner
 from rl_plugins.stages.process_rewards import (
     PROCESS_REFERENCE,
@@ -141,6 +142,7 @@ class PolicyOptimization(Stage):
         self.algorithm = algorithm or (Algorithm(advantage="prime") if process_reward_model else Algorithm())
         self.sampling = with_stop_token(sampling, self.tokenizer)
         eval_sampling = eval_sampling or greedy(sampling)
+        check_max_tokens(policy, sampling, eval_sampling)
         self.sampling_setup = SamplingSetup(scorer, self.tokenizer, eval_sampling, environment, seed)
         self.schedule = schedule or Schedule()
         self.updates_per_step, self.passes_per_step, self.seed = updates_per_step, passes_per_step, seed

@@ -24,6 +24,7 @@ from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.arguments import StageArguments
 from rl_plugins.stages.metrics import SampleMetrics
+from rl_plugins.stages.own_module import check_max_tokens
 from rl_plugins.stages.preference_examples import PreferenceExamples, best_against_worst, preference_examples
 from rl_plugins.stages.preference_learner import PreferenceLearner, PreferenceObjective
 from rl_plugins.stages.sampling import AnyEnvironment, SamplingSetup, Scorer, greedy, with_stop_token
@@ -74,6 +75,7 @@ class PreferenceOptimization(Stage):
         **stage: Unpack[StageArguments],
     ) -> None:
         super().__init__(policy, **stage)
+        check_max_tokens(policy, eval_sampling)
         self.sampling_setup = SamplingSetup(scorer, self.tokenizer, eval_sampling, environment, seed)
         self.objective = _objective(self, loss, loss_options, reference)
 
@@ -148,6 +150,7 @@ class OnlinePreferenceOptimization(Stage):
     ) -> None:
         super().__init__(policy, **stage)
         eval_sampling = eval_sampling or greedy(sampling)
+        check_max_tokens(policy, sampling, eval_sampling)
         self.sampling_setup = SamplingSetup(scorer, self.tokenizer, eval_sampling, environment, seed)
         self.objective = _objective(self, loss, loss_options, reference)
         if sampling.num_samples < 2:

@@ -18,6 +18,7 @@ from rl_plugins.data.prompts import foreign_batch
 from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.arguments import StageArguments
 from rl_plugins.stages.optimizer import MicroBatchLoss
+from rl_plugins.stages.own_module import check_max_tokens
 from rl_plugins.stages.sampling import AnyEnvironment, SamplingSetup, Scorer
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import POLICY
@@ -49,6 +50,7 @@ class SFT(Stage):
         **stage: Unpack[StageArguments],
     ) -> None:
         super().__init__(policy, **stage)
+        check_max_tokens(policy, eval_sampling)
         self.sampling_setup = SamplingSetup(scorer, self.tokenizer, eval_sampling, environment, seed)
 
     @override

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.datamodule import PromptDataModule
@@ -19,6 +19,8 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization, PreferenceOptimization
+from rl_plugins.stages.sft import SFT
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each
 
@@ -208,6 +210,23 @@ def test_tokenizer_may_be_the_name_of_a_folder(path, tmp_path):
     assert stage.tokenizer.name_or_path == str(path) and stage.sampling.stop_token_ids
     with pytest.raises(ConfigError, match="there is no tokenizer in the folder: save the model's tokenizer there"):
         PolicyOptimization(build_model(), tokenizer=str(tmp_path), **options)
+
+
+@pytest.mark.parametrize("of_eval", [False, True], ids=["training", "validation"])
+def test_max_tokens_beyond_the_positions_of_the_model_are_refused(path, of_eval):
+    positions = AutoConfig.from_pretrained(path).max_position_embeddings
+    largest, larger = (SamplingConfig(max_tokens=count, num_samples=2) for count in (positions - 1, positions))
+    message = rf"max_tokens={positions}: the model has {positions} positions for a prompt and its response: lower"
+    options: dict[str, Any] = {"sampling": SAMPLING, "eval_sampling": larger} if of_eval else {"sampling": larger}
+    for model in (str(path), AutoModelForCausalLM.from_pretrained(path), Own(path)):
+        PolicyOptimization(model, scorer=length, sampling=largest)
+        with pytest.raises(ConfigError, match=message):
+            PolicyOptimization(model, scorer=length, **options)
+    with pytest.raises(ConfigError, match=message):
+        OnlinePreferenceOptimization(str(path), scorer=length, **options)
+    for stage in (SFT, PreferenceOptimization):
+        with pytest.raises(ConfigError, match=message):
+            stage(str(path), scorer=length, eval_sampling=larger)
 
 
 def test_options_of_another_type_are_refused_with_the_class(path):
