@@ -29,7 +29,7 @@ _MIB = 2**20
 def cases(place: Place) -> Iterable[Case]:
     """Return a case for each size of the buffer, and the case of a tensor larger than the buffer."""
     yield Case("tensor above the buffer", lambda: check_large_tensor(place))
-    for mib in (256, 512, 1024):
+    for mib in (288, 512, 1024):
         yield Case(f"buffer of {mib} MiB", partial(send, place, mib * _MIB))
 
 

@@ -29,6 +29,8 @@ from rl_plugins.weights.shared_memory import ElementRange
 
 _GIB = 2**30
 _MEMORY = Path("/dev/shm")
+# Ray kills the child processes of an actor before the actor, and reports an actor that ends before as a fault.
+_TIME_OF_RAY_S = 2.0
 Requests = Mapping[str, EngineRequest]
 """Requests to the engine by name."""
 
@@ -101,7 +103,7 @@ class VLLMActor:
         self._llm.update_weight_version("0")
         # On CUDA the engine core has a process of its own.
         if children := multiprocessing.active_children():
-            end_with([child.sentinel for child in children])
+            end_with([child.sentinel for child in children], after_s=_TIME_OF_RAY_S)
         self._loop = EngineLoop(self._llm)
         # The trainer would replace a sampled token of an image by an image.
         self._image_token_id: int | None = getattr(self._llm.model_config.hf_config, "image_token_id", None)
@@ -415,8 +417,10 @@ class VLLMActor:
             # `keep`, because vLLM would end unfinished requests.
             self._llm.sleep(level=2 if with_weights else 1, mode="keep")
             asleep = self._llm.collective_rpc("device_memory")
+            # The used memory of a GPU also changes with other processes. The engine frees its own allocations.
             changes = [
-                MemoryChange(before, after, cache) for (before, cache), (after, _) in zip(awake, asleep, strict=True)
+                MemoryChange(used, used - (allocated - left), cache)
+                for (used, allocated, cache), (_, left, _) in zip(awake, asleep, strict=True)
             ]
         if with_weights:
             self._unusable = "its weights were given back"

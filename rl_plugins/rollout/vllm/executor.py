@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing.connection
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from threading import Thread
 from typing import Any
@@ -74,16 +75,18 @@ def end_with_parent() -> None:
         end_with([parent.sentinel])
 
 
-def end_with(sentinels: Sequence[int], unless: Callable[[], bool] = lambda: False) -> None:
+def end_with(sentinels: Sequence[int], unless: Callable[[], bool] = lambda: False, after_s: float = 0.0) -> None:
     """End this process when another process has ended.
 
     Args:
         sentinels: sentinels of the other processes (`multiprocessing.Process.sentinel`).
         unless: function called after the end of a process. If the function returns True, this process continues.
+        after_s: seconds between the end of the other process and the call of `unless`.
     """
 
     def watch() -> None:
         multiprocessing.connection.wait(sentinels)
+        time.sleep(after_s)
         if not unless():
             print(
                 "a process of the vLLM engine has ended: all processes of the engine end", file=sys.stderr, flush=True

@@ -340,11 +340,13 @@ class WorkerExtension:
         ]
         return sum(wakes), torch.cuda.mem_get_info()[0]
 
-    def device_memory(self) -> tuple[int, int]:
-        """Return the bytes in use on the GPU by all processes, and the bytes of this engine's KV cache."""
+    def device_memory(self) -> tuple[int, int, int]:
+        """Return bytes of the GPU: in use by all processes, allocated in memory that can sleep, and of the KV cache."""
         free, total = torch.cuda.mem_get_info()
+        allocator: Any = get_mem_allocator_instance()
+        allocated = sum(data.handle[1] for data in allocator.pointer_to_data.values() if not data.is_asleep)
         storages = {cache.untyped_storage().data_ptr(): cache for cache in self.model_runner.kv_caches}
-        return total - free, sum(cache.untyped_storage().nbytes() for cache in storages.values())
+        return total - free, allocated, sum(cache.untyped_storage().nbytes() for cache in storages.values())
 
 
 def _private_bytes() -> int:

@@ -18,6 +18,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.memory import MemoryChange
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.vllm.actor import VLLMActor
 from rl_plugins.rollout.vllm.config import VLLMConfig
@@ -30,6 +31,8 @@ class LLM:
     def __init__(self, **arguments: Any) -> None:
         self.llm_engine, self.calls = self, ["start"]
         self.asleep: set[str] = set()
+        # Another process allocates 3 bytes while the engine frees 4 of 6.
+        self.memory = [(10, 6, 4), (9, 2, 4)]
         self.to_wake = (4, 10)
         self.model_config = SimpleNamespace(hf_config=SimpleNamespace(), is_multimodal_model=False)
 
@@ -49,11 +52,11 @@ class LLM:
     def abort_request(self, names: list[str]) -> None:
         assert names == []
 
-    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[tuple[int, int]]:
+    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[tuple[int, ...]]:
         if method == "memory_to_wake":
             return [self.to_wake]
         self.calls.append(method)
-        return [(10, 4)]
+        return [self.memory["kv_cache" in self.asleep]]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         self.calls.append(f"reset_prefix_cache {reset_running_requests}")
@@ -93,13 +96,14 @@ def test_vllm_actor_sleeps_at_the_end_of_the_start_on_a_shared_gpu(
 
 def test_vllm_actor_keeps_unfinished_requests_while_a_shared_gpu_is_used_by_training(start: Callable[..., Any]) -> None:
     actor = start(sleep="all")
+    actor._llm.wake_up(None)
     actor._llm.calls.clear()
     actor._loop._running.add("request")
     change = asyncio.run(actor.sleep())
     assert actor._llm.calls == [
         "sleep 0 keep", "reset_prefix_cache True", "device_memory", "sleep 2 keep", "device_memory",
     ]  # fmt: skip
-    assert change.expected == 4
+    assert change == MemoryChange(before=10, after=6, expected=4)
 
 
 def test_vllm_actor_continues_unfinished_requests_after_new_weights_and_the_whole_memory(

@@ -45,6 +45,18 @@ watching.join()
 print("goes on")
 """
 
+KILLED_LATER = """
+import multiprocessing, os, signal, time
+from rl_plugins.rollout.vllm.executor import end_with
+other = multiprocessing.get_context("fork").Process(target=signal.pause)
+other.start()
+end_with([process.sentinel for process in multiprocessing.active_children()], after_s=60)
+other.kill()
+other.join()
+time.sleep(0.1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 DEAD_ENGINE = """
 import asyncio
 from rl_plugins.rollout.vllm.engine_loop import EngineLoop
@@ -76,12 +88,12 @@ def test_processes_of_engines_meet_through_a_file_and_take_no_port() -> None:
 
 
 def run_script(script: str) -> SimpleNamespace:
-    """Return exit code and standard output of a script's process; the process must not end with an error of its own."""
+    """Return exit code and outputs of a script's process; the process must not end with an error of its own."""
     ended = subprocess.run(
         [sys.executable, "-c", STUBS + script], capture_output=True, text=True, timeout=patient(60), check=False
     )
     assert "Traceback" not in ended.stderr, ended.stderr
-    return SimpleNamespace(code=ended.returncode, output=ended.stdout)
+    return SimpleNamespace(code=ended.returncode, output=ended.stdout, error=ended.stderr)
 
 
 @pytest.mark.parametrize(("unless", "code", "output"), [(False, 1, ""), (True, 0, "goes on\n")])
@@ -90,6 +102,12 @@ def test_end_with_ends_the_process_after_another_has_ended_unless_told_to_stay(
 ) -> None:
     ended = run_script(END_WITH.format(unless=unless))
     assert (ended.code, ended.output) == (code, output)
+
+
+def test_end_with_leaves_time_for_an_end_by_the_parent_of_all_processes() -> None:
+    """Ray reports an actor that ends before Ray kills the actor."""
+    ended = run_script(KILLED_LATER)
+    assert ended.code == -signal.SIGKILL and not ended.error
 
 
 def test_engine_loop_ends_the_process_if_the_engine_is_dead() -> None:

@@ -125,7 +125,9 @@ def test_experts_keep_weights_and_use_packed_copies_until_the_next_update() -> N
     assert drop_packed(layer) == layer.w13_weight.nbytes + layer.w2_weight.nbytes and drop_packed(layer) == 0
 
 
-def test_memory_to_wake_counts_the_sleeping_allocations_of_a_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def extension(monkeypatch: pytest.MonkeyPatch) -> WorkerExtension:
+    """Worker with four allocations, three of them asleep, on a GPU with 100 of 1000 bytes free."""
     from vllm.device_allocator import AllocationData
 
     # Tag, bytes, and True if the allocation is asleep.
@@ -135,6 +137,16 @@ def test_memory_to_wake_counts_the_sleeping_allocations_of_a_wake_up(monkeypatch
     monkeypatch.setattr(plugin, "get_mem_allocator_instance", allocator)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100, 1000))
-    extension = WorkerExtension()
+    return WorkerExtension()
+
+
+def test_device_memory_counts_the_allocations_that_are_awake(extension: WorkerExtension) -> None:
+    cache = torch.zeros(6, dtype=torch.int16)
+    # Layers share a cache.
+    extension.model_runner = SimpleNamespace(kv_caches=[cache[:3], cache[3:]])
+    assert extension.device_memory() == (900, 8, cache.nbytes)
+
+
+def test_memory_to_wake_counts_the_sleeping_allocations_of_a_wake_up(extension: WorkerExtension) -> None:
     assert extension.memory_to_wake(["weights"]) == (64, 100)
     assert extension.memory_to_wake(["kv_cache"]) == extension.memory_to_wake(None) == (112, 100)
