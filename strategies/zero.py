@@ -58,6 +58,7 @@ from rl_plugins.strategies.phase_log import PhaseLog
 from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards
 from rl_plugins.strategies.weight_sources import ZeroWeightSource
+from rl_plugins.strategies.zero_release import release_with
 from rl_plugins.strategies.zero_shards import TAG, ZeroShards, check_shards
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource
 
@@ -228,6 +229,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
             optimizer=optimizer,
             dist_init_required=False,
         )
+        release_with(self, engine)
         return engine
 
     def _frozen_engine(self, name: str, model: nn.Module) -> Any:
@@ -244,6 +246,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         import deepspeed
 
         engine, _, _, _ = deepspeed.initialize(config=self._frozen_config(name), model=model, dist_init_required=False)
+        release_with(self, engine)
         return engine
 
     def _frozen_config(self, name: str) -> dict[str, Any]:

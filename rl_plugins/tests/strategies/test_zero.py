@@ -23,6 +23,11 @@ def test_zero_strategy_engines_weight_sources_and_checkpoints(tmp_path: Path, st
     run_ranks(zero_worker.train, stage, tmp_path, world_size=1)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_memory_of_a_training_is_free_without_stage_and_trainer(tmp_path: Path, stage: int) -> None:
+    run_ranks(zero_worker.train_and_forget, stage, tmp_path, world_size=1)
+
+
 def test_teardown_leaves_module_and_optimizer_states_on_their_device() -> None:
     """A later export must not add tensors of two devices. Tensors on `meta` cannot be copied to the host."""
     module = LightningModule()

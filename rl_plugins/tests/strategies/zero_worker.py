@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,29 @@ def optimizer_tensors(strategy: ZeroStrategy) -> list[Tensor]:
 
 def optimizer_state(strategy: ZeroStrategy) -> list[list[float]]:
     return [tensor.flatten().tolist() for tensor in optimizer_tensors(strategy)]
+
+
+def train_and_forget(_: int, stage: int, folder: Path) -> None:
+    """Train with a reference twice, and look for the models."""
+    path = str(save_tiny_policy(folder / "policy"))
+    for _ in range(2):
+        module = PolicyOptimization(
+            path,
+            tokenizer=canned.tokenizer,
+            scorer=canned.CannedScorer(),
+            sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE),
+            algorithm=Algorithm(kl=KLConfig(0.1)),
+        )
+        strategy = ZeroStrategy(stage=stage, rollout=canned.CannedRollout(), timeout_s=60)
+        trainer = canned.quiet_trainer(strategy, accelerator="cpu", devices=1, precision="32-true")
+        trainer.fit(module, canned.loader([canned.prompt_batch(canned.PROMPTS)]))
+        models = {name: weakref.ref(model) for name, model in module.named_models().items()}
+        assert models.keys() == {"policy", "reference"}
+        del module, strategy, trainer
+        # The first collection frees the strategy, and the second the engines.
+        gc.collect()
+        gc.collect()
+        assert not [name for name, model in models.items() if model() is not None]
 
 
 def train(_: int, stage: int, folder: Path) -> None:
