@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from typing_extensions import override
 
+from rl_plugins.models.four_bit import CODES, four_bit_layers
 from rl_plugins.ranks import Ranks
 from rl_plugins.stages.clock import clock
 from rl_plugins.stages.stage import Stage
@@ -124,11 +125,13 @@ def flops_per_token(model: nn.Module) -> tuple[float, float]:
     matrices = 0.0
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     linear = {id(p) for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters()}
+    codes = {id(layer.weight) for layer in four_bit_layers(model).values()}
     for parameter in model.parameters():
         # A tied output head is an input embedding as well, and does count.
         if id(parameter) not in embeddings or id(parameter) in linear:
             # Under ZeRO-3 a parameter is empty, and `ds_numel` is its whole size.
-            matrices += getattr(parameter, "ds_numel", parameter.numel()) * (6 if parameter.requires_grad else 4)
+            numel = getattr(parameter, "ds_numel", parameter.numel()) * (CODES if id(parameter) in codes else 1)
+            matrices += numel * (6 if parameter.requires_grad else 4)
     config: Any = getattr(model, "config", None)
     layers, attention_heads = (getattr(config, name, 0) for name in ("num_hidden_layers", "num_attention_heads"))
     if not layers or not attention_heads:

@@ -71,7 +71,7 @@ class FSDPWeightSource:
 
     Args:
         module: model.
-        dtype: dtype of the sent weights; None for the dtype of the parameters.
+        dtype: dtype of the sent weights of floating-point numbers; None for the dtype of the parameters.
         group_rank: number of this rank in the tensor-parallel or expert-parallel group.
         group_size: number of ranks in a tensor-parallel or expert-parallel group.
     """
@@ -84,19 +84,23 @@ class FSDPWeightSource:
 
     def metadata(self) -> list[WeightMeta]:
         """Return names, dtypes and full shapes, without gathering anything."""
-        return [WeightMeta(name, self._dtype or p.dtype, tuple(p.shape)) for name, p in self._named]
+        return [WeightMeta(name, self._sent_dtype(p), tuple(p.shape)) for name, p in self._named]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors. One tensor is gathered at a time. Collective."""
         for name, parameter in self._named:
-            yield name, full_tensor(parameter.detach().to(self._dtype or parameter.dtype))
+            yield name, full_tensor(parameter.detach().to(self._sent_dtype(parameter)))
 
     def shards(self) -> Iterator[tuple[str, int, Tensor]]:
         """Yield name, offset and values of this rank's rows of each tensor. Collective in a tensor-parallel group."""
         for name, parameter in self._named:
             first, rows = self._rows(parameter)
             numel_of_row = parameter.numel() // max(parameter.shape[0], 1)
-            yield name, first * numel_of_row, rows.to(self._dtype or rows.dtype).reshape(-1)
+            yield name, first * numel_of_row, rows.to(self._sent_dtype(parameter)).reshape(-1)
+
+    def _sent_dtype(self, parameter: Tensor) -> torch.dtype:
+        # Codes of 4-bit weights are bytes.
+        return self._dtype if self._dtype and parameter.is_floating_point() else parameter.dtype
 
     def _rows(self, parameter: Any) -> tuple[int, Tensor]:
         """Return the index of this rank's first row to send, and the rows."""

@@ -304,6 +304,7 @@ def workload_of(
         updates=config.batch.updates_per_step,
         passes=config.batch.passes_per_step,
         gradient_checkpointing=config.model.gradient_checkpointing,
+        four_bits=config.model.lora.quantization is not None,
         lora_rank=config.model.lora.rank,
         adapts_tower=config.model.lora.target_modules != LANGUAGE_MODEL,
         trains_tower=config.optimizer.vision_lr != 0,

@@ -29,6 +29,7 @@ def check_options(config: RecipeConfig) -> None:
         _check_data,
         _check_schedule,
         _check_lora,
+        _check_four_bits,
         _check_registration,
         _check_best,
         _check_debug,
@@ -310,6 +311,23 @@ def _check_lora(config: RecipeConfig) -> None:
         raise ConfigError(
             f"teacher.update_every={config.teacher.update_every} copies the policy to the teacher, and with "
             "model.lora.rank the policy has an adapter, and the teacher has none: leave teacher.update_every at 0"
+        )
+
+
+def _check_four_bits(config: RecipeConfig) -> None:
+    for model in ("model", *CRITIC_POOLS):
+        others = {
+            "model.compile=true": config.model.compile,
+            "model.liger=true": config.model.liger,
+            f"placement.{model}.actors": model in CRITIC_POOLS and getattr(config.placement, model).actors,
+        }
+        for other in (other for other, is_set in others.items() if getattr(config, model).lora.quantization and is_set):
+            raise ConfigError(f"{model}.lora.quantization has not been tried with {other}: leave one of them out")
+    actors = config.placement.reference.actors
+    if config.model.lora.quantization and actors and config.reference.path in (None, config.model.path):
+        raise ConfigError(
+            f"placement.reference.actors={actors}: weights of a pool are not quantised, and the policy has "
+            "model.lora.quantization: leave the pool out, and the policy with its adapter off is the reference"
         )
 
 

@@ -66,8 +66,10 @@ class LoraConfig(Settings):
             projector of a vision-language model; a list of layer names (`q_proj`), or a regular expression for full
             layer names.
         experts: adapter of the experts of a mixture, too: a change of each expert's matrices, with the same rank.
+        quantization: `nf4` keeps the frozen weights of the layers with an adapter in 4 bits
+            (`pip install 'rl-plugins[bitsandbytes]'`); null keeps the weights as they are.
 
-    Source: LoRA, https://arxiv.org/abs/2106.09685.
+    Sources: LoRA, https://arxiv.org/abs/2106.09685; `nf4`, QLoRA, https://arxiv.org/abs/2305.14314.
     """
 
     rank: Annotated[int, NOT_NEGATIVE] = 16
@@ -75,14 +77,20 @@ class LoraConfig(Settings):
     dropout: Annotated[float, FROM_0_TO_BELOW_1] = 0.0
     target_modules: Annotated[Any, _LAYERS] = "all-linear"
     experts: bool = False
+    quantization: Annotated[str | None, one_of(None, "nf4")] = None
 
     def __post_init__(self) -> None:
         """Check the values.
 
         Raises:
-            ConfigError: a value is out of range, or an adapter of experts has dropout.
+            ConfigError: a value is out of range, or an adapter of experts has dropout, or `quantization` is set without
+                an adapter or with an adapter of experts.
         """
         super().__post_init__()
+        if self.quantization and not self.rank:
+            raise ConfigError(f"quantization={self.quantization} is for weights under an adapter: give rank a value")
+        if self.quantization and self.experts:
+            raise ConfigError(f"quantization={self.quantization}: experts stay as they are: use experts=false")
         if self.experts and self.dropout:
             raise ConfigError(f"dropout={self.dropout}: an adapter of experts has no dropout: use dropout=0")
 

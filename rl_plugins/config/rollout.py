@@ -227,9 +227,15 @@ def check_engine_adapter(path: str, model: Mapping[str, Any], lora: LoraConfig) 
         lora: settings of the adapter, which the engine applies.
 
     Raises:
-        ConfigError: experts have an adapter; or the model is a vision-language model, and other layers than those of
-            its language model may have an adapter. vLLM leaves out the adapter of the vision tower.
+        ConfigError: the weights under the adapter are in 4 bits; or experts have an adapter; or the model is a
+            vision-language model, and other layers than those of its language model may have an adapter. vLLM leaves
+            out the adapter of the vision tower.
     """
+    if lora.quantization:
+        raise ConfigError(
+            f"model.lora.quantization={lora.quantization}: vLLM would apply the adapter to weights that are not "
+            "quantised: use rollout.lora=merged"
+        )
     if lora.rank and lora.experts:
         raise ConfigError(
             "model.lora.experts=true: vLLM applies no adapter to experts: use rollout.lora=merged, which sends whole "

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, get_type_hints
 
 import torch
@@ -28,9 +29,11 @@ from rl_plugins.algorithms.inputs import (
 )
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES
 from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES
+from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.settings import fits, shown, words_of
 from rl_plugins.errors import ConfigError
+from rl_plugins.hub.files import model_folder
 from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
 from rl_plugins.launch.instantiation import instantiate_node
 from rl_plugins.model_json import EXPERT_COUNT_KEYS, reads_images
@@ -121,6 +124,40 @@ def check_expert_parallel(config: RecipeConfig, models: Mapping[str, Mapping[str
             )
     if not mixtures and all(path in models for path in local.values()):
         raise ConfigError(f"{chosen}: model.path={config.model.path} has no experts: set strategy.expert_parallel=1")
+
+
+def check_four_bits(option: str, path: str, lora: LoraConfig, *, trust_remote_code: bool) -> None:
+    """Check if all layers with an adapter can have 4-bit weights, in a model without weights.
+
+    Args:
+        option: Options of the adapter, such as `model.lora`.
+        path: Folder or Hugging Face name of the model.
+        lora: Values of the options.
+        trust_remote_code: Value of `model.trust_remote_code`.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed, a layer is not a linear layer, or `target_modules` does not fit the
+            model.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"{option}.quantization={lora.quantization}: bitsandbytes is not installed: pip install "
+            "'rl-plugins[bitsandbytes]', or leave the option out"
+        )
+    # The imports load transformers and peft, which takes seconds.
+    from transformers import AutoConfig
+
+    from rl_plugins.models.lora import add_adapter
+    from rl_plugins.vision_language import model_class
+
+    folder = model_folder(path, weights=False, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = model_class(folder).from_config(config, trust_remote_code=trust_remote_code)
+        try:
+            add_adapter(model, lora)
+        except ConfigError as error:
+            raise ConfigError(f"{option} with {path}: {error}") from None
 
 
 def can_divide(family: str) -> bool:

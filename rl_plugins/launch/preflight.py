@@ -295,7 +295,7 @@ class _Trained(NamedTuple):
 
 
 def _check_trained_parts(config: RecipeConfig, path: str, model: dict[str, Any]) -> None:
-    """Check the models from a folder for the parts in options: vision tower and experts."""
+    """Check the models from a folder for the parts in options: vision tower, experts, and layers for 4 bits."""
     trained = [_Trained(config.model.path, "model.lora", config.model.lora, "optimizer", config.optimizer)]
     for name, critic in {"critic": config.critic, "cost_critic": config.cost_critic}.items():
         start = critic.path or config.model.path
@@ -306,6 +306,12 @@ def _check_trained_parts(config: RecipeConfig, path: str, model: dict[str, Any])
         text = model.get("text_config") or model
         if each.lora.rank and each.lora.experts and not any(text.get(key) for key in EXPERT_COUNT_KEYS):
             raise ConfigError(f"{each.lora_option}.experts=true: {path} has no experts: leave the option out")
+        if each.lora.quantization:
+            # The import loads torch, which takes seconds.
+            from rl_plugins.launch.algorithm_check import check_four_bits
+
+            trust_remote_code = config.model.trust_remote_code
+            check_four_bits(each.lora_option, path, each.lora, trust_remote_code=trust_remote_code)
         lr = each.optimizer.vision_lr
         if lr is None:
             continue

@@ -2,7 +2,7 @@
 
 peft makes the adapter, and a model with an adapter is a `PeftModel`. With the adapter off, the model computes the
 outputs of the base model, so a reference model needs no second copy. Rollout engines and exports get merged weights:
-the sum of base weight and change, computed for one layer at a time.
+the sum of base weight and change, computed for one layer at a time. A base weight in 4 bits gives its numbers.
 
 Axes: `E` experts, `O` output features, `I` input features, `R` rank, `N` elements of a flattened weight. A linear layer
 has one expert.
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from rl_plugins.config.models import LANGUAGE_MODEL, LoraConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.names import model_name
+from rl_plugins.models.four_bit import DequantizedWeightSource, four_bit_layers, quantize_layer
 from rl_plugins.vision_language import is_vision_language, language_model
 from rl_plugins.weights.source import WeightMeta, WeightSource, full_tensor
 
@@ -58,7 +59,8 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
 
     Raises:
         ConfigError: `target_modules` names layers that the model does not have or that are not linear; or the model has
-            no experts, or `target_modules` names layers of experts without `experts`, or experts have dropout.
+            no experts, or `target_modules` names layers of experts without `experts`, or experts have dropout; or a
+            layer cannot have 4-bit weights.
     """
     import peft
 
@@ -90,6 +92,9 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
             f"LoraConfig: target_modules={targets} names layers of experts: use experts=True for an adapter of the "
             "experts, and leave these layers out"
         )
+    if config.quantization:
+        for weight, layer in layers.items():
+            quantize_layer(layer, weight.removeprefix(_PREFIX).removesuffix(".base_layer.weight"))
     _gather_experts_together(adapted)
     if (name := model_name(pretrained.name_or_path or "")) is not None:
         # peft loads the base model of an adapter by these two.
@@ -216,7 +221,7 @@ class MergedWeightSource:
     """
 
     def __init__(self, source: WeightSource, model: PeftModel) -> None:
-        self._source, self._model = source, model
+        self._source, self._model = DequantizedWeightSource(source, model), model
         self._layers = adapted_layers(model)
         self._adapter = model.active_adapter
         parameters = dict(model.named_parameters())
@@ -259,7 +264,8 @@ class MergedWeightSource:
         """Return the files that peft saves for the adapter, by file name. Empty on all ranks but rank 0. Collective.
 
         Raises:
-            ConfigError: Experts, or a layer outside of the language model of a vision-language model, have an adapter.
+            ConfigError: The base weights are in 4 bits; or experts, or a layer outside of the language model of a
+                vision-language model, have an adapter.
         """
         self._check_layers()
         weights = self.adapter()
@@ -270,6 +276,11 @@ class MergedWeightSource:
             return {path.name: path.read_bytes() for path in Path(folder).glob("adapter_*")}
 
     def _check_layers(self) -> None:
+        if four_bit_layers(self._model):
+            raise ConfigError(
+                "the weights under the adapter are in 4 bits, and vLLM would apply the adapter to other weights: use "
+                "lora_rank=0 in VLLMConfig, which merges the adapter into the weights"
+            )
         if experts := [name for name in self._layers if not name.endswith(".weight")]:
             raise ConfigError(
                 f"the adapter changes {_base_name(experts[0], self._adapter)}, and vLLM applies no adapter to experts: "

@@ -28,6 +28,8 @@ MAPPED_BYTES = 32 * 2**20
 """Bytes of the smallest block that the C library returns to the machine when the block is freed."""
 BLOCK = 16
 """Tokens of a block of vLLM's KV cache on an accelerator."""
+CODE_WIDTH, SCALE_WIDTH = 0.5, 1 / 64 + 4 / (64 * 256)
+"""Bytes of a number in 4 bits, and its share of the scale of 64 numbers in 8 bits and of the scale of 256 scales."""
 PERSISTENT = 100_000
 """Largest tensor (in elements) that ZeRO-3 keeps whole on every worker."""
 
@@ -45,15 +47,16 @@ def trainer_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Part
         `update`.
     """
     states = _states(work.policy, work, plan, work.trained_parameters, work.moment_width)
+    if work.four_bits:
+        states["parameters"] -= _saved_by_four_bits(work, plan)
     for shape in work.critics:
         critic = _states(shape, work, plan, shape.parameters, work.critic_moment_width)
         states = {key: states.get(key, 0.0) + critic.get(key, 0.0) for key in states}
     frozen = {f"{name} parameters": _resident(shape, work, plan) for name, shape in work.frozen.items()}
-    models = [work.policy, *work.critics, *work.frozen.values()]
-    largest = max(models, key=lambda shape: shape.parameters)
+    gathered = [_gathered(shape, work, plan) for shape in (*work.critics, *work.frozen.values())]
     sizes = micro_batch_sizes(work, plan.trainers)
     passes = {
-        "gathered": _gathered(largest, work, plan),
+        "gathered": max(_gathered(work.policy, work, plan, four_bits=work.four_bits), *gathered, 0.0),
         **_head(work, device, sizes),
         "activations": _forward_activations(work, sizes),
     }
@@ -182,16 +185,40 @@ def _resident(shape: ModelShape, work: Workload, plan: Plan) -> float:
     return shape.parameters * work.width / (plan.trainers if plan.zero_stage == 0 else 1)
 
 
-def _gathered(shape: ModelShape, work: Workload, plan: Plan) -> float:
-    """Return the bytes of the weights gathered in a pass."""
+def _saved_by_four_bits(work: Workload, plan: Plan) -> float:
+    """Return the bytes that a worker saves between passes: the codes are sharded as other weights, the scales not."""
+    adapted = work.policy.layers * sum(_sizes(work.policy.adapted_layers))
+    if work.policy.tower is not None and work.adapts_tower:
+        adapted += sum(_sizes(work.policy.tower.linear_layers))
+    shards = plan.trainers if plan.zero_stage in (0, 3) else 1
+    return adapted * ((work.width - CODE_WIDTH) / shards - SCALE_WIDTH)
+
+
+def _sizes(layers: list[tuple[int, int]]) -> list[int]:
+    return [before * after for before, after in layers]
+
+
+def _gathered(shape: ModelShape, work: Workload, plan: Plan, *, four_bits: bool = False) -> float:
+    """Return the bytes of the weights gathered in a pass.
+
+    Args:
+        shape: Model of the pass.
+        work: Work of the step.
+        plan: Placement of the step.
+        four_bits: The weights under an adapter are gathered in 4 bits. A pass makes the numbers of one layer at a time.
+    """
+    layers = _sizes(shape.adapted_layers) if four_bits else []
+    saved, numbers = 1 - CODE_WIDTH / work.width, max(layers, default=0) * work.width
     if plan.zero_stage == 3:
-        return min(shape.large(PERSISTENT), LIVE_PARAMETERS + PREFETCHED) * work.width
+        in_codes = shape.layers * sum(size for size in layers if size > PERSISTENT)
+        large = shape.large(PERSISTENT) - in_codes * saved
+        return min(large, LIVE_PARAMETERS + PREFETCHED) * work.width + numbers
     if plan.zero_stage == 0:
         # The current block, the prefetched block, and the parameters of the root module.
         root = shape.embedding * (1 if shape.tied else 2)
-        block = shape.block_parameters - shape.experts_elsewhere(work.expert_parallel)
-        return (2 * block + root) * work.width
-    return 0.0
+        block = shape.block_parameters - shape.experts_elsewhere(work.expert_parallel) - sum(layers) * saved
+        return (2 * block + root) * work.width + numbers
+    return numbers
 
 
 def _update(work: Workload, plan: Plan, device: Device, sizes: MicroBatchSizes) -> Parts:
@@ -201,9 +228,10 @@ def _update(work: Workload, plan: Plan, device: Device, sizes: MicroBatchSizes) 
     parameters.
     """
     shape, trained, workers, width = work.policy, work.trained_parameters, plan.trainers, work.width
+    four_bits = work.four_bits
     for critic in work.critics:
         if critic.parameters > trained:
-            shape, trained = critic, critic.parameters
+            shape, trained, four_bits = critic, critic.parameters, False
     shard = trained / workers
     if plan.zero_stage == 0:
         summed = 4 if work.precision != "bf16-true" else width
@@ -223,7 +251,7 @@ def _update(work: Workload, plan: Plan, device: Device, sizes: MicroBatchSizes) 
         in_step = shard * 4
     held: Parts = {
         "gradients": gradients,
-        "gathered": _gathered(shape, work, plan),
+        "gathered": _gathered(shape, work, plan, four_bits=four_bits),
         "activations": _activations(work, sizes),
     }
     passing: Parts = {"bucket": bucket, **_head(work, device, sizes)}

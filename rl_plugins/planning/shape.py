@@ -103,13 +103,14 @@ class Tower:
     window: int = 0
 
     @property
-    def _all_linear(self) -> list[tuple[int, int]]:
+    def linear_layers(self) -> list[tuple[int, int]]:
+        """Input and output width of each linear layer."""
         return [*self.block * self.layers, *self.linear]
 
     @property
     def matrices(self) -> list[int]:
         """Parameters of each matrix."""
-        return [*(before * after for before, after in self._all_linear), *self.others]
+        return [*(before * after for before, after in self.linear_layers), *self.others]
 
     def forward_flops(self, patches: float) -> float:
         """Return the operations of a forward pass over an image of some patches.
@@ -124,7 +125,7 @@ class Tower:
 
     def adapter(self, rank: int) -> int:
         """Return the parameters of a LoRA adapter of all linear layers."""
-        return rank * sum(before + after for before, after in self._all_linear)
+        return rank * sum(before + after for before, after in self.linear_layers)
 
 
 @dataclass(frozen=True)
@@ -273,18 +274,23 @@ class ModelShape:
             with_tower: The matrices of the vision tower have an adapter, too.
             with_experts: The matrices of each expert have an adapter, too.
         """
+        of_tower = self.tower.adapter(rank) if self.tower is not None and with_tower else 0
+        of_experts = 0
+        if self.experts is not None and with_experts:
+            widths_of_expert = 2 * self.hidden + 3 * self.experts.intermediate
+            of_experts = self.sparse_blocks * self.experts.number * rank * widths_of_expert
+        return self.layers * rank * sum(a + b for a, b in self.adapted_layers) + of_experts + of_tower
+
+    @property
+    def adapted_layers(self) -> list[tuple[int, int]]:
+        """Input and output width of each layer of a block with an adapter, without experts."""
         widths = [(self.hidden, self.q_width), (self.hidden, self.kv_width), (self.hidden, self.kv_width)]
         widths.append((self.q_width, self.hidden))
         if self.experts is None:
             widths += [(self.hidden, self.intermediate)] * 3
         elif self.experts.is_gated:
             widths.append((self.hidden, 1))
-        of_tower = self.tower.adapter(rank) if self.tower is not None and with_tower else 0
-        of_experts = 0
-        if self.experts is not None and with_experts:
-            widths_of_expert = 2 * self.hidden + 3 * self.experts.intermediate
-            of_experts = self.sparse_blocks * self.experts.number * rank * widths_of_expert
-        return self.layers * rank * sum(a + b for a, b in widths) + of_experts + of_tower
+        return widths
 
     def activation_bytes(self, width: int, copies: float = 1.0) -> float:
         """Return the bytes that a block keeps for one token of a row between forward and backward.

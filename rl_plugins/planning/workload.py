@@ -41,6 +41,7 @@ class Workload:
         updates: Optimizer steps of one pass over the samples.
         passes: Passes over the samples of a step.
         gradient_checkpointing: Activations are computed again in the backward pass.
+        four_bits: The weights of the policy under the adapter are in 4 bits.
         lora_rank: Rank of the adapter if only an adapter is trained; 0 without an adapter.
         adapts_tower: The adapter changes the vision tower, too.
         trains_tower: The vision tower of the policy is trained, and not frozen.
@@ -73,6 +74,7 @@ class Workload:
     updates: int = 1
     passes: int = 1
     gradient_checkpointing: bool = False
+    four_bits: bool = False
     lora_rank: int = 0
     adapts_tower: bool = True
     trains_tower: bool = True

@@ -22,6 +22,8 @@ VARIANTS = {
     "gradient checkpointing": Variant(gradient_checkpointing=True),
     "lora 32-true": Variant("32-true", lora_rank=4),
     "lora bf16-mixed": Variant(lora_rank=4),
+    "qlora 32-true": Variant("32-true", lora_rank=4, quantization="nf4"),
+    "qlora bf16-mixed": Variant(lora_rank=4, quantization="nf4"),
     "padded": Variant(packing=False),
 }
 ON_HOST = {"offload cpu 32-true": Variant("32-true", place="cpu"), "offload cpu bf16-mixed": Variant(place="cpu")}
@@ -38,7 +40,8 @@ def single_device(place: Place) -> Iterable[Case]:
     def make(engine: TransformersRollout, variant: Variant) -> SingleDeviceRolloutStrategy:
         return SingleDeviceRolloutStrategy(place.device, rollout=engine)
 
-    return _cases(place, make, {name: VARIANTS[name] for name in ("32-true", "bf16-mixed", "lora bf16-mixed")})
+    names = ("32-true", "bf16-mixed", "lora bf16-mixed", "qlora bf16-mixed")
+    return _cases(place, make, {name: VARIANTS[name] for name in names})
 
 
 def zero1(place: Place) -> Iterable[Case]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import override
 
-from integration_tests.gpu.without_vllm.cases import Place
+from integration_tests.gpu.without_vllm.cases import Place, need
 from integration_tests.rewards import shortness
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.config.models import LoraConfig, OptimizerConfig
@@ -52,6 +52,7 @@ class Variant:
             samples.
         gradient_checkpointing: recompute activations.
         lora_rank: rank of the adapter; 0 trains the model itself.
+        quantization: quantization of the weights under the adapter.
         packing: run samples as one row without padding.
     """
 
@@ -59,6 +60,7 @@ class Variant:
     place: Literal["while_sampling", "stay", "cpu"] = "while_sampling"
     gradient_checkpointing: bool = False
     lora_rank: int = 0
+    quantization: str | None = None
     packing: bool = True
 
     @property
@@ -185,6 +187,8 @@ def save_policy(place: Place, folder: Path) -> None:
 
 def _fit(place: Place, strategy_of: Callable[[TransformersRollout, Variant], Any], variant: Variant) -> _Interrupted:
     """Train, and return the stage."""
+    if variant.quantization:
+        need("bitsandbytes", "model.lora.quantization")
     torch.manual_seed(0)
     folder, model = place.folder, place.folder / "model"
     if not model.is_dir():
@@ -198,7 +202,7 @@ def _fit(place: Place, strategy_of: Callable[[TransformersRollout, Variant], Any
         algorithm=Algorithm(kl=KLConfig(0.1)),
         optimizer=OptimizerConfig(lr=1e-4),
         gradient_checkpointing=variant.gradient_checkpointing,
-        lora=LoraConfig(rank=variant.lora_rank),
+        lora=LoraConfig(rank=variant.lora_rank, quantization=variant.quantization),
         packing=variant.packing,
         # Several micro-batches.
         tokens_per_micro_batch=300,

@@ -104,6 +104,15 @@ def test_flops_per_token_by_hand() -> None:
     assert flops_per_token(torch.nn.Linear(3, 2)) == (6 * 8, 0.0)
 
 
+def test_flops_per_token_count_the_numbers_of_four_bits() -> None:
+    pytest.importorskip("bitsandbytes")
+    plain, packed = (
+        flops_per_token(add_adapter(build_model(hidden_size=32), LoraConfig(rank=2, quantization=quantization)))
+        for quantization in (None, "nf4")
+    )
+    assert plain == packed
+
+
 def test_known_peak_by_device_name(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = {
         "NVIDIA H200": 989.0, "NVIDIA H100 NVL": 835.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA L40S": 362.0,

@@ -206,6 +206,7 @@ def test_workload_of_has_the_models_of_the_algorithm(model):
     assert work("grpo", model, eight_bit, "strategy.name=fsdp").moment_width == 1 + 4 / 256
     assert plain.moment_width is plain.critic_moment_width is None
     assert work("ppo", model, "critic.optimizer.name=bitsandbytes.optim.AdamW8bit").critic_moment_width == 1 + 4 / 256
+    assert work("grpo", model, "model.lora.rank=8", "model.lora.quantization=nf4").four_bits and not plain.four_bits
     safe = work("safe_rlhf", model, f"cost_model.path={model}")
     assert safe.critics == [plain.policy] * 2 and set(safe.frozen) == {"reference", "cost_model"}
     assert set(work("prime", model).frozen) == {"reference"} and work("prime", model).critics == [plain.policy]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from rl_plugins.tests.launch import own_rows
 
 Case = tuple[list[str], list[str]]
@@ -81,6 +83,13 @@ CHECKS: dict[str, list[Case]] = {
         ),
         (["model.router_replay=recompute"], ["model.router_replay: the model", "leave model.router_replay out"]),
         (["model.lora.rank=4", "model.lora.experts=true"], ["model.lora.experts=true", "no experts: leave the option"]),
+        (["model.lora.quantization=nf4"], ["model.lora.quantization=nf4", "give rank a value"]),
+        (
+            ["model.lora.quantization=nf4", "model.lora.rank=4", "rollout.lora=adapter"],
+            ["model.lora.quantization=nf4", "weights that are not quantised", "rollout.lora=merged"]
+            if find_spec("bitsandbytes")
+            else ["model.lora.quantization=nf4", "not installed", "pip install 'rl-plugins[bitsandbytes]'"],
+        ),
         (["model.router_losses.z=0.1"], ["model.router_losses: the model", "leave model.router_losses out"]),
         (["model.router_replay=rollout", "model.compile=true", "strategy.zero_stage=2"], ["with model.compile=true"]),
         (["model.liger=true"], ["model.liger=true", "not installed", "pip install 'rl-plugins[liger]'"]),

@@ -76,6 +76,40 @@ def test_trainer_memory_of_quantised_moments_has_a_byte_and_a_share_of_a_scale()
         assert total(states) == pytest.approx(others + 2 * (1 + 4 / 256) * P / 2)
 
 
+# All matrices of the blocks.
+ADAPTED = 2 * (4 * 64 * 64 + 3 * 64 * 128)
+SCALES = ADAPTED / 64 + 4 * ADAPTED / (64 * 256)
+
+
+@pytest.mark.parametrize(
+    ("stage", "saved"),
+    [
+        (1, 1.5 * ADAPTED - SCALES),
+        (2, 1.5 * ADAPTED - SCALES),
+        # Codes are in parts on two workers, and scales are whole.
+        (3, 1.5 * ADAPTED / 2 - SCALES),
+        (0, 1.5 * ADAPTED / 2 - SCALES),
+    ],
+)
+def test_trainer_memory_of_layers_in_four_bits(stage, saved):
+    plan, work = Plan(2, 1, zero_stage=stage, offload="stay"), replace(WORK, lora_rank=8)
+    plain, packed = (trainer_memory(one, plan, GPU) for one in (work, replace(work, four_bits=True)))
+    assert total(plain["sampling"]) - total(packed["sampling"]) == pytest.approx(saved)
+    # A pass makes the numbers of the largest layer, and FSDP2 gathers two blocks in 4 bits.
+    largest, gathered = 2 * 64 * 128, {0: 1.5 * ADAPTED}.get(stage, 0.0)
+    for phase in ("log_probs", "update"):
+        assert packed[phase]["gathered"] == pytest.approx(plain[phase]["gathered"] - gathered + largest)
+
+
+def test_trainer_memory_gathers_a_reference_in_whole_numbers():
+    work = replace(WORK, lora_rank=8, frozen={"reference": SHAPE})
+    plain, packed = (
+        trainer_memory(one, Plan(2, 1, zero_stage=0), GPU)["log_probs"]["gathered"]
+        for one in (work, replace(work, four_bits=True))
+    )
+    assert plain == packed
+
+
 def test_trainer_memory_of_an_update_by_hand():
     plan = Plan(2, 1, zero_stage=2, offload="stay")
     parts = trainer_memory(WORK, plan, GPU)["update"]

@@ -36,7 +36,7 @@ from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import read_model_config
 from rl_plugins.models.log_probs import response_log_probs
-from rl_plugins.models.lora import add_adapter
+from rl_plugins.models.lora import adapted_layers, add_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.planning.shape import shape_of
 from rl_plugins.tests.cases import case
@@ -167,6 +167,10 @@ def test_shape_of_names_the_missing_size_of_a_vision_tower():
 @for_each("config", [Qwen2Config(**SIZES, **HEADS), MIXTURES[0], MIXTURES[1], MIXTURES[2]])
 def test_adapter_counts_the_trained_parameters_of_peft(config):
     adapted = add_adapter(AutoModelForCausalLM.from_config(config), LoraConfig(rank=4))
+    parameters = dict(adapted.named_parameters())
+    below = sum(parameters[name].numel() for name in adapted_layers(adapted))
+    layers = shape_of(config.to_dict(), "it").adapted_layers
+    assert below == config.num_hidden_layers * sum(before * after for before, after in layers)
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert shape_of(config.to_dict(), "it").adapter(4) == trained
 

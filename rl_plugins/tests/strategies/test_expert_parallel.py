@@ -148,6 +148,13 @@ def test_group_with_other_options_trains_like_a_single_device(folder: Path, name
     assert_same_course(got, run(fsdp_runs.course, layout.on_single_device(), folder, {**options, "steps": 1}))
 
 
+def test_group_with_an_adapter_over_four_bits_trains_like_a_single_device(folder: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    options = {"lora": LoraConfig(rank=3, quantization="nf4"), "steps": 1}
+    got = run(fsdp_runs.course, GROUP, folder, options)
+    assert_same_course(got, run(fsdp_runs.course, GROUP.on_single_device(), folder, options))
+
+
 def test_bf16_mixed_keeps_small_steps_in_float32_shards_of_experts(folder: Path) -> None:
     assert len(run(fsdp_runs.bf16_mixed_course, GROUP, folder)) == 1
 

@@ -7,7 +7,7 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
-from rl_plugins.config.models import CriticConfig, OptimizerConfig
+from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig, no_adapter
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.loaders import StepLoader
 from rl_plugins.run_folder import RunFolder
@@ -45,6 +45,7 @@ class Run:
         policy: Folder of the first model of the run.
         precision: Precision of the trainer.
         optimizer: Optimizer of policy and critic.
+        lora: Adapter of policy and critic.
     """
 
     strategy: Callable[[Path], Any]
@@ -55,6 +56,7 @@ class Run:
     policy: str = "policy"
     precision: Any = "32-true"
     optimizer: str | dict[str, str] = "AdamW"
+    lora: LoraConfig = field(default_factory=no_adapter)
 
 
 class Record(Callback):
@@ -85,8 +87,9 @@ def train(_: int, folder: Path, name: str) -> None:
         scorer=canned.CannedScorer(),
         sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE),
         algorithm=Algorithm(advantage="gae", kl=KLConfig(0.1)),
-        critic=CriticConfig(model, OptimizerConfig(2 * run.lr, run.optimizer, gradient_clip=0.3)),
+        critic=CriticConfig(model, OptimizerConfig(2 * run.lr, run.optimizer, gradient_clip=0.3), lora=run.lora),
         optimizer=OptimizerConfig(run.lr, run.optimizer, gradient_clip=0.5, warmup_steps=1),
+        lora=run.lora,
         tokens_per_micro_batch=50,
         updates_per_step=2,
         max_steps=run.steps,
@@ -145,6 +148,7 @@ SMALL: dict[str, Any] = {"world_size": 2, "lr": 1e-5, "precision": "bf16-true"}
 
 TORCHAO = {"_target_": "torchao.optim.AdamW8bit"}
 BITSANDBYTES = {"_target_": "bitsandbytes.optim.AdamW8bit"}
+NF4 = LoraConfig(rank=4, alpha=8.0, quantization="nf4")
 # Matrices large enough for 8-bit states.
 EIGHT_BIT: dict[str, Any] = {"policy": "large"}
 
@@ -176,5 +180,12 @@ RUNS: dict[str, Run] = {
     "bitsandbytes-3-one": Run(zero(3), optimizer=BITSANDBYTES, resume="bitsandbytes-3", **EIGHT_BIT),
     "bitsandbytes-1": Run(on_host(1), world_size=2, optimizer=BITSANDBYTES, **EIGHT_BIT),
     "bitsandbytes-1-resumed": Run(moved(1), world_size=2, optimizer=BITSANDBYTES, resume="bitsandbytes-1", **EIGHT_BIT),
+    "nf4-single": Run(single, lora=NF4),
+    "nf4-single-resumed": Run(single, lora=NF4, resume="nf4-single"),
+    "nf4-2": Run(zero(2), world_size=2, lora=NF4),
+    "nf4-2-resumed": Run(moved(1), world_size=2, lora=NF4, resume="nf4-2"),
+    "nf4-3": Run(zero(3), world_size=2, lora=NF4),
+    "nf4-3-resumed": Run(moved(3), world_size=2, lora=NF4, resume="nf4-3"),
+    "nf4-3-one-1": Run(zero(1), lora=NF4, resume="nf4-3"),
     "wide-3": Run(in_files("wide_files"), policy="wide", steps=1),
 }
