@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -12,6 +13,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
+from ray.exceptions import ActorDiedError
+from safetensors.torch import load_file, save_file
 
 from integration_tests.resident import (
     assert_engine_has,
@@ -103,6 +107,19 @@ def test_generate_of_an_engine_core_repeats_the_samples_after_sleep(engine: VLLM
     assert freed is not None and freed.expected > 0
     engine.wake_up()
     assert engine.generate(prompts, sampling, [1, 2]).responses() == before
+
+
+@pytest.mark.usefixtures("running_ray")
+def test_engine_core_that_does_not_start_has_an_error_with_the_reason(workplace: Path, tmp_path: Path) -> None:
+    shutil.copytree(workplace / "tiny", tmp_path / "tiny")
+    weights = load_file(workplace / "tiny" / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(3)
+    save_file(weights, tmp_path / "tiny" / "model.safetensors", metadata={"format": "pt"})
+    with (
+        pytest.raises(ActorDiedError, match="vLLM does not start: AssertionError: Attempted to load weight"),
+        engine_with_a_core(tmp_path),
+    ):
+        raise AssertionError("the engine starts with a weight of another shape")
 
 
 @pytest.mark.usefixtures("running_ray")

@@ -21,7 +21,6 @@ from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost
 from rl_plugins.garbage_collection import collector_off
 from rl_plugins.hub.files import model_folder
 from rl_plugins.memory import MemoryChange
-from rl_plugins.model_json import read_model_config
 from rl_plugins.rollout.engine import Generations, GroupRequest
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.requests import EngineRequest, generations_of, sampling_parameters
@@ -84,21 +83,22 @@ class VLLMActor:
     @collector_off()
     def __init__(self, config: VLLMConfig) -> None:
         # The import registers weight transports and the plain-weights config, before the construction of the engine.
-        from pydantic import ValidationError
         from vllm import LLM
 
         from rl_plugins.rollout.vllm import plugin  # noqa: F401
         from rl_plugins.rollout.vllm.engine_loop import EngineLoop
         from rl_plugins.rollout.vllm.executor import end_with
+        from rl_plugins.rollout.vllm.start_errors import errors_of_processes, refusal
 
         self._config = config
         folder = model_folder(config.model, trust_remote_code=config.trust_remote_code)
         # Ray drops the type of an error in this method, so `ready` raises the error.
         self._refusal: ConfigError | None = None
         try:
-            self._llm = LLM(**config.engine_arguments() | {"model": folder})
-        except ValidationError as error:
-            self._refusal = _refusal(config.model, folder, error.errors()[0]["msg"])
+            with errors_of_processes():
+                self._llm = LLM(**config.engine_arguments() | {"model": folder})
+        except ValueError as error:
+            self._refusal = refusal(config.model, folder, error)
             return
         self._llm.update_weight_version("0")
         # On CUDA the engine core has a process of its own.
@@ -451,29 +451,6 @@ class VLLMActor:
     async def abort(self) -> None:
         """End all unfinished requests."""
         self._loop.abort()
-
-
-def _refusal(model: str, folder: str, reason: str) -> ConfigError:
-    """Return the error for a model or an option that vLLM refuses.
-
-    Args:
-        model: name or folder of the model, for the message.
-        folder: folder of the model.
-        reason: vLLM's reason.
-    """
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    for architecture in read_model_config(Path(folder) / "config.json").get("architectures") or ():
-        if architecture in ModelRegistry.models:
-            try:
-                ModelRegistry.models[architecture].load_model_cls()
-            except ImportError as error:
-                # vLLM's reason is "failed to be inspected".
-                reason = f"the class {architecture} needs a package that is not installed ({error})"
-    return ConfigError(
-        f"{model}: vLLM does not start: {reason.removeprefix('Value error, ')}: change the model or the option, "
-        "install the package, or use rollout.engine=transformers"
-    )
 
 
 def _name(rank: int, ticket: int) -> str:

@@ -17,12 +17,15 @@ from typing import Any
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from rl_plugins.rollout.vllm.start_errors import keep_first_error
+
 
 class OneProcessExecutor(UniProcExecutor):
     """vLLM's executor in the process of the engine core. The process ends with the process of the actor."""
 
     def _init_executor(self) -> None:
         end_with_parent()
+        keep_first_error()
         super()._init_executor()
 
 
@@ -31,6 +34,7 @@ class OneForAllExecutor(MultiprocExecutor):
 
     def _init_executor(self) -> None:
         end_with_parent()
+        keep_first_error()
         super()._init_executor()
         self.response_mqs = ResponseQueues(self.response_mqs)
 
