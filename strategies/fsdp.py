@@ -40,36 +40,31 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.intact_checkpoint import check_state
 from rl_plugins.models.loading import without_weights
 from rl_plugins.models.lora import plain_weights
-from rl_plugins.models.remote import RemoteLearner, RemoteModel
+from rl_plugins.models.remote import RemoteLearner, RemoteModel, local_models
 from rl_plugins.ranks import Ranks, connected_ranks
 from rl_plugins.rollout.engine import RolloutEngine
+from rl_plugins.strategies.autograd_steps import AutogradSteps
 from rl_plugins.strategies.blending import BlendedModels
-from rl_plugins.strategies.common import (
-    AutogradSteps,
-    HostWaits,
-    check_divides,
+from rl_plugins.strategies.checkpoint_folder import (
     check_folder,
-    check_optimizer_of_fsdp,
     check_written,
     load_learner,
-    local_models,
-    optimizer_states,
-    optimizers_of,
     read_lightning,
     restored_states,
     save_unsharded,
-    share_sequences,
-    stop_sharing,
     writer_of,
 )
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.expert_parallel import check_experts, divide_experts, expert_mesh, shard_experts
 from rl_plugins.strategies.fsdp_shards import load_model, save_model, send_shards, take_tensors
+from rl_plugins.strategies.host_waits import HostWaits
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.offload import HOST, STAY, WHILE_SAMPLING, Offload
+from rl_plugins.strategies.optimizers import check_optimizer_of_fsdp, optimizer_states, optimizers_of
 from rl_plugins.strategies.phase_log import PhaseLog
+from rl_plugins.strategies.rank_groups import check_divides
 from rl_plugins.strategies.rollout_phases import RolloutPhases
-from rl_plugins.strategies.sequence_parallel import SequenceShards
+from rl_plugins.strategies.sequence_parallel import SequenceShards, share_sequences, stop_sharing
 from rl_plugins.strategies.tensor_parallel import cut_over_group
 from rl_plugins.strategies.weight_sources import FSDPWeightSource, shard_of
 from rl_plugins.weights.source import WeightSource, device_of

@@ -33,7 +33,7 @@ from typing_extensions import override
 from rl_plugins.errors import CheckpointError
 from rl_plugins.manifest import CheckpointWriter
 from rl_plugins.models.lora import has_adapter
-from rl_plugins.strategies.common import library_of
+from rl_plugins.strategies.optimizers import library_of
 
 _METADATA_FILE = ".metadata"
 _DESCRIPTION = {

@@ -15,6 +15,7 @@ samples, `S` tokens of a sample with padding, `H` hidden size, `D` width of a he
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +27,23 @@ from transformers import PreTrainedModel
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter
 from rl_plugins.models.packed_attention import boundaries, has_packed_attention
-from rl_plugins.strategies.gathering import gather_rows, inputs_of_pass
+from rl_plugins.models.remote import local_models
+from rl_plugins.strategies.rank_groups import gather_rows, inputs_of_pass
 from rl_plugins.vision_language import is_vision_language
+
+
+def share_sequences(models: Mapping[str, nn.Module], group_size: int) -> list[SequenceShards]:
+    """Let groups of neighbouring ranks share the tokens of micro-batches. Call before sharding. Collective."""
+    if group_size == 1:
+        return []
+    group, _ = torch.distributed.new_subgroups(group_size)
+    return [SequenceShards(model, name, group) for name, model in local_models(models).items()]
+
+
+def stop_sharing(sequences: list[SequenceShards]) -> None:
+    """Undo `share_sequences`."""
+    while sequences:
+        sequences.pop().remove()
 
 
 class SequenceShards:

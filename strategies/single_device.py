@@ -18,21 +18,16 @@ from typing_extensions import override
 from rl_plugins.errors import ConfigError
 from rl_plugins.intact_checkpoint import check_state
 from rl_plugins.models.lora import plain_weights
+from rl_plugins.models.remote import learners_of
 from rl_plugins.plain_file import load_plain
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
+from rl_plugins.strategies.autograd_steps import AutogradSteps
 from rl_plugins.strategies.blending import BlendedModels
-from rl_plugins.strategies.common import (
-    AutogradSteps,
-    check_failures,
-    learners_of,
-    optimizers_of,
-    restored_states,
-    save_learner,
-    writer_of,
-)
+from rl_plugins.strategies.checkpoint_folder import check_failures, restored_states, save_learner, writer_of
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.memory import TrainingMemory
+from rl_plugins.strategies.optimizers import optimizers_of
 from rl_plugins.strategies.phase_log import PhaseLog
 from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.packed_attention import boundaries
-from rl_plugins.strategies.gathering import gather_parts, gather_rows, inputs_of_pass, sizes_of
+from rl_plugins.strategies.rank_groups import gather_parts, gather_rows, inputs_of_pass, sizes_of
 from rl_plugins.vision_language import is_vision_language
 
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")

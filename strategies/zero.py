@@ -29,34 +29,29 @@ from typing_extensions import override
 from rl_plugins.errors import ConfigError
 from rl_plugins.intact_checkpoint import check_state
 from rl_plugins.models.lora import has_adapter, plain_weights
-from rl_plugins.models.remote import RemoteLearner, RemoteModel
+from rl_plugins.models.remote import RemoteLearner, RemoteModel, local_models
 from rl_plugins.plain_file import load_plain
 from rl_plugins.ranks import Ranks, connected_ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
-from rl_plugins.strategies.common import (
-    HostWaits,
-    check_divides,
+from rl_plugins.strategies.checkpoint_folder import (
     check_folder,
-    check_optimizer_of_zero,
     check_written,
     load_learner,
-    local_models,
-    optimizer_states,
-    optimizers_of,
     read_lightning,
     restored_states,
     save_unsharded,
-    share_sequences,
-    stop_sharing,
     writer_of,
 )
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
+from rl_plugins.strategies.host_waits import HostWaits
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.offload import Offload
+from rl_plugins.strategies.optimizers import check_optimizer_of_zero, optimizer_states, optimizers_of
 from rl_plugins.strategies.phase_log import PhaseLog
+from rl_plugins.strategies.rank_groups import check_divides
 from rl_plugins.strategies.rollout_phases import RolloutPhases
-from rl_plugins.strategies.sequence_parallel import SequenceShards
+from rl_plugins.strategies.sequence_parallel import SequenceShards, share_sequences, stop_sharing
 from rl_plugins.strategies.weight_sources import ZeroWeightSource
 from rl_plugins.strategies.zero_release import release_with
 from rl_plugins.strategies.zero_shards import TAG, ZeroShards, check_shards

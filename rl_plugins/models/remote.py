@@ -1,4 +1,4 @@
-"""Interfaces of models that run in other processes.
+"""Interfaces of models that run in other processes, and functions that find these models by their class.
 
 A remote model takes the place of a local model. Its class is a module without parameters, so strategies have nothing to
 shard or train.
@@ -6,10 +6,11 @@ shard or train.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from rl_plugins.models.log_probs import ResponseLogProbs
@@ -39,3 +40,13 @@ class RemoteLearner(RemoteModel, Protocol):
         Raises:
             CheckpointError: The folder does not have the files, or the files belong to another model.
         """
+
+
+def local_models(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the models of this process, without models in other processes."""
+    return {name: model for name, model in models.items() if not isinstance(model, RemoteModel)}
+
+
+def learners_of(models: Mapping[str, nn.Module]) -> dict[str, RemoteLearner]:
+    """Return the models trained in another process."""
+    return {name: model for name, model in models.items() if isinstance(model, RemoteLearner)}

@@ -27,8 +27,8 @@ from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
-from rl_plugins.strategies.common import optimizer_states
 from rl_plugins.strategies.contract import POLICY
+from rl_plugins.strategies.optimizers import optimizer_states
 
 STEPS, SAVED = 3, 2
 _PROMPTS = 8

@@ -13,7 +13,7 @@ from rl_plugins.commands.export import export_checkpoint
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.strategies.common import check_optimizer_of_fsdp, check_optimizer_of_zero
+from rl_plugins.strategies.optimizers import check_optimizer_of_fsdp, check_optimizer_of_zero
 from rl_plugins.tests.files import rewrite_manifest
 from rl_plugins.tests.loops import case, for_each
 from rl_plugins.tests.ranks import run_ranks

@@ -1,4 +1,6 @@
-"""Gather tensors of different sizes along one axis from the ranks of a group.
+"""Groups of neighbouring ranks: the check of a group's size, and tensors gathered from the ranks of a group.
+
+The tensors have different sizes along one axis.
 
 Axes: `M` tokens of a rank's row, `G` tokens of the group's row.
 """
@@ -10,6 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from rl_plugins.errors import ConfigError
+
+
+def check_divides(option: str, group_size: int, world_size: int) -> None:
+    """Check the number of training ranks for whole groups.
+
+    Raises:
+        ConfigError: the group size does not divide the number of ranks.
+    """
+    if world_size % group_size:
+        raise ConfigError(
+            f"{option}={group_size} does not divide the {world_size} training workers into whole groups: use 1, or a "
+            "divisor of the number of workers"
+        )
 
 
 def sizes_of(own: Tensor, group: ProcessGroup | None) -> list[int]:

@@ -1,0 +1,82 @@
+"""Backward passes and optimizer steps of PyTorch, for strategies whose model engine is the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy as LightningStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from rl_plugins.strategies.contract import HasNamedModels
+from rl_plugins.strategies.rollout_phases import RolloutPhases
+
+
+class AutogradSteps(LightningStrategy):
+    """Backward passes and optimizer steps of a strategy whose model engine is the model itself.
+
+    A subclass has a strategy of Lightning as its second base, and sets `_optimizers_of` in `setup`.
+    """
+
+    rollout_phases: RolloutPhases
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._optimizers_of: dict[str, Optimizer] = {}
+        self._gradient_norms: dict[str, float] = {}
+
+    def clip_gradients(self, name: str, limit: float) -> float:
+        """Clip the gradient of model `name` to a global norm of at most `limit`; return the norm before."""
+        raise NotImplementedError
+
+    def gradient_norm(self, name: str) -> float | None:
+        """Return the global norm of the last step's gradient before clipping."""
+        return self._gradient_norms.get(name)
+
+    def optimizer_index(self, name: str) -> int:
+        """Return the index of the optimizer of model `name` in `optimizers`."""
+        return next(i for i, optimizer in enumerate(self.optimizers) if optimizer is self._optimizers_of[name])
+
+    @override
+    def backward(
+        self,
+        closure_loss: Tensor,
+        optimizer: Optimizer | None,
+        *args: Any,
+        model_name: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Compute gradients; Lightning calls `backward` from `manual_backward`, or from its own loop.
+
+        Autograd finds the parameters from the loss. Therefore `model_name`, which ZeRO needs, is unused.
+        """
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step the model of `optimizer`. The next rollout phase then sends the weights to the rollout engine.
+
+        Lightning calls `optimizer_step` from `LightningOptimizer.step`; `super()` calls `optimizer.step`, which updates
+        the parameters, or shards, of this rank.
+        """
+        self.rollout_phases.memory.wait_for_optimizer()
+        module = self.lightning_module
+        stage = module if isinstance(module, HasNamedModels) and not module.automatic_optimization else None
+        if stage is not None:
+            # Like DeepSpeed: the step clips and clears the gradients.
+            name = next(name for name, own in self._optimizers_of.items() if own is optimizer)
+            self._gradient_norms[name] = self.clip_gradients(name, stage.gradient_clip(name) or float("inf"))
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if stage is not None:
+            optimizer.zero_grad()
+        self.rollout_phases.weights_changed()
+        return result

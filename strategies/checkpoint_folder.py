@@ -1,0 +1,111 @@
+"""Folder of a checkpoint: the parts that strategies write and read in the same way.
+
+These parts are the states of Lightning, and the folders of models trained in another process. The writer of a rank
+also writes the shards of the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from rl_plugins.errors import CheckpointError, StorageError
+from rl_plugins.manifest import CheckpointWriter
+from rl_plugins.models.remote import RemoteLearner, learners_of
+from rl_plugins.plain_file import load_plain
+from rl_plugins.ranks import Ranks, gather
+from rl_plugins.strategies.blending import BlendedModels
+
+_LIGHTNING_FILE = "lightning.ckpt"
+
+
+def writer_of(storage_options: object, folder: Path) -> CheckpointWriter:
+    """Return the writer that `PolicyCheckpoint` passes as `storage_options`, or a new writer. Make the folder."""
+    writer = storage_options if isinstance(storage_options, CheckpointWriter) else CheckpointWriter(folder)
+    writer.make_folder(folder)
+    return writer
+
+
+def check_written(writer: CheckpointWriter, storage_options: object, path: Path) -> None:
+    """Wait until all ranks have written their files of a checkpoint, and check the files. Collective.
+
+    Raises:
+        StorageError: see `check_failures`.
+    """
+    check_failures(gather(writer.failure), writer, storage_options, path)
+
+
+def check_failures(
+    failures: Iterable[str | None], writer: CheckpointWriter, storage_options: object, path: Path
+) -> None:
+    """Check if all files of a checkpoint are written.
+
+    `PolicyCheckpoint` reads the failures of the writer that it passes as `storage_options`.
+
+    Raises:
+        StorageError: a rank could not write a file with a writer of `writer_of`.
+    """
+    failure = next((failure for failure in failures if failure is not None), None)
+    if failure is not None and writer is not storage_options:
+        raise StorageError(f"the checkpoint {path} is not saved: {failure}")
+
+
+def save_unsharded(
+    writer: CheckpointWriter, folder: Path, models: Mapping[str, nn.Module], lightning: dict[str, Any]
+) -> None:
+    """Save learners, and the states of Lightning's loops, of callbacks and of the stage. Only one rank calls this."""
+    for name, learner in learners_of(models).items():
+        save_learner(writer, learner, folder / name)
+    writer.save(lightning, folder / _LIGHTNING_FILE)
+
+
+def save_learner(writer: CheckpointWriter, learner: RemoteLearner, folder: Path) -> None:
+    """Let the process of a learner save the learner."""
+    if writer.failure is None:
+        try:
+            learner.save(folder)
+        except OSError as error:
+            writer.fail(folder, error)
+        writer.add_folder(folder)
+
+
+def check_folder(folder: Path, blended: BlendedModels) -> None:
+    """Check a folder before the first model is loaded.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint, or lacks a blended model.
+    """
+    if not (folder / _LIGHTNING_FILE).is_file():
+        raise CheckpointError(f"{folder} is not a checkpoint of this package: it has no file {_LIGHTNING_FILE}")
+    blended.check_in(folder)
+
+
+def load_learner(learner: RemoteLearner, folder: Path, ranks: Ranks) -> None:
+    """Load a learner on rank 0. Collective."""
+    if ranks.rank == 0:
+        learner.load(folder)
+    ranks.wait()
+
+
+def read_lightning(folder: Path) -> dict[str, Any]:
+    """Return the states of Lightning's loops, of callbacks and of the stage."""
+    states: dict[str, Any] = load_plain(folder / _LIGHTNING_FILE)
+    return states
+
+
+def restored_states(model: nn.Module, optimizer: Optimizer | None, schedulers: Sequence[Any]) -> str:
+    """Return the restored states of a model, in words.
+
+    Args:
+        model: model with states in a checkpoint.
+        optimizer: optimizer of the model in this process, if there is one.
+        schedulers: Lightning's `lr_scheduler_configs`.
+    """
+    if isinstance(model, RemoteLearner):
+        return "weights, optimizer, schedule"
+    scheduled = any(config.scheduler.optimizer is optimizer for config in schedulers)
+    return "weights" + ", optimizer" * (optimizer is not None) + ", schedule" * scheduled
