@@ -29,7 +29,8 @@ od -An -vtx1 -N32 /dev/urandom | tr -d ' \n' >"$token"
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token" RAY_USAGE_STATS_ENABLED=0
 
 # Slurm sends SIGTERM five minutes before the end, or before a preemption. The run then finishes its step and saves.
-trap '[ ! -d "$run" ] || touch "$run/stop"' TERM
+asked=
+trap 'asked=1; [ ! -d "$run" ] || touch "$run/stop"' TERM
 
 # Ray starts on every machine, and the recipe starts on the first machine. Ray ends with the recipe.
 srun ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" \
@@ -42,8 +43,9 @@ srun ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" \
 job=$!
 status=0
 wait "$job" || status=$?
-# The signal ended the wait. The recipe continues to the end of its step.
-while kill -0 "$job" 2>/dev/null; do
+# The signal ends the wait with 128 + 15. The recipe continues to the end of its step.
+while [ "$status" -eq 143 ] && [ -n "$asked" ]; do
+    asked=
     status=0
     wait "$job" || status=$?
 done

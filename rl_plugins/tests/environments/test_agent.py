@@ -474,6 +474,6 @@ def test_connect_refuses_a_tokenizer_without_a_template_and_an_unknown_parser() 
         with closing(agent("talk", parser=name)) as environment, pytest.raises(ConfigError, match=said):
             environment.connect(of)
     with closing(agent("talk")) as environment:
-        options: dict[str, Any] = {"tokenizer": tokenizer, "sampling": SamplingConfig(), "max_steps": 1}
+        options: dict[str, Any] = {"tokenizer": tokenizer, "sampling": SamplingConfig(max_tokens=8), "max_steps": 1}
         with pytest.raises(ConfigError, match="an agent returns the reward of its trajectory: leave scorer out"):
             PolicyOptimization(build_model(), scorer=len, environment=environment, **options)

@@ -259,7 +259,7 @@ def test_policy_learns_from_rewards_at_the_last_tokens_of_turns(tmp_path: Any, a
 
 
 def test_stage_needs_a_scorer_or_a_stateful_environment(counting: StatefulEnvironment) -> None:
-    options: dict[str, Any] = {"tokenizer": tokenizer, "sampling": SamplingConfig(), "max_steps": 1}
+    options: dict[str, Any] = {"tokenizer": tokenizer, "sampling": SamplingConfig(max_tokens=8), "max_steps": 1}
     with pytest.raises(ConfigError, match=r"scorer=None: name a reward function, or an environment="):
         PolicyOptimization(build_model(), **options)
     scorer = InlineScorer({"_target_": "rl_plugins.tests.rewards.sample_rewards.length"})
