@@ -10,7 +10,7 @@ A tool that hangs, raises, returns 10 MB or no text, and ends its process, with 
     python -m benchmarks.soak --steps 500 --set model.path=tiny environment=tools environment.deadline_s=1 \\
         'environment.tools=[rl_plugins.tests.environments.sample_tools.obey]' \\
         environment.parser=rl_plugins.tests.environments.sample_tools.read_any_act sampling.max_tokens=96 \\
-        data.max_prompt_tokens=32 launcher=local rollout.engine=transformers schedule.max_staleness=0
+        data.max_prompt_tokens=32 launcher=local rollout.engine=transformers schedule.max_staleness=0 sampling.stop=[]
 """
 
 from __future__ import annotations
