@@ -1,9 +1,16 @@
 """A long run with checkpoints, validation, conversations and a schedule ahead: what grows from step to step?
 
 `python -m benchmarks.soak [--steps 2000] [--out benchmarks/results/soak.md] [--set key=value ...]` trains a tiny
-policy, and measures all processes of the run every few seconds: memory (PSS), open descriptors and shared memory; and
-the temporary files and the time of a step. The table has the slope of each figure per 100 steps. The first fifth of the
-steps is left out, because caches fill there.
+policy, and measures all processes of the run every few seconds: their number, memory (PSS), open descriptors and shared
+memory; and the temporary files and the time of a step. The table has the slope of each figure per 100 steps. The first
+fifth of the steps is left out, because caches fill there.
+
+A tool that hangs, raises, returns 10 MB or no text, and ends its process, with a tiny policy made with `tools=True`:
+
+    python -m benchmarks.soak --steps 500 --set model.path=tiny environment=tools environment.deadline_s=1 \\
+        'environment.tools=[rl_plugins.tests.environments.sample_tools.obey]' \\
+        environment.parser=rl_plugins.tests.environments.sample_tools.read_any_act sampling.max_tokens=96 \\
+        data.max_prompt_tokens=32 launcher=local rollout.engine=transformers schedule.max_staleness=0 sampling.stop=[]
 """
 
 from __future__ import annotations
@@ -31,6 +38,7 @@ KINDS = {
     "RayTrainWorker": "training worker",
     "VLLMActor": "rollout engine",
     "LoadedRewards": "environment worker",
+    "environments.tool_process": "process of the tools",
     "TrainController": "controller",
     "gcs_server": "Ray's GCS",
     "raylet/raylet": "raylet",
@@ -40,7 +48,7 @@ KINDS = {
     "rl_plugins.recipes": "driver",
 }
 """Kinds of processes, by a part of their command line."""
-MEMORY, DESCRIPTORS, SHARED = "memory, MB", "descriptors", "shared memory, MB"
+MEMORY, DESCRIPTORS, SHARED, PROCESSES = "memory, MB", "descriptors", "shared memory, MB", "processes"
 FILES, STEP = "temporary files", "step, s"
 WARM_UP = 0.2
 """Share of the steps at the start that is left out."""
@@ -85,7 +93,8 @@ class Watch:
 
     def _measure(self, step: float) -> None:
         largest: dict[tuple[str, str], float] = defaultdict(float)
-        for process in (self._root, *self._root.children(recursive=True)):
+        processes = [self._root, *self._root.children(recursive=True)]
+        for process in processes:
             with suppress(psutil.Error, OSError):
                 title = " ".join(process.cmdline())
                 kind = next((kind for part, kind in KINDS.items() if part in title), "other processes")
@@ -96,6 +105,8 @@ class Watch:
                     (SHARED, _shared_bytes(process.pid) / _MB),
                 ):
                     largest[kind, figure] = max(largest[kind, figure], value)
+        # Ended processes that nobody has waited for count, too.
+        largest["all", PROCESSES] = len(processes)
         largest["all", FILES] = sum(len(files) for _, _, files in os.walk(self._temporary))
         for key, value in largest.items():
             self.seen[key].append((step, value))

@@ -19,6 +19,9 @@ TOOL, ARGUMENT = "calc", "x"
 def calculator_splits(sizes: Mapping[str, int], seed: int) -> dict[str, RowList]:
     """Return products of two numbers as prompts, and the split `sft` with calls. A prompt is `347*86`.
 
+    All products have five digits. A policy that has learned to copy the frequent length of a result never samples a
+    right copy of a rare length, and GRPO improves only sampled responses.
+
     Args:
         sizes: number of rows of `train`, `dev` and `test`.
         seed: seed of the choice.
@@ -29,7 +32,7 @@ def calculator_splits(sizes: Mapping[str, int], seed: int) -> dict[str, RowList]
     Raises:
         ConfigError: a number is below 1, or there are fewer products than rows.
     """
-    pairs = [(left, right) for left in range(100, 1000) for right in range(10, 100)]
+    pairs = [(left, right) for left in range(100, 1000) for right in range(10, 100) if left * right >= 10_000]
     chosen = choose_splits(pairs, random.Random(seed), sizes)
     splits = {
         split: [_row([{"role": "user", "content": f"{left}*{right}"}], left * right, "") for left, right in factors]

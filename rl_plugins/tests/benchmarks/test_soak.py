@@ -1,8 +1,27 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from benchmarks.soak import MEMORY, STEP, slope, table
+from benchmarks.soak import MEMORY, PROCESSES, STEP, Watch, slope, table
+from rl_plugins.tests.patience import wait_until
+
+
+def test_watch_counts_processes_and_knows_the_process_of_the_tools(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 3, "train/loss": 0.5}\n')
+    watch = Watch(os.getpid(), metrics, tmp_path, every_s=0.01)
+    with watch:
+        wait_until(lambda: watch.seen["all", PROCESSES], "a measurement")
+        before = watch.seen["all", PROCESSES][-1][1]
+        code = "import sys; sys.stdin.read()  # rl_plugins.environments.tool_process"
+        with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE):
+            wait_until(lambda: watch.seen["process of the tools", MEMORY], "the process of the tools")
+            wait_until(lambda: (3, before + 1) in watch.seen["all", PROCESSES], "one more process")
 
 
 def test_slope_is_the_growth_per_100_steps_after_the_warm_up() -> None:

@@ -9,6 +9,7 @@ import shlex
 import pytest
 
 from rl_plugins.data.parquet import load_rows
+from rl_plugins.data.prepare.calculator import calculator_splits
 from rl_plugins.data.prepare.programs import CONSTANTS, SLOPES, TESTED, program_splits
 from rl_plugins.data.prepare.splits import choose_splits
 from rl_plugins.errors import ConfigError
@@ -30,6 +31,13 @@ def test_choose_splits_refuses_sizes_that_do_not_fit() -> None:
         choose_splits(range(10), random.Random(0), SIZES)
     with pytest.raises(ConfigError, match="num_dev=0: must be 1 or more"):
         choose_splits(range(11), random.Random(0), {**SIZES, "dev": 0})
+
+
+def test_calculator_splits_have_products_of_five_digits() -> None:
+    splits = calculator_splits({"train": 200, "dev": 20, "test": 20}, seed=0)
+    rows = [row for split in ("train", "dev", "test") for row in splits[split]]
+    assert {len(row["reward_model"]["ground_truth"]) for row in rows} == {5}
+    assert len(splits["sft"]) == 400
 
 
 def test_program_splits_have_programs_that_alone_pass_both_tests() -> None:
