@@ -15,12 +15,15 @@ from torch.optim import Optimizer
 
 from rl_plugins.errors import CheckpointError, StorageError
 from rl_plugins.manifest import CheckpointWriter
+from rl_plugins.models.four_bit import four_bit_layers
 from rl_plugins.models.remote import RemoteLearner, learners_of
 from rl_plugins.plain_file import load_plain
 from rl_plugins.ranks import Ranks, gather
 from rl_plugins.strategies.blending import BlendedModels
+from rl_plugins.strategies.contract import COST_CRITIC, CRITIC
 
 _LIGHTNING_FILE = "lightning.ckpt"
+_FOUR_BITS = "four_bits"
 
 
 def writer_of(storage_options: object, folder: Path) -> CheckpointWriter:
@@ -60,6 +63,7 @@ def save_unsharded(
     """Save learners, and the states of Lightning's loops, of callbacks and of the stage. Only one rank calls this."""
     for name, learner in learners_of(models).items():
         save_learner(writer, learner, folder / name)
+    note_four_bits(lightning, models)
     writer.save(lightning, folder / _LIGHTNING_FILE)
 
 
@@ -73,15 +77,53 @@ def save_learner(writer: CheckpointWriter, learner: RemoteLearner, folder: Path)
         writer.add_folder(folder)
 
 
-def check_folder(folder: Path, blended: BlendedModels) -> None:
-    """Check a folder before the first model is loaded.
+def read_lightning(folder: Path, models: Mapping[str, nn.Module], blended: BlendedModels) -> dict[str, Any]:
+    """Check a folder before the first model is loaded; return the states of Lightning's loops, callbacks and the stage.
 
     Raises:
-        CheckpointError: the folder is no checkpoint, or lacks a blended model.
+        CheckpointError: the folder is no checkpoint, lacks a blended model, or was saved with other 4-bit weights.
     """
     if not (folder / _LIGHTNING_FILE).is_file():
         raise CheckpointError(f"{folder} is not a checkpoint of this package: it has no file {_LIGHTNING_FILE}")
     blended.check_in(folder)
+    states: dict[str, Any] = load_plain(folder / _LIGHTNING_FILE)
+    check_four_bits(folder, states, models)
+    return states
+
+
+def note_four_bits(lightning: dict[str, Any], models: Mapping[str, nn.Module]) -> None:
+    """Add the names of the models with 4-bit weights to the states of a checkpoint."""
+    if names := [name for name, model in models.items() if four_bit_layers(model)]:
+        lightning[_FOUR_BITS] = names
+
+
+def check_four_bits(path: Path, lightning: Mapping[str, Any], models: Mapping[str, nn.Module]) -> None:
+    """Check that the same models have 4-bit weights as in a checkpoint.
+
+    A checkpoint does not hold the weights under an adapter, and the adapter fits the weights of its training alone:
+    whole weights, or 4-bit weights.
+
+    Args:
+        path: file or folder of the checkpoint, for the message.
+        lightning: states of the checkpoint.
+        models: models to load, by name.
+
+    Raises:
+        CheckpointError: a model has 4-bit weights only in the checkpoint, or only here.
+    """
+    for name, model in models.items():
+        saved = name in lightning.get(_FOUR_BITS, [])
+        if saved == bool(four_bit_layers(model)):
+            continue
+        option = f"{name if name in (CRITIC, COST_CRITIC) else 'model'}.lora.quantization"
+        if saved:
+            before, now, way_out = "4-bit", "whole", f"LoraConfig(quantization='nf4'), in a recipe {option}=nf4"
+        else:
+            before, now, way_out = "whole", "4-bit", f"LoraConfig(quantization=None), in a recipe {option}=null"
+        raise CheckpointError(
+            f"{path} is of a run with {before} weights of {name!r}, and this run has {now} weights: resume with "
+            f"{way_out}"
+        )
 
 
 def load_learner(learner: RemoteLearner, folder: Path, ranks: Ranks) -> None:
@@ -89,12 +131,6 @@ def load_learner(learner: RemoteLearner, folder: Path, ranks: Ranks) -> None:
     if ranks.rank == 0:
         learner.load(folder)
     ranks.wait()
-
-
-def read_lightning(folder: Path) -> dict[str, Any]:
-    """Return the states of Lightning's loops, of callbacks and of the stage."""
-    states: dict[str, Any] = load_plain(folder / _LIGHTNING_FILE)
-    return states
 
 
 def restored_states(model: nn.Module, optimizer: Optimizer | None, schedulers: Sequence[Any]) -> str:

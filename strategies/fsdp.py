@@ -46,7 +46,6 @@ from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.autograd_steps import AutogradSteps
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.checkpoint_folder import (
-    check_folder,
     check_written,
     load_learner,
     read_lightning,
@@ -329,12 +328,12 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         folder = Path(self.broadcast(os.fspath(checkpoint_path)))
         check_state(folder, self.known_intact)
         self.known_intact = None
-        check_folder(folder, self._blended)
+        states = read_lightning(folder, self._models, self._blended)
         self.rollout_phases.memory.wait_for_optimizer()
         self._blended.reset_averages()
         self.restored = {name: self._load_model(name, folder / name) for name in self._models}
         self.rollout_phases.weights_changed()
-        return read_lightning(folder)
+        return states
 
     def _load_model(self, name: str, folder: Path) -> str:
         """Load a model, and return the restored states in words. Collective."""

@@ -12,7 +12,7 @@ from typing_extensions import get_protocol_members
 from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.memory import MemoryChange
 from rl_plugins.ranks import broadcast
-from rl_plugins.rollout.engine import RolloutEngine
+from rl_plugins.rollout.engine import HasPolicyCheck, RolloutEngine
 from rl_plugins.strategies.contract import POLICY, Strategy
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.weights.check import PROBE, check_log_probs, tolerance_of
@@ -89,8 +89,14 @@ class RolloutPhases:
             self._engine.prepare(self._strategy.ranks)
 
     def connect(self) -> None:
-        """Connect this rank to the rollout engine, once. The next phase updates the weights: the model may be new."""
+        """Connect this rank to the rollout engine, once. The next phase updates the weights: the model may be new.
+
+        Raises:
+            ConfigError: the rollout engine cannot sample from the policy.
+        """
         self.weights_changed()
+        if isinstance(self._engine, HasPolicyCheck):
+            self._engine.check_policy(self._strategy.weight_source)
         if self._connected:
             return
         ranks = self._strategy.ranks

@@ -24,7 +24,14 @@ from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.autograd_steps import AutogradSteps
 from rl_plugins.strategies.blending import BlendedModels
-from rl_plugins.strategies.checkpoint_folder import check_failures, restored_states, save_learner, writer_of
+from rl_plugins.strategies.checkpoint_folder import (
+    check_failures,
+    check_four_bits,
+    note_four_bits,
+    restored_states,
+    save_learner,
+    writer_of,
+)
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.optimizers import optimizers_of
@@ -145,6 +152,7 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         path = Path(filepath)
         writer = writer_of(storage_options, path.parent)
+        note_four_bits(checkpoint, self._models())
         writer.save(checkpoint, path)
         # Lightning's checkpoint file does not hold learners.
         for name, learner in learners_of(self._models()).items():
@@ -155,11 +163,12 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         check_state(Path(checkpoint_path), self.known_intact)
         self.known_intact = None
+        checkpoint: dict[str, Any] = load_plain(Path(checkpoint_path))
+        check_four_bits(Path(checkpoint_path), checkpoint, self._models())
         self.rollout_phases.weights_changed()
         self._blended.reset_averages()
         for name, learner in learners_of(self._models()).items():
             learner.load(_learner_folder(checkpoint_path, name))
-        checkpoint: dict[str, Any] = load_plain(Path(checkpoint_path))
         return checkpoint
 
     @override

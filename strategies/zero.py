@@ -35,7 +35,6 @@ from rl_plugins.ranks import Ranks, connected_ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.checkpoint_folder import (
-    check_folder,
     check_written,
     load_learner,
     read_lightning,
@@ -400,7 +399,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         folder = Path(checkpoint_path)
         check_state(folder, self.known_intact)
         self.known_intact = None
-        check_folder(folder, self._blended)
+        states = read_lightning(folder, self._model_engines, self._blended)
         self.rollout_phases.memory.wait_for_optimizer()
         check_shards(folder, list(self._trained))
         self._blended.reset_averages()
@@ -409,7 +408,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
             for name in self._model_engines
         }
         self.rollout_phases.weights_changed()
-        return read_lightning(folder)
+        return states
 
     def _load_trained(self, folder: Path, name: str) -> str:
         """Load the shards of a trained model; return the restored states in words."""

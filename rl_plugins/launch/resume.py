@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+from omegaconf import OmegaConf
+
+from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
@@ -18,7 +21,8 @@ def check_resume(config: RecipeConfig, folder: RunFolder) -> None:
 
     Raises:
         ConfigError: the folder has another content, has results although the run must be new, has an exported policy
-            and no checkpoint, or does not exist although `run.resume=true`.
+            and no checkpoint, or does not exist although `run.resume=true`; or a model is quantised in another way
+            than in the run.
     """
     resume = config.run.resume
     if folder.path.is_file() or (folder.has_content() and not (folder.has_results() or folder.config.is_file())):
@@ -35,6 +39,21 @@ def check_resume(config: RecipeConfig, folder: RunFolder) -> None:
             f"run.resume={str(resume).lower()}, but {folder.path} is complete and has no checkpoint left: give another "
             "run.name"
         )
+    if resume and folder.latest_checkpoint() is not None and folder.config.is_file():
+        _check_quantization(config, folder)
+
+
+def _check_quantization(config: RecipeConfig, folder: RunFolder) -> None:
+    # Workers compare the weights with the checkpoint, too. Then config.yaml, which exports read, is already another.
+    before = OmegaConf.load(folder.config)
+    for model in ("model", *CRITIC_POOLS):
+        option, now = f"{model}.lora.quantization", getattr(config, model).lora.quantization
+        if (saved := OmegaConf.select(before, option)) != now:
+            saved, now = saved or "null", now or "null"
+            raise ConfigError(
+                f"{option}={now}: the adapter in the checkpoints of {folder.path} was trained over weights with "
+                f"{option}={saved}: resume with {option}={saved}, or give another run.name"
+            )
 
 
 def note_end(config: RecipeConfig, folder: RunFolder, step: int) -> None:

@@ -264,10 +264,9 @@ class MergedWeightSource:
         """Return the files that peft saves for the adapter, by file name. Empty on all ranks but rank 0. Collective.
 
         Raises:
-            ConfigError: The base weights are in 4 bits; or experts, or a layer outside of the language model of a
-                vision-language model, have an adapter.
+            ConfigError: see `check_adapter`.
         """
-        self._check_layers()
+        self.check_adapter()
         weights = self.adapter()
         if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
             return {}
@@ -275,7 +274,13 @@ class MergedWeightSource:
             self._model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
             return {path.name: path.read_bytes() for path in Path(folder).glob("adapter_*")}
 
-    def _check_layers(self) -> None:
+    def check_adapter(self) -> None:
+        """Check that vLLM can apply the adapter to the weights in the folder of the model.
+
+        Raises:
+            ConfigError: The base weights are in 4 bits; or experts, or a layer outside of the language model of a
+                vision-language model, have an adapter.
+        """
         if four_bit_layers(self._model):
             raise ConfigError(
                 "the weights under the adapter are in 4 bits, and vLLM would apply the adapter to other weights: use "

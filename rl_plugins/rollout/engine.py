@@ -6,7 +6,7 @@ prefixes and sets the new policy version, because a cache of old weights would c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, runtime_checkable
@@ -227,6 +227,21 @@ class ReportingSampler(GroupSampler, Protocol):
 
         Args:
             tickets: tickets of requests with `reports_tokens`. A group without a report yet is left out.
+        """
+
+
+@runtime_checkable
+class HasPolicyCheck(Protocol):
+    """A rollout engine that cannot sample from every policy."""
+
+    def check_policy(self, weight_source: Callable[[], WeightSource]) -> None:
+        """Check the policy before the engine connects.
+
+        Args:
+            weight_source: function that returns the weights of the policy.
+
+        Raises:
+            ConfigError: the engine cannot sample from the policy.
         """
 
 

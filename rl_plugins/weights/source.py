@@ -65,6 +65,13 @@ class WeightSource(Protocol):
 class AdaptedWeightSource(WeightSource, Protocol):
     """Weights of a policy with an adapter. The adapter is also available alone."""
 
+    def check_adapter(self) -> None:
+        """Check that a rollout engine can apply the adapter to the weights in the folder of the model.
+
+        Raises:
+            ConfigError: the engine would sample from another policy.
+        """
+
     def adapter_files(self) -> dict[str, bytes]:
         """Return peft's files of the adapter, by name; empty on all ranks but rank 0. Collective."""
 

@@ -132,6 +132,15 @@ class VLLMRollout:
         else:
             self._fleet.start()
 
+    def check_policy(self, weight_source: Callable[[], WeightSource]) -> None:
+        """Check the adapter of the policy, if updates send the adapter alone.
+
+        Raises:
+            ConfigError: the policy has no adapter, or an adapter that vLLM cannot apply.
+        """
+        if self.config.lora_rank:
+            self._adapted(weight_source()).check_adapter()
+
     def connect(self, rank: int, world_size: int) -> None:
         """Wait for the engines of this rank.
 
@@ -223,14 +232,17 @@ class VLLMRollout:
         checksums: list[list[int]] = wait()
         return checksums
 
-    def _send_adapter(self, source: WeightSource, version: int) -> None:
-        import ray
-
+    def _adapted(self, source: WeightSource) -> AdaptedWeightSource:
         if not isinstance(source, AdaptedWeightSource):
             raise ConfigError(
                 f"lora_rank={self.config.lora_rank} in VLLMConfig, and the policy has no adapter: set lora_rank=0"
             )
-        files = source.adapter_files()
+        return source
+
+    def _send_adapter(self, source: WeightSource, version: int) -> None:
+        import ray
+
+        files = self._adapted(source).adapter_files()
         lost = False
         if self._fleet.rank == 0:
             files_ref = ray.put(files)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config
 
+from rl_plugins.config import checks
 from rl_plugins.config.checks import check_options
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.rollout import check_engine_adapter
@@ -46,12 +47,20 @@ def test_check_options_of_four_bits_allow(recipe: str, options: tuple[str, ...])
         (("model.lora.experts=true",), "model.lora.quantization=nf4: experts stay as they are: use experts=false"),
         (("model.lora.quantization=int4",), "model.lora.quantization=int4"),
         (("model.compile=true", "strategy.zero_stage=2"), "has not been tried with model.compile=true"),
+        (("model.liger=true",), "model.lora.quantization has not been tried with model.liger=true: leave one of them"),
+        (
+            ("model.lora.quantization=null", *CRITIC, "model.liger=true"),
+            "critic.lora.quantization has not been tried with model.liger=true: leave one of them out",
+        ),
         (("strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=2"), "does not support adapters"),
         (("placement.reference.actors=1",), "leave the pool out, and the policy with its adapter off is the reference"),
         ((*CRITIC, "placement.critic.actors=1"), "critic.lora.quantization has not been tried with placement.critic"),
     ],
 )
-def test_check_options_of_four_bits_name_the_way_out(options: tuple[str, ...], message: str) -> None:
+def test_check_options_of_four_bits_name_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
     assert message in message_of(lambda: check_options(configured("grpo", *BASE, *options)))
 
 

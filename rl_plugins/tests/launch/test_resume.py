@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch import preflight, training
 from rl_plugins.launch.command_line import run_recipe
@@ -165,6 +165,22 @@ def test_finished_step_counts_a_run_that_ended_early_by_itself(starts: list[str 
 def test_check_resume_names_auto_where_true_finds_no_folder(starts: list[str | None], tmp_path: Path) -> None:
     message = message_of(lambda: run_recipe(options(tmp_path, "run.resume=true")))
     assert message.endswith("start it without run.resume, or with run.resume=auto") and starts == []
+
+
+def test_check_resume_refuses_a_change_of_the_quantization(starts: list[str | None], tmp_path: Path) -> None:
+    run, adapter = RunFolder(tmp_path / "grpo"), ("run.resume=auto", "model.lora.rank=4")
+    leave_killed(run)
+    option = "model.lora.quantization"
+    for saved, now in (("nf4", "null"), ("null", "nf4")):
+        write_config(options(tmp_path, *adapter, f"{option}={saved}"), run.config)
+        message = message_of(partial(run_recipe, options(tmp_path, *adapter, f"{option}={now}")))
+        assert message == (
+            f"{option}={now}: the adapter in the checkpoints of {run.path} was trained over weights with "
+            f"{option}={saved}: resume with {option}={saved}, or give another run.name"
+        )
+        assert starts == []
+    run_recipe(options(tmp_path, *adapter))
+    assert starts == [str(run.checkpoint(2))]
 
 
 def test_run_recipe_copies_the_rest_of_a_finished_run_to_storage_and_fetches_the_run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ from transformers import AutoModelForCausalLM
 from typing_extensions import override
 
 from rl_plugins.commands.export import export_checkpoint
+from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.models.four_bit import four_bit_layers
 from rl_plugins.models.lora import adapter_off, add_adapter
 from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.rollout.vllm.client import VLLMRollout
+from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.fsdp_shards import read_weights
@@ -175,3 +180,63 @@ def test_four_bits_under_fsdp_move_to_the_host_while_the_engine_samples(tmp_path
     save_tiny_policy(tmp_path / "policy", **fsdp_runs.SIZES)
     moved = run_ranks(fsdp_runs.course_with_moved_memory, fsdp_runs.TWO, tmp_path, ADAPTERS)[0][0]
     assert_same_course(moved, course(fsdp_runs.TWO, tmp_path), exactly=True)
+
+
+WHOLE = replace(NF4, quantization=None)
+CHANGES: list[tuple[Any, Any, str]] = [
+    (
+        NF4,
+        WHOLE,
+        "nf4 is of a run with 4-bit weights of 'policy', and this run has whole weights: resume with "
+        "LoraConfig(quantization='nf4'), in a recipe model.lora.quantization=nf4",
+    ),
+    (
+        WHOLE,
+        NF4,
+        "None is of a run with whole weights of 'policy', and this run has 4-bit weights: resume with "
+        "LoraConfig(quantization=None), in a recipe model.lora.quantization=null",
+    ),
+]
+
+
+def resume_with_a_change(rank: int, layout: Layout, folder: Path, name: str) -> None:
+    for saved, now, message in CHANGES:
+        start = folder / f"{saved.quantization}"
+        options = {"strategy": strategy_named(name), "steps": 1}
+        fsdp_runs.trained(layout, rank, folder, lora=saved, leave=start, **options)
+        options["strategy"] = strategy_named(name)
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            fsdp_runs.trained(layout, rank, folder, lora=now, start=start, **options)
+
+
+@pytest.mark.parametrize("name", ["single", "zero-3", "fsdp"])
+def test_load_checkpoint_refuses_a_change_of_the_quantization(tmp_path: Path, name: str) -> None:
+    save_tiny_policy(tmp_path / "policy", **fsdp_runs.SIZES)
+    layout = fsdp_runs.ALONE.on_single_device() if name == "single" else fsdp_runs.ALONE
+    run_ranks(resume_with_a_change, layout, tmp_path, name, world_size=1)
+
+
+class StartedEngine(VLLMRollout):
+    """An engine that no rank may connect to."""
+
+    @override
+    def prepare(self, ranks: Any) -> None:
+        pass
+
+    @override
+    def connect(self, rank: int, world_size: int) -> None:
+        raise AssertionError("a connection was not expected")
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (NF4, "weights under the adapter are in 4 bits, and vLLM .* use lora_rank=0 in VLLMConfig"),
+        (None, "lora_rank=4 in VLLMConfig, and the policy has no adapter: set lora_rank=0"),
+    ],
+)
+def test_connect_refuses_a_policy_to_which_vllm_applies_no_adapter(tmp_path: Path, lora: Any, message: str) -> None:
+    path = str(save_tiny_policy(tmp_path / "policy", **fsdp_runs.SIZES))
+    strategy = SingleDeviceRolloutStrategy(rollout=StartedEngine(VLLMConfig(path, lora_rank=4)))
+    with pytest.raises(ConfigError, match=message):
+        fsdp_runs.trained(fsdp_runs.ALONE.on_single_device(), 0, tmp_path, strategy=strategy, lora=lora)
