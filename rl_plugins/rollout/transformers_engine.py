@@ -135,16 +135,17 @@ class TransformersRollout(SynchronousGroups):
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Copy every tensor of the source. There is no cache to drop."""
+        for meta in source.metadata():
+            parameter = self._parameters.get(meta.name)
+            if parameter is None or parameter.shape != meta.shape:
+                here = "no such parameter" if parameter is None else f"a parameter of {list(parameter.shape)}"
+                raise ConfigError(
+                    f"the trained model has the parameter {meta.name} of {list(meta.shape)}, and the rollout engine's "
+                    f"model {self._path} has {here}: start both from one model"
+                )
         with torch.no_grad():
             for name, tensor in source:
-                parameter = self._parameters.get(name)
-                if parameter is None or parameter.shape != tensor.shape:
-                    here = "no such parameter" if parameter is None else f"a parameter of {list(parameter.shape)}"
-                    raise ConfigError(
-                        f"the trained model has the parameter {name} of {list(tensor.shape)}, and the rollout engine's "
-                        f"model {self._path} has {here}: start both from one model"
-                    )
-                parameter.copy_(tensor)
+                self._parameters[name].copy_(tensor)
         self._version = version
 
     @override

@@ -143,11 +143,13 @@ def test_generate_refuses_stop_strings(engine: TransformersRollout) -> None:
 
 
 def test_update_weights_refuses_the_weights_of_another_model(engine: TransformersRollout) -> None:
+    before = engine.prompt_log_probs([5, 6, 7])
     wider = build_model(intermediate_size=128)
     with pytest.raises(ConfigError, match=r"mlp.*\[128, 128\], and the rollout engine's model .* has a parameter of"):
         engine.update_weights(ModuleWeightSource(wider), 1)
     with pytest.raises(ConfigError, match=r"has no such parameter: start both from one model"):
         engine.update_weights(ModuleWeightSource(torch.nn.ModuleDict({"lm": build_model()})), 1)
+    assert engine.prompt_log_probs([5, 6, 7]) == before
 
 
 def test_update_weights_changes_the_weights_and_the_version(tmp_path: Path) -> None:
