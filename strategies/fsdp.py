@@ -38,6 +38,7 @@ from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.intact_checkpoint import check_state
+from rl_plugins.models.blocks import blocks
 from rl_plugins.models.loading import without_weights
 from rl_plugins.models.lora import plain_weights
 from rl_plugins.models.remote import RemoteLearner, RemoteModel, local_models
@@ -440,19 +441,3 @@ def _sum_of_squares(parameters: list[nn.Parameter], mesh: DeviceMesh, placements
     own = torch.stack(squares).sum().to(device_of(mesh))
     summed = [placement if placement.is_replicate() else Partial() for placement in placements]
     return DTensor.from_local(own, mesh, summed).full_tensor()
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model, inner blocks first. A pass gathers one block at a time.
-
-    A model of transformers has the class names of blocks in `_no_split_modules`. For other models, the blocks are the
-    members of the outermost `ModuleList`s.
-    """
-    named = set(getattr(model, "_no_split_modules", None) or ())
-    if named:
-        return [module for module in model.modules() if type(module).__name__ in named][::-1]
-    lists: dict[str, nn.ModuleList] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
-            lists[name] = module
-    return [block for members in lists.values() for block in members]

@@ -52,6 +52,7 @@ from rl_plugins.strategies.rank_groups import check_divides
 from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards, share_sequences, stop_sharing
 from rl_plugins.strategies.weight_sources import ZeroWeightSource
+from rl_plugins.strategies.zero_blocks import gather_by_block
 from rl_plugins.strategies.zero_release import release_with
 from rl_plugins.strategies.zero_shards import TAG, ZeroShards, check_shards
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource
@@ -206,25 +207,17 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         self.model = module
 
     def _train_engine(self, name: str, model: nn.Module, optimizer: Optimizer, gradient_clip: float) -> Any:
-        import deepspeed
-
         check_optimizer_of_zero(optimizer)
         assert isinstance(self.config, dict)
-        engine, _, _, _ = deepspeed.initialize(
-            config={
-                **self.config,
-                "gradient_clipping": gradient_clip,
-                "zero_optimization": {**self.config["zero_optimization"], **self._offload.of_trained(name)},
-                # Keep the stage's optimizer, also if DeepSpeed offloads the optimizer states.
-                "zero_force_ds_cpu_optimizer": False,
-            },
-            model=model,
-            model_parameters=[p for p in model.parameters() if p.requires_grad],
-            optimizer=optimizer,
-            dist_init_required=False,
-        )
-        release_with(self, engine)
-        return engine
+        config = {
+            **self.config,
+            "gradient_clipping": gradient_clip,
+            "zero_optimization": {**self.config["zero_optimization"], **self._offload.of_trained(name)},
+            # Keep the stage's optimizer, also if DeepSpeed offloads the optimizer states.
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        return self._engine(model, config, model_parameters=parameters, optimizer=optimizer)
 
     def _frozen_engine(self, name: str, model: nn.Module) -> Any:
         assert self.lightning_module is not None
@@ -237,9 +230,14 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
             if self._offload.of_frozen(name):
                 raise ConfigError(f"offload={{{name!r}: 'cpu'}}: a frozen model needs stage=3: set it, or use stay")
             return model.to(self.root_device)
+        return self._engine(model, self._frozen_config(name))
+
+    def _engine(self, model: nn.Module, config: Mapping[str, Any], **training: Any) -> Any:
         import deepspeed
 
-        engine, _, _, _ = deepspeed.initialize(config=self._frozen_config(name), model=model, dist_init_required=False)
+        if self.zero_stage_3:
+            gather_by_block(model)
+        engine, _, _, _ = deepspeed.initialize(model=model, config=config, dist_init_required=False, **training)
         release_with(self, engine)
         return engine
 

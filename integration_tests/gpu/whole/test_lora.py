@@ -1,8 +1,9 @@
-"""Adapters on GPUs: updates of the adapter alone and merged updates, and the export after training."""
+"""Adapters on GPUs: updates of the adapter alone, merged updates, weights of four bits, and the exports."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,22 @@ STRATEGIES = {"zero3": [], "zero1": ["strategy.zero_stage=1"], "fsdp": ["strateg
 def test_trained_adapter_is_exported_in_the_weights(
     start_recipe: Callable[..., Recipe], workplace: Path, strategy: str, sent: str
 ) -> None:
-    recipe, _ = train(
-        start_recipe, f"lora-{strategy}-{sent}", "placement.num_workers=1", "model.lora.rank=4", f"rollout.lora={sent}",
-        *STRATEGIES[strategy],
-    )  # fmt: skip
+    options = (f"rollout.lora={sent}", *STRATEGIES[strategy])
+    train_and_compare(start_recipe, workplace, f"lora-{strategy}-{sent}", *options)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes, and it is not installed")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_adapter_of_four_bit_weights_is_exported_in_the_weights(
+    start_recipe: Callable[..., Recipe], workplace: Path, strategy: str
+) -> None:
+    options = ("model.lora.quantization=nf4", *STRATEGIES[strategy])
+    train_and_compare(start_recipe, workplace, f"qlora-{strategy}", *options)
+
+
+def train_and_compare(start_recipe: Callable[..., Recipe], workplace: Path, name: str, *options: str) -> None:
+    """Train an adapter, and check that the exported model differs in the weights with an adapter alone."""
+    recipe, _ = train(start_recipe, name, "placement.num_workers=1", "model.lora.rank=4", *options)
     before, after = (load_file(folder / "model.safetensors") for folder in (workplace / "tiny", recipe.run / "policy"))
     assert before.keys() == after.keys()
     changed = {name for name, weight in after.items() if not torch.equal(weight, before[name].to(weight.dtype))}

@@ -18,7 +18,6 @@ from rl_plugins.commands.export import export_checkpoint
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import save_tiny_policy
-from rl_plugins.strategies.fsdp import blocks
 from rl_plugins.strategies.fsdp_shards import read_weights
 from rl_plugins.strategies.tensor_parallel import plan_of
 from rl_plugins.tests.files import rewrite_manifest
@@ -238,17 +237,3 @@ def test_plan_of_refuses_models_without_a_plan_or_with_dropout() -> None:
     model.base_model.layers[0].mlp.act_fn = nn.Dropout(0.1)
     with pytest.raises(ConfigError, match="the critic has dropout between its blocks"):
         plan_of(model, "critic", 2)
-
-
-def test_blocks_are_named_by_transformers_or_members_of_the_outermost_lists() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-
-    model = nn.Module()
-    model.layers = nn.ModuleList([Block(), Block()])
-    assert blocks(model) == list(model.layers)
-    model._no_split_modules = ["Linear"]  # type: ignore[assignment]
-    linears = [expert for block in model.layers for expert in block.experts]  # type: ignore[union-attr]
-    assert blocks(model) == linears[::-1]
