@@ -32,7 +32,7 @@ def test_trained_adapter_is_exported_in_the_weights(
 def test_adapter_of_four_bit_weights_is_exported_in_the_weights(
     start_recipe: Callable[..., Recipe], workplace: Path, strategy: str
 ) -> None:
-    options = ("model.lora.quantization=nf4", *STRATEGIES[strategy])
+    options = ("model.lora.quantization=nf4", "rollout.lora=merged", *STRATEGIES[strategy])
     train_and_compare(start_recipe, workplace, f"qlora-{strategy}", *options)
 
 

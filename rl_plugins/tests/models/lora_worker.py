@@ -18,6 +18,7 @@ from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.lora import MergedWeightSource, adapter_off, add_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.strategies.weight_sources import ZeroWeightSource
+from rl_plugins.strategies.zero_blocks import gather_by_block
 from rl_plugins.tests.models.random_adapter import with_random_adapter
 from rl_plugins.weights.source import ModuleWeightSource
 
@@ -42,6 +43,7 @@ def sharded_loading() -> Iterator[None]:
 def engine_of(model: peft.PeftModel) -> Any:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.5)
+    gather_by_block(model)
     return deepspeed.initialize(
         model=model, optimizer=optimizer, model_parameters=trained, config=ZERO, dist_init_required=False
     )[0]
