@@ -6,7 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rl_plugins.models.liger import use_liger
-from rl_plugins.models.remote import RemoteModel
+from rl_plugins.models.remote import local_models
 from rl_plugins.strategies.contract import HasNamedModels
 
 
@@ -21,6 +21,5 @@ class LigerKernels(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, HasNamedModels)
-        for name, model in pl_module.named_models().items():
-            if not isinstance(model, RemoteModel):
-                use_liger(model, name)
+        for name, model in local_models(pl_module.named_models()).items():
+            use_liger(model, name)

@@ -87,7 +87,7 @@ def read_lightning(folder: Path, models: Mapping[str, nn.Module], blended: Blend
         raise CheckpointError(f"{folder} is not a checkpoint of this package: it has no file {_LIGHTNING_FILE}")
     blended.check_in(folder)
     states: dict[str, Any] = load_plain(folder / _LIGHTNING_FILE)
-    check_four_bits(folder, states, models)
+    check_saved_four_bits(folder, states, models)
     return states
 
 
@@ -97,7 +97,7 @@ def note_four_bits(lightning: dict[str, Any], models: Mapping[str, nn.Module]) -
         lightning[_FOUR_BITS] = names
 
 
-def check_four_bits(path: Path, lightning: Mapping[str, Any], models: Mapping[str, nn.Module]) -> None:
+def check_saved_four_bits(path: Path, lightning: Mapping[str, Any], models: Mapping[str, nn.Module]) -> None:
     """Check that the same models have 4-bit weights as in a checkpoint.
 
     A checkpoint does not hold the weights under an adapter, and the adapter fits the weights of its training alone:

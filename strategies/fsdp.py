@@ -38,7 +38,6 @@ from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.intact_checkpoint import check_state
-from rl_plugins.models.blocks import blocks
 from rl_plugins.models.loading import without_weights
 from rl_plugins.models.lora import plain_weights
 from rl_plugins.models.remote import RemoteLearner, RemoteModel, local_models
@@ -46,6 +45,7 @@ from rl_plugins.ranks import Ranks, connected_ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.autograd_steps import AutogradSteps
 from rl_plugins.strategies.blending import BlendedModels
+from rl_plugins.strategies.blocks import blocks
 from rl_plugins.strategies.checkpoint_folder import (
     check_written,
     load_learner,

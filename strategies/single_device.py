@@ -26,7 +26,7 @@ from rl_plugins.strategies.autograd_steps import AutogradSteps
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.checkpoint_folder import (
     check_failures,
-    check_four_bits,
+    check_saved_four_bits,
     note_four_bits,
     restored_states,
     save_learner,
@@ -164,7 +164,7 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
         check_state(Path(checkpoint_path), self.known_intact)
         self.known_intact = None
         checkpoint: dict[str, Any] = load_plain(Path(checkpoint_path))
-        check_four_bits(Path(checkpoint_path), checkpoint, self._models())
+        check_saved_four_bits(Path(checkpoint_path), checkpoint, self._models())
         self.rollout_phases.weights_changed()
         self._blended.reset_averages()
         for name, learner in learners_of(self._models()).items():

@@ -34,6 +34,7 @@ from rl_plugins.plain_file import load_plain
 from rl_plugins.ranks import Ranks, connected_ranks
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
+from rl_plugins.strategies.blocks import gather_by_block
 from rl_plugins.strategies.checkpoint_folder import (
     check_written,
     load_learner,
@@ -52,7 +53,6 @@ from rl_plugins.strategies.rank_groups import check_divides
 from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards, share_sequences, stop_sharing
 from rl_plugins.strategies.weight_sources import ZeroWeightSource
-from rl_plugins.strategies.zero_blocks import gather_by_block
 from rl_plugins.strategies.zero_release import release_with
 from rl_plugins.strategies.zero_shards import TAG, ZeroShards, check_shards
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource

@@ -17,8 +17,8 @@ from rl_plugins.config.models import LoraConfig
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.lora import MergedWeightSource, adapter_off, add_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
+from rl_plugins.strategies.blocks import gather_by_block
 from rl_plugins.strategies.weight_sources import ZeroWeightSource
-from rl_plugins.strategies.zero_blocks import gather_by_block
 from rl_plugins.tests.models.random_adapter import with_random_adapter
 from rl_plugins.weights.source import ModuleWeightSource
 

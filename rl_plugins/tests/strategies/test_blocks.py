@@ -1,10 +1,10 @@
-"""Tests of `rl_plugins.models.blocks`."""
+"""Tests of `rl_plugins.strategies.blocks`."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from rl_plugins.models.blocks import blocks, named_blocks
+from rl_plugins.strategies.blocks import blocks, named_blocks
 
 
 def test_blocks_are_named_by_transformers_or_members_of_the_outermost_lists() -> None:

@@ -1,0 +1,57 @@
+"""Blocks of a model: the layers that repeat. A strategy gathers the shards of one block at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def named_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model of transformers, inner blocks first. Other models have none.
+
+    The names of the classes of blocks are in `_no_split_modules`.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names][::-1]
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Return `named_blocks` of a model. For a model without such blocks, return the members of its outermost lists."""
+    if named := named_blocks(model):
+        return named
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists[name] = module
+    return [block for members in lists.values() for block in members]
+
+
+def gather_by_block(model: nn.Module) -> None:
+    """Let ZeRO-3 gather and free the parameters of each named block together.
+
+    By default DeepSpeed gathers each layer inside a block by itself. The hooks of all these layers take longer than the
+    kernels of a small model: `python -m benchmarks.zero_stages`.
+
+    Args:
+        model: model before the start of its DeepSpeed engine.
+    """
+    import deepspeed
+
+    for block in named_blocks(model):
+        deepspeed.utils.set_z3_leaf_module(block, True)
+        if any(parameter.requires_grad for parameter in block.parameters()):
+            block.register_forward_pre_hook(_require_gradient)
+
+
+def _require_gradient(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Let the first argument of a block require a gradient.
+
+    DeepSpeed frees the parameters of a block when the gradients of the block's inputs are ready. Without such an input
+    (the first block over a frozen embedding), DeepSpeed would free them before the backward pass of the block.
+    """
+    hidden = arguments[0] if arguments else None
+    if not isinstance(hidden, Tensor) or hidden.requires_grad or not torch.is_grad_enabled():
+        return arguments
+    return hidden.detach().requires_grad_(), *arguments[1:]
