@@ -29,17 +29,22 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def gather_by_block(model: nn.Module) -> None:
-    """Let ZeRO-3 gather and free the parameters of each named block together.
+    """Let ZeRO-3 gather and free the parameters of each named block of a decoder together.
 
     By default DeepSpeed gathers each layer inside a block by itself. The hooks of all these layers take longer than the
-    kernels of a small model: `python -m benchmarks.zero_stages`.
+    kernels of a small model: `python -m benchmarks.zero_stages`. A vision tower keeps this default, because models call
+    parts of a tower with keyword arguments alone (Idefics3), or drop the output of the last block (LLaVA): DeepSpeed
+    would free parameters too early, or keep gradients.
 
     Args:
         model: model before the start of its DeepSpeed engine.
     """
     import deepspeed
 
-    for block in named_blocks(model):
+    named = set(named_blocks(model))
+    # Only models of transformers have named blocks.
+    decoder: nn.Module = model.get_decoder() if named else model  # type: ignore[operator]
+    for block in named.intersection(decoder.modules()):
         deepspeed.utils.set_z3_leaf_module(block, True)
         if any(parameter.requires_grad for parameter in block.parameters()):
             block.register_forward_pre_hook(_require_gradient)
