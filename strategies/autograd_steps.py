@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from rl_plugins.ranks import Ranks
 from rl_plugins.strategies.contract import HasNamedModels
 from rl_plugins.strategies.rollout_phases import RolloutPhases
 
@@ -21,12 +22,18 @@ class AutogradSteps(LightningStrategy):
     A subclass has a strategy of Lightning as its second base, and sets `_optimizers_of` in `setup`.
     """
 
+    ranks: Ranks
     rollout_phases: RolloutPhases
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._optimizers_of: dict[str, Optimizer] = {}
         self._gradient_norms: dict[str, float] = {}
+
+    @property
+    def needs_all_parameters(self) -> bool:
+        """Ranks gather parameters and sum gradients together."""
+        return self.ranks.world_size > 1
 
     def clip_gradients(self, name: str, limit: float) -> float:
         """Clip the gradient of model `name` to a global norm of at most `limit`; return the norm before."""

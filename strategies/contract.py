@@ -55,6 +55,7 @@ class Strategy(Protocol):
         restored: for each model, which states the last loaded checkpoint has restored, in words.
         known_intact: checkpoint with intact files, whose files the next load does not compare again; None to compare
             every checkpoint.
+        needs_all_parameters: True if each pass of a model must use all parameters of the model.
         lightning_restore_optimizer: Lightning's flag: True if Lightning hands optimizer states to the strategy.
     """
 
@@ -63,6 +64,10 @@ class Strategy(Protocol):
     rollout_phases: RolloutPhases
     restored: Mapping[str, str]
     known_intact: Path | None
+
+    @property
+    def needs_all_parameters(self) -> bool:
+        """See the attributes."""
 
     @property
     def lightning_restore_optimizer(self) -> bool:

@@ -248,6 +248,11 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
 
     # Running ----------------------------------------------------------------------------------------------------
 
+    @property
+    def needs_all_parameters(self) -> bool:
+        """Ranks sum gradients together. Stage 3 would step an unused parameter by the gradient of an earlier step."""
+        return self.zero_stage_3 or self.world_size > 1
+
     def model_engine(self, name: str) -> nn.Module:
         """Return the DeepSpeed engine of a trained or sharded model, or the model itself."""
         engine: nn.Module = self._model_engines[name]

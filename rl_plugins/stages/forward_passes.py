@@ -126,12 +126,12 @@ class ForwardPasses:
     def inputs(self, model: nn.Module, rows: SequenceRows) -> dict[str, Any]:
         """Return the arguments of a forward pass of a model over the rows.
 
-        Rows without images get one more row with a blank image, if other ranks may have images and share the model.
+        Rows without images get one more row with a blank image, if the pass must use the vision tower.
         """
         inputs = rows.samples.forward_inputs
         images_R = inputs["image_inputs_B"]
-        is_shared = self.strategy.ranks.world_size > 1 and not isinstance(model, RemoteModel)
-        if not is_shared or images_R is None or any(images_R) or self._blank_image is None:
+        needs_tower = self.strategy.needs_all_parameters and not isinstance(model, RemoteModel)
+        if not needs_tower or images_R is None or any(images_R) or self._blank_image is None:
             return {**inputs}
         return with_blank_image(self._blank_image, **inputs)
 

@@ -68,9 +68,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def trained(
-    family: str, folder: Path, strategy: Any, rank: int = 0, world_size: int = 1, **options: Any
+    family: str,
+    folder: Path,
+    strategy: Any,
+    rank: int = 0,
+    world_size: int = 1,
+    batches: list[dict[str, Any]] | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
-    """Train two steps of SFT; return the weights."""
+    """Train two steps of SFT, on the same batch without `batches`; return the weights."""
     weights: dict[str, Tensor] = {}
 
     class Inspect(SFT):
@@ -88,11 +94,9 @@ def trained(
         max_steps=2,
         **options,
     )
-    batch = batch_of(family, list(range(6))[rank::world_size])
-    flags: dict[str, Any] = {"accelerator": "cpu", "precision": "32-true"}
-    if world_size > 1:
-        flags |= {"devices": 1, "num_nodes": world_size}
-    canned.quiet_trainer(strategy, **flags).fit(stage, canned.loader([batch] * 2))
+    batches = batches or [batch_of(family, list(range(6))[rank::world_size])] * 2
+    flags: dict[str, Any] = {"accelerator": "cpu", "precision": "32-true", "devices": 1, "num_nodes": world_size}
+    canned.quiet_trainer(strategy, **flags).fit(stage, canned.loader(batches))
     assert stage.step == 2
     return weights
 
@@ -114,6 +118,24 @@ def test_sharded_models_with_images_on_one_rank_alone_equal_one_process(
     assert any(not torch.equal(expected[parameter], start[parameter]) for parameter in of_tower(expected))
     for weights, _ in run_ranks(trained_rank, family, folders[family], name, {"packing": packing}, world_size=2):
         assert_alike(weights, expected)
+
+
+def trained_without_images_in_the_second_step(_: int, folder: Path, place: str) -> dict[str, Tensor]:
+    """Train on one rank. The second batch has no image, so the vision tower has no gradient in the second step."""
+    strategy: Any = single_device()
+    if place != "single device":
+        strategy = ZeroStrategy(stage=3, rollout=canned.CannedRollout(), offload={"policy": place})
+    return trained("llava", folder, strategy, batches=[batch_of("llava", places) for places in ([0, 1], [1, 3])])
+
+
+@pytest.mark.parametrize("place", ["stay", "cpu"])
+def test_stage_3_does_not_train_a_tower_by_the_gradient_of_an_earlier_step(
+    place: str, folders: dict[str, Path]
+) -> None:
+    expected = trained_without_images_in_the_second_step(0, folders["llava"], "single device")
+    arguments = (folders["llava"], place)
+    ((weights, _),) = run_ranks(trained_without_images_in_the_second_step, *arguments, world_size=1)
+    assert_alike(weights, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -249,7 +271,7 @@ def test_inputs_add_a_blank_image_for_models_that_the_ranks_share(
 ) -> None:
     stage = sampled("llava", folders["llava"])
     (samples,) = stage.trained_on
-    passes = replace(stage.passes, strategy=SimpleNamespace(ranks=SimpleNamespace(world_size=2)))
+    passes = replace(stage.passes, strategy=SimpleNamespace(needs_all_parameters=True))
     without = [index for index, images in enumerate(samples.columns[IMAGE_INPUTS]) if images is None][:2]
     inputs = passes.inputs(model, SequenceRows.of(samples[torch.tensor(without)]))
     assert len(inputs["input_ids_BS"]) == len(inputs["image_inputs_B"]) == rows
@@ -323,7 +345,7 @@ def test_router_replay_leaves_the_choice_for_a_blank_image_to_the_routers(mixtur
         (samples,) = stage.trained_on
         without = samples[torch.tensor([images is None for images in samples.columns[IMAGE_INPUTS]]).nonzero()[:, 0]]
         shared = SimpleNamespace(
-            ranks=SimpleNamespace(world_size=2),
+            needs_all_parameters=True,
             phase_log=stage.strategy.phase_log,
             model_engine=stage.strategy.model_engine,
         )
