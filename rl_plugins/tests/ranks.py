@@ -34,6 +34,7 @@ from typing import Any
 from rl_plugins.tests.patience import patient
 
 _IMPORTED = [
+    "rl_plugins.tests.rank_server",
     "deepspeed", "lightning.pytorch", "rl_plugins.strategies.fsdp", "rl_plugins.strategies.zero",
     "rl_plugins.tests.rank_state", "rl_plugins.tests.rollout.cuda_stubs", "rl_plugins.tests.stages.canned",
 ]  # fmt: skip

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
+from rl_plugins.tests.patience import patient
 from rl_plugins.tests.ranks import run_ranks
 
 
@@ -87,3 +93,28 @@ def test_run_ranks_raises_with_the_stack_of_a_rank_that_hangs() -> None:
     message = r"^rank 0 did not end within [0-9.]+ s in hang_on_rank_0:(.|\n)*in hang_on_rank_0"
     with pytest.raises(AssertionError, match=message):
         run_ranks(hang_on_rank_0, timeout_s=1)
+
+
+KILLED_RUN = """
+import os, signal
+from rl_plugins.tests import ranks
+from rl_plugins.tests.test_ranks import process_of
+# Other imports of the server take seconds.
+ranks._IMPORTED = ["rl_plugins.tests.rank_server"]
+if __name__ == "__main__":
+    print(ranks.run_ranks(process_of, world_size=1)[0][0], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_ranks_end_with_a_killed_test_run(tmp_path: Path) -> None:
+    script = tmp_path / "killed_run.py"
+    script.write_text(KILLED_RUN)
+    command = [sys.executable, str(script)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=patient(100))
+    assert ended.returncode == -signal.SIGKILL
+    (rank,) = ended.stdout.split()
+    deadline = time.monotonic() + patient(10)
+    while psutil.pid_exists(int(rank)):
+        assert time.monotonic() < deadline, f"rank {int(rank)} lives 10 s after the end of the test run"
+        time.sleep(0.02)
