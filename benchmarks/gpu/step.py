@@ -72,7 +72,10 @@ def measure(size: str, gpus: int, steps: int, overrides: list[str]) -> Measured:
             f"data.max_prompt_tokens={PROMPT_TOKENS}",
             *overrides,
         ]
-        runs = {place: run_grpo(folder, *options, f"strategy.offload.policy={place}", name=place) for place in PLACES}
+        runs = {}
+        for place in PLACES:
+            runs[place] = run_grpo(folder, *options, f"strategy.offload.policy={place}", name=place)
+            print(f"{size} {place}: {runs[place].median('time/step'):.2f} s a step", flush=True)
         trl = run_trl(folder, gpus, prompts, steps) if find_spec("trl") else "trl is not installed"
     title = f"{size}: {parameters / 1e6:.0f} M parameters, {prompts} x {SAMPLES} samples, {NEW_TOKENS} new tokens"
     return Measured(title, runs, _BYTES_OF_WEIGHT * parameters, copy_rate(), trl)
