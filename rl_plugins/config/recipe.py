@@ -28,7 +28,7 @@ from rl_plugins.config.models import (
     TeacherConfig,
 )
 from rl_plugins.config.placement import FROZEN, PlacementConfig, StrategyConfig
-from rl_plugins.config.rollout import RolloutConfig, default_gpu_share, default_sleep
+from rl_plugins.config.rollout import RolloutConfig, default_gpu_share, default_max_num_seqs, default_sleep
 from rl_plugins.config.run import AverageConfig, DebugConfig, GuardConfig, RunConfig, TrackingConfig
 from rl_plugins.config.sampling import EnvironmentOptions, SamplingOptions, Schedule, ValidationConfig
 from rl_plugins.config.settings import AT_LEAST_1, Settings, one_of, shown
@@ -199,7 +199,7 @@ class RecipeConfig(Settings):
             staying=sum(number for model, number in self.frozen_models.items() if places[model] == "stay"),
         )
         return {
-            "max_num_seqs": rollout.max_num_seqs or (1024 if on_gpus else 256),
+            "max_num_seqs": rollout.max_num_seqs or default_max_num_seqs(on_gpus=on_gpus),
             "gpu_memory_utilization": rollout.gpu_memory_utilization or share,
             "bucket_mb": rollout.bucket_mb or (256 if on_gpus else 64),
             "ready_timeout_s": rollout.ready_timeout_s or (900.0 if on_gpus else 300.0),

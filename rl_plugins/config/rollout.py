@@ -173,6 +173,11 @@ def default_gpu_share(*, split: bool, takes_turns: bool, staying: int) -> float:
     return max(4, 6 - staying) / 10 if takes_turns else 0.4
 
 
+def default_max_num_seqs(*, on_gpus: bool) -> int:
+    """Return the largest number of responses that an engine samples at once."""
+    return 1024 if on_gpus else 256
+
+
 def check_engine_arguments(arguments: Mapping[str, Any], own: Mapping[str, str | None] = OWN_ARGUMENTS) -> None:
     """Check the names of arguments of vLLM's engine, without an import of vLLM.
 

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from rl_plugins.config.rollout import ADAPTER_RANKS, EngineOptions, check_engine_arguments
-from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, SECONDS, one_of
+from rl_plugins.config.rollout import ADAPTER_RANKS, EngineOptions, check_engine_arguments, default_max_num_seqs
+from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, SECONDS, one_of, or_null
 from rl_plugins.errors import ConfigError
 
 CPU_ENVIRONMENT = {
@@ -51,7 +51,7 @@ class VLLMConfig(EngineOptions):
         device: `cpu` or `cuda`.
         dtype: dtype of weights and activations. The trainer's dtype gives the smallest log-prob gap.
         max_model_len: largest length of prompt plus response, in tokens.
-        max_num_seqs: largest number of responses sampled at once.
+        max_num_seqs: largest number of responses sampled at once; None is 256, or 1024 on GPUs.
         gpu_memory_utilization: share of a GPU's memory for weights and KV cache (CUDA).
         threads: number of threads of each process of the engine (CPU).
         enforce_eager: True to disable CUDA graphs.
@@ -72,7 +72,7 @@ class VLLMConfig(EngineOptions):
     device: Annotated[str, one_of("cpu", "cuda")] = "cpu"
     dtype: str = "float32"
     max_model_len: Annotated[int, AT_LEAST_1] = 1024
-    max_num_seqs: Annotated[int, AT_LEAST_1] = field(default=256, kw_only=True)
+    max_num_seqs: Annotated[int | None, or_null(AT_LEAST_1)] = field(default=None, kw_only=True)
     gpu_memory_utilization: Annotated[float, ABOVE_0_TO_1] = field(default=0.5, kw_only=True)
     threads: Annotated[int, AT_LEAST_1] = 1
     enforce_eager: bool = False
@@ -173,7 +173,7 @@ class VLLMConfig(EngineOptions):
             "trust_remote_code": self.trust_remote_code,
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
+            "max_num_seqs": self.max_num_seqs or default_max_num_seqs(on_gpus=self.device == "cuda"),
             "tensor_parallel_size": self.tensor_parallel_size,
             "enable_prefix_caching": self.prefix_caching,
             "use_tqdm_on_load": False,

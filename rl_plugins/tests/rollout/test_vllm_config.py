@@ -62,6 +62,14 @@ def test_engine_arguments_name_the_executor_of_one_or_several_processes(device: 
         assert arguments["distributed_executor_backend"] == f"rl_plugins.rollout.vllm.executor.{executor}"
 
 
+def test_engine_samples_more_responses_at_once_on_a_gpu() -> None:
+    for device, number in (("cpu", 256), ("cuda", 1024)):
+        assert VLLMConfig("m", device=device).engine_arguments()["max_num_seqs"] == number
+        assert VLLMConfig("m", device=device, max_num_seqs=3).engine_arguments()["max_num_seqs"] == 3
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        VLLMConfig("m", max_num_seqs=0)
+
+
 def test_return_experts_needs_a_gpu_and_cached_prefixes() -> None:
     config = VLLMConfig("model", device="cuda", return_experts=True)
     assert config.engine_arguments()["enable_return_routed_experts"] is True
