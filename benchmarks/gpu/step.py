@@ -25,7 +25,7 @@ from benchmarks.grpo_step import run_alternative
 from benchmarks.policies import PROMPT_TOKENS, save_500m, save_1500m, save_prompts
 from benchmarks.runs import MeasuredRun, run_grpo
 from rl_plugins.launch.gpu_checks import faults_of_software
-from rl_plugins.launch.gpus import read_machine
+from rl_plugins.launch.gpus import GpuMachine, read_machine
 
 POLICIES = {"0.5b": save_500m, "1.5b": save_1500m}
 PLACES = ("while_sampling", "stay")
@@ -151,6 +151,19 @@ def _row(name: str, values: Sequence[float], form: str) -> str:
     return f"{name:26}" + "".join(f"{value:{form}}" for value in values)
 
 
+def fault_of(machine: GpuMachine, other_way: str) -> str:
+    """Return the fault that stops a benchmark on GPUs, with the way out; empty without a fault.
+
+    Args:
+        machine: facts about the machine.
+        other_way: clause about a benchmark without a GPU.
+    """
+    faults = [f"{fault.found}: {fault.fix}" for fault in faults_of_software(machine)]
+    if not machine.visible:
+        faults.append(f"CUDA shows no GPU: rl-plugins doctor names the cause; {other_way}")
+    return faults[-1] if faults else ""
+
+
 def main() -> int:
     """Run and print; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -160,11 +173,8 @@ def main() -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further options of the recipe")
     arguments = parser.parse_args()
     machine = read_machine()
-    faults = [f"{fault.found}: {fault.fix}" for fault in faults_of_software(machine)]
-    if not machine.visible:
-        faults.append("CUDA shows no GPU: rl-plugins doctor names the cause; benchmarks.grpo_step is for CPUs")
-    if faults:
-        print(faults[-1])
+    if fault := fault_of(machine, "benchmarks.grpo_step is for CPUs"):
+        print(fault)
         return 2
     gpus = arguments.gpus or len(machine.visible)
     print(f"{gpus} x {machine.visible[0].name}, driver {machine.visible[0].driver}, torch {machine.torch}")
