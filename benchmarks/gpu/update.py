@@ -132,6 +132,8 @@ def _text(file: Path) -> str:
 
 def save_policy(size: str, device: str, folder: Path) -> int:
     """Write the policy of a size, on a CPU a tiny one, and return the number of parameters."""
+    # transformers imports DeepSpeed to save a model, and DeepSpeed would print the selected device.
+    os.environ.setdefault("DS_ACCELERATOR", device)
     if device == "cuda":
         return POLICIES[size](folder)
     from rl_plugins.models.tiny import build_model, save_tiny_policy
