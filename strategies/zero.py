@@ -302,9 +302,12 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         of the DeepSpeed engine, which clips the gradients, updates the shards of this rank, and clears the gradients.
         """
         self.rollout_phases.memory.wait_for_optimizer()
-        stepped = next((engine for engine in self._trained.values() if engine.optimizer is optimizer), self.model)
+        stepped: Any = next((engine for engine in self._trained.values() if engine.optimizer is optimizer), self.model)
         with self._as_model(stepped):
             result = super().optimizer_step(optimizer, closure, model or self.lightning_module, **kwargs)
+        if self.zero_stage_3 and not stepped.optimizer.offload_optimizer:
+            # A parameter that the next step does not use would take its gradient of this step.
+            stepped.optimizer.grad_partitions_flat_buffer.zero_()
         self.rollout_phases.weights_changed()
         return result
 
