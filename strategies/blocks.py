@@ -31,10 +31,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 def gather_by_block(model: nn.Module) -> None:
     """Let ZeRO-3 gather and free the parameters of each named block of a decoder together.
 
-    By default DeepSpeed gathers each layer inside a block by itself. The hooks of all these layers take longer than the
-    kernels of a small model: `python -m benchmarks.zero_stages`. A vision tower keeps this default, because models call
-    parts of a tower with keyword arguments alone (Idefics3), or drop the output of the last block (LLaVA): DeepSpeed
-    would free parameters too early, or keep gradients.
+    By default DeepSpeed gathers each layer inside a block by itself. The hooks of all these layers take time on the
+    CPU: `python -m benchmarks.zero_stages` shows the tokens per second with whole blocks. A vision tower keeps this
+    default, because models call parts of a tower with keyword arguments alone (Idefics3), or drop the output of the
+    last block (LLaVA): DeepSpeed would free parameters too early, or keep gradients.
 
     Args:
         model: model before the start of its DeepSpeed engine.

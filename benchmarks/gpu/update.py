@@ -15,15 +15,13 @@ import argparse
 import json
 import math
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.gpu.step import POLICIES, fault_of
+from integration_tests.gpu.without_vllm.program import run_process
 from rl_plugins.launch.gpus import read_machine
 
 STRATEGIES = ("single_device", "zero1", "zero2", "zero3", "fsdp")
@@ -106,23 +104,13 @@ def run_task(task: Task, folder: Path, deadline_s: float) -> Measured | str:
         # As in a training worker: each warning costs time.
         "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
     }  # fmt: skip
-    fault = ""
     with log.open("w") as output:
-        process = subprocess.Popen(
-            [*PROCESS, str(folder)], env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            if status := process.wait(deadline_s):
-                fault = f"the process ended with status {status}"
-        except subprocess.TimeoutExpired:
-            fault = f"no end within {deadline_s:g} s, in {_text(folder / PROGRESS) or 'the imports of libraries'}"
-        finally:
-            # Processes that the strategy has started belong to the group.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        status = run_process([*PROCESS, str(folder)], output, deadline_s, environment)
     if result := _text(folder / RESULT):
         return Measured(**json.loads(result))
+    fault = f"the process ended with status {status}" if status else ""
+    if status is None:
+        fault = f"no end within {deadline_s:g} s, in {_text(folder / PROGRESS) or 'the imports of libraries'}"
     return _text(folder / ERROR) or fault
 
 

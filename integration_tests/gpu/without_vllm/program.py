@@ -8,9 +8,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 from integration_tests.gpu.without_vllm.results import FAILED, Result, append, read
 
@@ -53,23 +55,39 @@ def run_section(name: str, section: Section, device: str, output: Path) -> list[
 
     A process that fails or passes its deadline is a failed case `process`, with the end of the process's output.
     """
-    before, start, fault = len(read(output)), time.perf_counter(), ""
+    before, start = len(read(output)), time.perf_counter()
     command = [sys.executable, "-u", "-m", f"{_PACKAGE}.section_process", name, section.function, device, str(output)]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            if status := process.wait(section.deadline_s):
-                fault = f"the process ended with status {status}"
-        except subprocess.TimeoutExpired:
-            fault = f"the process did not end within {section.deadline_s:g} s"
-        finally:
-            # Processes that the section has started belong to the group.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        status = run_process(command, log, section.deadline_s)
         log.seek(0)
         printed = log.read().decode(errors="replace")[-_LOG_CHARACTERS:]
-    if fault:
-        message = f"{printed}\n{fault}"
+    if status != 0:
+        late = f"the process did not end within {section.deadline_s:g} s"
+        message = f"{printed}\n{late if status is None else f'the process ended with status {status}'}"
         append(output, Result(name, "process", FAILED, time.perf_counter() - start, message=message))
     return read(output)[before:]
+
+
+def run_process(
+    command: Sequence[str], output: IO[Any], deadline_s: float, environment: Mapping[str, str] | None = None
+) -> int | None:
+    """Run a process; return the exit status, or None after the deadline. Kill all processes that the process has left.
+
+    Args:
+        command: program and arguments.
+        output: file for both outputs of the process.
+        deadline_s: longest duration in seconds.
+        environment: environment of the process; None for the environment of this process.
+    """
+    process = subprocess.Popen(
+        command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        return process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        # Processes that the process has started belong to the group.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
