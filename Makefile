@@ -51,9 +51,11 @@ quickstart: $(INSTALLED)  ## train a tiny model by reinforcement learning on thi
 	$(PY) -m rl_plugins.recipes.quickstart $(if $(SEED),seed=$(SEED))
 	@echo "in a shell     . $(VENV)/bin/activate"
 
+test: export TEST_TIME_MARGIN = 3
 test: $(INSTALLED)  ## what every change must pass: lint, types, unit tests and the core of the integration tests
 	@$(call TIMED,lint typecheck unit integration)
 
+test-all: export TEST_TIME_MARGIN = 1
 test-all: $(INSTALLED)  ## everything that needs no GPU, before anything is called done: `make test` and the extended tests
 	@$(call TIMED,lint typecheck unit integration-and-extended)
 

@@ -216,13 +216,10 @@ def _serve(rank: int, world_size: int, connection: Connection, log: str) -> None
     import torch
     import transformers
 
-    from rl_plugins.rewards.child_process import end_with_parent
     from rl_plugins.tests.exact_norms import exact_norms
     from rl_plugins.tests.rank_state import RankState
     from rl_plugins.tests.stages import canned
 
-    # A stopped rank does not see the end of the test run.
-    end_with_parent(os.getppid())
     _print_to(log)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)

@@ -19,6 +19,12 @@ def test_makefile_takes_an_absolute_or_a_relative_folder_of_the_environment(venv
     assert shown == [str(folder / "torch_extensions"), str(folder / "bin")]
 
 
+@pytest.mark.parametrize(("target", "margin"), [("test", "3"), ("test-all", "1")])
+def test_limits_of_tests_have_a_margin_in_make_test_alone(target: str, margin: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"\n{target}: export TEST_TIME_MARGIN = {margin}\n" in makefile
+
+
 def test_docs_install_a_missing_environment_first(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     command = ["make", "--dry-run", "docs", f"VENV={missing}"]

@@ -46,6 +46,7 @@ def outcomes(pytester: pytest.Pytester, slow_s: float = 0.05, shared_s: float = 
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_limits, "LIMITS_S", {"unit": 0.01, "integration": 60.0})
     monkeypatch.setattr(time_limits, "slowdown", lambda: 1.0)
+    monkeypatch.setattr(time_limits, "MARGIN", 1.0)
 
 
 def test_test_over_the_limit_of_the_tier_fails(pytester: pytest.Pytester) -> None:
@@ -74,6 +75,11 @@ def test_limit_grows_with_the_slowdown_of_the_machine(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time_limits, "slowdown", lambda: 1e4)
+    assert outcomes(pytester)[0] == {"passed": 2}
+
+
+def test_margin_multiplies_the_limits(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_limits, "MARGIN", 1e4)
     assert outcomes(pytester)[0] == {"passed": 2}
 
 
