@@ -16,7 +16,10 @@ INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # ninja, which builds DeepSpeed's op, is found by its name.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 # SHUFFLE=1 runs tests in a random order that the seed 1 gives.
-PYTEST = $(PY) -m pytest $(if $(SHUFFLE),--random-order --random-order-seed=$(SHUFFLE))
+PYTEST = $(PY) -m pytest $(if $(SHUFFLE),--random-order --random-order-seed=$(SHUFFLE)) \
+	--numprocesses $(FILES) --dist loadfile
+# Files of tests that run at a time. Tests often wait for processes that start, so two cores have time for a third file.
+FILES = 3
 # Makes targets one after the other and prints the time of all.
 TIMED = start=$$(date +%s); $(MAKE) --no-print-directory $(1) && \
 	echo "make $@ took $$(( ($$(date +%s) - start) / 60 )) min $$(( ($$(date +%s) - start) % 60 )) s"
@@ -70,18 +73,18 @@ format: $(INSTALLED)  ## let ruff mend and format the code
 typecheck: $(INSTALLED)  ## mypy on the package, tests, benchmarks, docs and examples
 	$(PY) -m mypy --num-workers 2
 
-unit: $(INSTALLED)  ## unit tests, two files at a time
-	OMP_NUM_THREADS=1 $(PYTEST) -m "unit and not extended" --timeout 300 --numprocesses 2 --dist loadfile
+unit: $(INSTALLED)  ## unit tests
+	OMP_NUM_THREADS=1 $(PYTEST) -m "unit and not extended" --timeout 300
 
-integration: $(INSTALLED)  ## the core of the integration tests, over Ray, DeepSpeed, vLLM and MLflow, two files at a time
-	$(PYTEST) -m "integration and not extended and not gpu" --timeout 600 --numprocesses 2 --dist loadfile
+integration: $(INSTALLED)  ## the core of the integration tests, over Ray, DeepSpeed, vLLM and MLflow
+	$(PYTEST) -m "integration and not extended and not gpu" --timeout 600
 
-extended: $(INSTALLED)  ## kills and resumes of every kind, typed docs pages, pipelines, many machines: over the same stack, two files at a time
-	$(PYTEST) -m "extended and not gpu" --timeout 600 --numprocesses 2 --dist loadfile
+extended: $(INSTALLED)  ## kills and resumes of every kind, typed docs pages, pipelines, many machines: over the same stack
+	$(PYTEST) -m "extended and not gpu" --timeout 600
 
 # In one run of pytest both share Ray, the engines and the servers of commands.
 integration-and-extended: $(INSTALLED)
-	$(PYTEST) -m "(integration or extended) and not gpu" --timeout 600 --numprocesses 2 --dist loadfile
+	$(PYTEST) -m "(integration or extended) and not gpu" --timeout 600
 
 campaign: $(INSTALLED)  ## hours: kill -9 of each kind of process, TIMES=20 times each; goes on where it was stopped
 	$(PY) -m integration_tests.campaign --page docs/kills.md $(if $(TIMES),--times $(TIMES)) $(if $(KINDS),--kinds $(KINDS))

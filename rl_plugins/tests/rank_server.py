@@ -15,7 +15,7 @@ _SERVER = os.getpid()
 
 
 def _end_with_server() -> None:
-    # Not a process that a rank forks.
+    # Not a fork of a rank.
     if os.getppid() == _SERVER:
         end_with_parent(_SERVER)
 

@@ -1,4 +1,4 @@
-"""Files that are kept in host memory and written by a thread."""
+"""Files kept in host memory and written by a thread."""
 
 from __future__ import annotations
 

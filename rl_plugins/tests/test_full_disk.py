@@ -1,4 +1,4 @@
-"""A file that cannot be written gives one line, also where the file is only a note. Notes never end a run."""
+"""A file on a full disk gives one line, also if the file is only a note. Notes never end a run."""
 
 from __future__ import annotations
 

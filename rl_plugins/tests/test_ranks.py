@@ -114,7 +114,7 @@ if __name__ == "__main__":
 
 def is_running(process: int) -> bool:
     try:
-        # A process that the kernel has killed stays a zombie until its parent asks for its status.
+        # A killed process stays a zombie until its parent asks for its status.
         return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -6,9 +6,9 @@ outcome either: the limit of a test over its limit is multiplied by the slowdown
 machine that stood still for a while is no longer slow then, so a late test runs once more, and fails if late again. A
 shared fixture cannot run again, so its limit has `STILL_S` on top.
 
-The starts of processes and files that are read for the first time can take longer than the slowdown tells. So
-`make test`, which decides about a change on any machine, multiplies all limits by 3 (`TEST_TIME_MARGIN`), and
-`make test-all` and pytest alone do not.
+A start of a process, and the first reading of a file, can be later than the slowdown of a computation says. So
+`make test`, which decides about a change on any machine, multiplies all limits by 3 (`TEST_TIME_MARGIN`). Neither
+`make test-all` nor pytest alone multiplies limits.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def test_plans_of_colocated_engines_on_accelerators_sleep_as_in_a_run():
 
     assert sleeps(WORK) == sleeps(replace(WORK, lora_rank=8, merged=True)) == {"all"}
     assert sleeps(replace(WORK, lora_rank=8)) == {"kv_cache"}
-    # An engine that keeps its memory leaves less memory for training.
+    # With an engine in memory there is less memory for training.
     assert sleeps(WORK, "none") == {"none"}
     given = {"placement.rollout": "colocated", "rollout.sleep": "none", "rollout.gpu_memory_utilization": 0.4}
     peaks = {

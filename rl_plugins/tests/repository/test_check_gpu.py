@@ -15,7 +15,7 @@ from rl_plugins.tests.launch.nvidia_smi import H100
 
 @pytest.fixture
 def message(monkeypatch: pytest.MonkeyPatch, root: Path):
-    """Function that runs requirements/check_gpu.py for a build of torch and returns the message at its end."""
+    """Function to run requirements/check_gpu.py for a build of torch; the function returns the last message."""
     monkeypatch.delenv(gpus.VISIBLE, raising=False)
     monkeypatch.setattr(gpus, "driver_cuda", lambda: (13, 0))
 

@@ -1,4 +1,4 @@
-"""Abilities of the machine that runs the tests."""
+"""Abilities of the machine of the tests."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def _has_namespaces() -> bool:
 
 
 def skip_without_namespaces() -> None:
-    """Skip the test on a machine that does not allow namespaces."""
+    """Skip the test on a machine without namespaces."""
     if not _has_namespaces():
         pytest.skip("this machine does not allow user namespaces")

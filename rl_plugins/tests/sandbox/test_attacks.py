@@ -33,7 +33,7 @@ def sandbox() -> Iterator[CodeSandbox]:
 
 @pytest.fixture(scope="module")
 def listing(sandbox: CodeSandbox) -> str:
-    """Print of a program that lists /tmp: a Python in /tmp, with its folders, is visible there."""
+    """Print of a program about /tmp: a Python in /tmp, with its folders, is visible there."""
     printed = sandbox.run(_LIST).stdout
     assert "main.py" in printed
     return printed
