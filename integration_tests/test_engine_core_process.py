@@ -109,6 +109,7 @@ def test_generate_of_an_engine_core_repeats_the_samples_after_sleep(engine: VLLM
     assert engine.generate(prompts, sampling, [1, 2]).responses() == before
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("running_ray")
 def test_engine_core_that_does_not_start_has_an_error_with_the_reason(workplace: Path, tmp_path: Path) -> None:
     shutil.copytree(workplace / "tiny", tmp_path / "tiny")
@@ -122,6 +123,7 @@ def test_engine_core_that_does_not_start_has_an_error_with_the_reason(workplace:
         raise AssertionError("the engine starts with a weight of another shape")
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("running_ray")
 def test_engine_core_ends_with_a_killed_actor(workplace: Path) -> None:
     with engine_with_a_core(workplace) as engine:

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
+import pytest
 
 from rl_plugins.tests.patience import patient, wait_until
 
@@ -61,6 +62,7 @@ TorchTrainer(
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
+@pytest.mark.extended
 def test_own_ray_and_training_workers_listen_on_loopback_and_hanging_workers_end(tmp_path: Path) -> None:
     # Paths of Ray's sockets must be short.
     with TemporaryDirectory(dir="/tmp") as folder:

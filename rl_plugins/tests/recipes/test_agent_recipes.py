@@ -51,8 +51,10 @@ AGENTS = {
     "programs": Agent("programs", program_splits, metrics=["passed", "no_program", "errors"]),
 }
 
+RECIPES = ["game", *(pytest.param(name, marks=pytest.mark.extended) for name in ("calculator", "programs"))]
 
-@pytest.fixture(scope="module", params=[*AGENTS])
+
+@pytest.fixture(scope="module", params=RECIPES)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, Series]]:
     """An agent recipe, and the metrics of its GRPO stage."""
     agent = AGENTS[request.param]
