@@ -14,7 +14,7 @@ import ast
 import inspect
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,34 +36,35 @@ FLOORS = (
     ("rollout", "weights", "sandbox", "data", "config", "hub", "algorithms", "planning", "report", "tracking"),
 )
 """Rooms from the highest floor to the lowest."""
-CALLS = {
-    "PolicyOptimization.training_step": "prompts of the step",
-    "Rollouts.collect": "prompts -> scored samples",
+CALLS: dict[str, str | tuple[str, ...]] = {
+    "PolicyOptimization.training_step": "prompts -> trained weights",
+    "Rollouts.collect": "1. collect: prompts -> scored samples",
     "ScheduledSampler.take_groups": "prompts -> samples",
-    "RolloutPhases.run_sampling": "training gives its device to the rollout engine",
-    "RolloutPhases.phase": "",
+    "RolloutPhases.run_sampling": "sample(engine) -> its result",
+    # A context manager: the first line is its start, the second line its end.
+    "RolloutPhases.phase": ("start: device -> rollout engine", "end: device -> training"),
     "TrainingMemory.offload_optimizer": "optimizer states -> host",
-    "TransformersRollout.wake_up": "",
-    "TransformersRollout.update_weights": "weights of the policy -> rollout engine",
+    "TransformersRollout.wake_up": ("vLLM allocates weights", "vLLM allocates KV cache"),
+    "TransformersRollout.update_weights": "policy's weights -> rollout engine",
     "TrainingMemory.offload_parameters": "parameters -> host",
     "SynchronousGroups.submit": "token ids -> responses with log-probs",
-    "TransformersRollout.sleep": "",
+    "TransformersRollout.sleep": "vLLM frees both",
     "TrainingMemory.reload_parameters": "parameters -> device",
     "TrainingMemory.reload_optimizer": "optimizer states -> device",
     "SampleScorer.score": "responses -> scores",
-    "ExperienceMaker.make": "scored samples -> experience",
-    "ForwardPasses.per_token": "samples -> log-probs, values [B, T]",
-    "Algorithm.advantages": "scores, log-probs -> advantages [B, T]",
-    "PolicyLearner.update": "experience -> metrics",
+    "ExperienceMaker.make": "2. make experience: scored samples -> experience",
+    "ForwardPasses.per_token": "samples -> ref_log_probs_BT",
+    "Algorithm.advantages": "scores_B -> advantages_BT",
+    "PolicyLearner.update": "3. update: experience -> weights, metrics",
     "Stage.optimize": "losses of micro-batches -> one optimizer step",
-    "ForwardPasses.log_probs": "micro-batch -> log-probs [B, T]",
-    "Algorithm.loss": "log-probs, advantages -> loss",
-    "AutogradSteps.backward": "",
+    "ForwardPasses.log_probs": "micro-batch -> log_probs_BT",
+    "Algorithm.loss": "log_probs_BT, ref_log_probs_BT, advantages_BT -> loss",
+    "AutogradSteps.backward": "loss -> gradients",
     "AutogradSteps.optimizer_step": "clipped gradients -> weights",
     "RolloutPhases.weights_changed": "the next phase sends the weights",
-    "Stage.end_step": "metrics -> loggers, callbacks; the clock moves on",
+    "Stage.end_step": "metrics -> loggers, callbacks",
 }
-"""The functions of the figure, and the data that moves in them."""
+"""The functions of the figure, and the data that moves in them. A tuple has a text for each line of the function."""
 
 
 # The rooms ------------------------------------------------------------------------------------------------------
@@ -106,12 +107,10 @@ class Call:
 
     name: str
     children: list[Call] = field(default_factory=list)
-    times: int = 1
 
     def add(self, name: str) -> Call:
         """Return the child for a call; calls of the same function that follow each other are one child."""
         if self.children and self.children[-1].name == name:
-            self.children[-1].times += 1
             return self.children[-1]
         self.children.append(Call(name))
         return self.children[-1]
@@ -257,10 +256,14 @@ def lines_of(functions: set[CodeType]) -> int:
 
 def step_figure(recorder: Recorder) -> str:
     """Return the calls as an indented tree, with the data that moves."""
+    earlier_lines: Counter[str] = Counter()
 
     def lines(call: Call, depth: int) -> Iterator[str]:
-        text = "  " * depth + call.name
-        yield f"{text:<58}{CALLS[call.name]}".rstrip()
+        texts = CALLS[call.name]
+        data = texts if isinstance(texts, str) else texts[earlier_lines[call.name]]
+        earlier_lines[call.name] += 1
+        name = "  " * depth + call.name
+        yield f"{name:<58}{data}"
         for child in call.children:
             yield from lines(child, depth + 1)
 
