@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -144,7 +145,7 @@ class Rollouts:
                     "data, widen algorithm.group_filter, raise its max_batches, or raise num_samples"
                 )
             if self._schedule.active:
-                missing = -(-(wanted - len(groups)) // world_size)
+                missing = math.ceil((wanted - len(groups)) / world_size)
 
     def _filtered_scores(self, samples: Experience) -> Tensor:
         assert self._algorithm.group_filter is not None

@@ -7,6 +7,7 @@ sampling is the same code with no groups ahead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -271,35 +272,62 @@ class ScheduledSampler:
             mini_batches: number of mini-batches of the groups. Inside each mini-batch, groups change
                 ranks until all ranks have about the same number of tokens. With 0 no group changes ranks.
         """
-        queue, ranks = self._queue, self._strategy.ranks
         in_flight = self._in_flight(count, step, groups_per_step)
         self._draw_until(in_flight, groups_per_step)
-        unfinished = queue.unfinished(queue.started())
+        self._sample_until(count, step, in_flight)
+        groups = self._queue.take(count, step)
+        if mini_batches and self._strategy.ranks.world_size > 1:
+            with self._strategy.phase_log.measure("balance"):
+                groups = self._balance(groups, mini_batches)
+        return self._experience(self._fetch(groups, step))
+
+    def _in_flight(self, count: int, step: int, groups_per_step: int) -> int:
+        """Return how many groups should be in flight; at most as many as the rest of the run trains on."""
+        # With dynamic sampling, earlier draws of this step may have taken groups.
+        taken_before = groups_per_step - count
+        wanted = self._schedule.in_flight(groups_per_step) - taken_before
+        if self._schedule.drops:
+            return wanted
+        if self._max_steps:
+            wanted = min(wanted, (self._max_steps - step) * groups_per_step)
+        return max(count, wanted)
+
+    def _draw_until(self, in_flight: int, groups_per_step: int) -> None:
+        """Draw batches of prompts until the queue has `in_flight` groups."""
+        batches = max(0, math.ceil((in_flight - len(self._queue)) / groups_per_step))
+        if self._schedule.active:
+            # After a restart with another number of ranks, a rank may hold a group more. All ranks draw equally often.
+            batches = int(self._strategy.ranks.max(torch.tensor([float(batches)])).item())
+        for _ in range(batches):
+            self.offer(self._draw())
+
+    def _sample_until(self, count: int, step: int, in_flight: int) -> None:
+        """Start waiting groups, and sample until `count` groups and all due groups are finished. Collective."""
+        queue = self._queue
+        earlier = queue.unfinished(queue.started())
         new = queue.start(in_flight, step)
         due = queue.due(step)
         # All ranks submit together, also a rank without new groups (after a restart).
-        to_submit = ranks.any(bool(new))
+        submits = self._strategy.ranks.any(bool(new))
 
         def sample(engine: RolloutEngine) -> None:
-            nonlocal to_submit
+            # A call after the loss of an engine goes on where the call before ended: the queue has the finished groups,
+            # and `submits` is False after the new groups were submitted.
+            nonlocal submits
             sampler = self._sampler.group_sampler(engine)
-            if unfinished and to_submit:
-                # The engine answers between two steps: ask before the engine is busy with the new groups.
-                queue.finish(sampler.collect((), 0))
-            if to_submit:
+            if submits:
+                if earlier:
+                    # The engine answers between two steps: ask before the engine is busy with the new groups.
+                    queue.finish(sampler.collect((), 0))
                 sampler.submit(self._requests(new), self._sampling)
-                to_submit = False
+                submits = False
             self._submit_again(sampler, sampler.lost_tickets(), step)
-            queue.finish(sampler.collect(queue.unfinished(due), max(0, count - queue.num_finished)))
+            missing = max(0, count - queue.num_finished)
+            queue.finish(sampler.collect(queue.unfinished(due), missing))
             if self._schedule.drops:
                 sampler.drop(queue.drop_started(keep=count))
 
         self._strategy.rollout_phases.run_sampling(step, sample)
-        groups = queue.take(count, step)
-        if mini_batches and ranks.world_size > 1:
-            with self._strategy.phase_log.measure("balance"):
-                groups = self._balance(groups, mini_batches)
-        return self._experience(self._fetch(groups, step))
 
     def _balance(self, groups: list[Group], mini_batches: int) -> list[Group]:
         """Return as many groups with about as many tokens as other ranks have; mini-batches stay equal. Collective."""
@@ -326,6 +354,7 @@ class ScheduledSampler:
         raise lost_too_often()
 
     def _sample_again(self, groups: Sequence[Group], step: int) -> list[Group]:
+        """Sample groups of this rank, possibly none, and return the finished groups. Collective."""
         tickets = [self._queue.add(group) for group in groups]
         new = list(tickets)
 
@@ -339,26 +368,10 @@ class ScheduledSampler:
         return self._queue.take_out(tickets)
 
     def _submit_again(self, sampler: GroupSampler, tickets: Sequence[int], step: int) -> None:
+        """Submit groups whose responses are lost, without waiting for other ranks."""
         if tickets:
             self._queue.mark_started(tickets, step)
             sampler.submit(self._requests(tickets), self._sampling, together=False)
-
-    def _in_flight(self, count: int, step: int, groups_per_step: int) -> int:
-        """Return how many groups should be in flight; at most as many as the rest of the run trains on."""
-        wanted = self._schedule.in_flight(groups_per_step) - (groups_per_step - count)
-        if self._schedule.drops:
-            return wanted
-        if not self._max_steps:
-            return max(count, wanted)
-        return max(count, min(wanted, (self._max_steps - step) * groups_per_step))
-
-    def _draw_until(self, in_flight: int, groups_per_step: int) -> None:
-        missing = max(0, -(-(in_flight - len(self._queue)) // groups_per_step))
-        if self._schedule.active:
-            # After a restart with another number of ranks, a rank may hold a group more. All ranks draw equally often.
-            missing = int(self._strategy.ranks.max(torch.tensor([float(missing)])).item())
-        for _ in range(missing):
-            self.offer(self._draw())
 
     def _requests(self, tickets: Sequence[int]) -> list[GroupRequest]:
         groups = [self._queue[ticket] for ticket in tickets]
