@@ -74,7 +74,8 @@ def _train_all(arguments: dict[str, Any]) -> None:
     from ray.train.lightning import RayLightningEnvironment
 
     from rl_plugins.launch.ray_train import ray_strategy
-    from rl_plugins.launch.training import TrainingRun, scorer_of
+    from rl_plugins.launch.scorer import scorer_of
+    from rl_plugins.launch.training import TrainingRun
     from rl_plugins.rollout.transformers_engine import TransformersRollout
 
     torch.set_num_threads(1)

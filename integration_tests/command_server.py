@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 IMPORTED = (
     "hydra.main", "lightning.pytorch", "matplotlib.figure", "mlflow", "mlflow.store.tracking.sqlalchemy_store", "peft",
     "pyarrow.parquet", "torch", "transformers", "rl_plugins.commands.export", "rl_plugins.commands.main",
-    "rl_plugins.launch.pipeline", "rl_plugins.launch.preflight", "rl_plugins.launch.training",
+    "rl_plugins.launch.pipeline", "rl_plugins.launch.preflight", "rl_plugins.launch.local",
     "rl_plugins.models.tiny", "rl_plugins.rewards.inline",
     "rl_plugins.rollout.transformers_engine", "rl_plugins.strategies.single_device",
 )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from rl_plugins.config.models import RewardConfig
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.training import scorer_of
+from rl_plugins.launch.scorer import scorer_of
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
 from rl_plugins.rewards import RewardPool, ScoringRequest

@@ -400,7 +400,7 @@ def _train(config: RecipeConfig, folder: RunFolder, recipe: str | None) -> None:
     if folder.has_results() and folder.latest_checkpoint() is None:
         print(f"{config.run.name}: {folder.path} has no checkpoint, so training starts from the beginning", flush=True)
     if config.launcher == "local":
-        from rl_plugins.launch.training import train_in_this_process as train
+        from rl_plugins.launch.local import train_in_this_process as train
     else:
         from rl_plugins.launch.ray_train import train_on_ray as train
     try:

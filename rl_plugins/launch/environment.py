@@ -144,7 +144,7 @@ def open_conversations(
         ConfigError: the environment does not fit the tokenizer.
     """
     from rl_plugins.config.sampling import SamplingConfig
-    from rl_plugins.launch.training import scorer_of
+    from rl_plugins.launch.scorer import scorer_of
     from rl_plugins.stages.sampling import SamplingSetup
 
     scorer = scorer_of(config)

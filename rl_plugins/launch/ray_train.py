@@ -208,7 +208,9 @@ def _training_run(arguments: dict[str, Any]) -> TrainingRun:
 
     from rl_plugins.config.recipe import parse_config
     from rl_plugins.intact_checkpoint import newest_intact
-    from rl_plugins.launch.training import TrainingRun, scorer_of, transformers_rollout
+    from rl_plugins.launch.local import transformers_rollout
+    from rl_plugins.launch.scorer import scorer_of
+    from rl_plugins.launch.training import TrainingRun
     from rl_plugins.models.pool import ModelPool
     from rl_plugins.stages.critic_pool import CriticPool
 

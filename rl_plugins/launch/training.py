@@ -1,8 +1,7 @@
 """Training in one process of a run: the parts that a recipe puts together, and the end of training.
 
 Each training worker makes a `TrainingRun` and calls `call_recipe`, which calls the function `train(run)` of a module in
-`rl_plugins/recipes`. The recipe gets the arguments of its stage and its data module from the run. With the launcher
-`local`, this process is the only training worker: there is no Ray and no vLLM, so breakpoints work.
+`rl_plugins/recipes`. The recipe gets the arguments of its stage and its data module from the run.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Required, cast
 
-import psutil
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
@@ -38,36 +36,31 @@ from rl_plugins.callbacks.samples import RolloutTraces, SampleTable
 from rl_plugins.callbacks.system_metrics import SystemMetrics
 from rl_plugins.callbacks.target_reward import TargetReward
 from rl_plugins.callbacks.throughput import Throughput
-from rl_plugins.config.judge import with_engines
 from rl_plugins.config.models import RewardModelConfig, RewardModelOptions
-from rl_plugins.config.recipe import RecipeConfig, write_config
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.datamodule import StepDataModule, StepOptions
 from rl_plugins.data.image_prompts import load_tokenizer_or_processor, tokenizer_of
 from rl_plugins.data.tokenization import FilterOrError, check_same_tokens
 from rl_plugins.errors import DataError
-from rl_plugins.intact_checkpoint import newest_intact
 from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
 from rl_plugins.launch.environment import open_environment
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes, training_data
 from rl_plugins.launch.mlflow_run import best_upload, register, tracking_logger
 from rl_plugins.launch.resume import note_end
-from rl_plugins.launch.terminal import quiet_libraries, redraw_interval_s
+from rl_plugins.launch.terminal import quiet_libraries
 from rl_plugins.models.pool import ModelPool
-from rl_plugins.rewards.inline import InlineScorer
-from rl_plugins.rewards.pool import RewardPool
-from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.arguments import GenerationArguments, PreferenceArguments, StageArguments
 from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.sampling import AnyEnvironment, Scorer, greedy
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import COST_CRITIC, CRITIC, TEACHER
-from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tracking.loggers import JsonLinesLogger, mlflow_loggers
 
 if TYPE_CHECKING:
     from rl_plugins.strategies.ray import RayFSDPStrategy, RayZeroStrategy
+    from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 
 _RECIPES = {
     "sft": "sft",
@@ -78,8 +71,6 @@ _RECIPES = {
     "online_preference_optimization": "online_preference_optimization",
 }
 """Module of the recipe of each value of the option `stage`."""
-# Ray may take a minute for a new process on a busy machine.
-_START_S = 120.0
 
 
 class DataOptions(StepOptions):
@@ -382,87 +373,3 @@ class TrainingRun:
                 role, trust = pool.config.role.replace("_", " "), pool.config.trust_remote_code
                 check_same_tokens(self.tokenizer, pool.config.model, role, trust_remote_code=trust)
                 stage.further_metrics.append(pool.metrics)
-
-
-def train_in_this_process(config: RecipeConfig, folder: RunFolder) -> None:
-    """Train with the launcher `local`.
-
-    Args:
-        config: options of the run.
-        folder: folder of the run.
-    """
-    device = "cuda" if config.on_gpus else "cpu"
-    # transformers imports DeepSpeed to save a model, and DeepSpeed would print the selected device.
-    os.environ.setdefault("DS_ACCELERATOR", device)
-    config.set_device(device)
-    # Again, with the device in place of `auto`.
-    write_config(config, folder.config)
-    scorer = scorer_of(config)
-    run = TrainingRun(
-        config=config,
-        folder=folder,
-        strategy=SingleDeviceRolloutStrategy(device, rollout=transformers_rollout(config, device)),
-        scorer=scorer,
-        checkpoint=newest_intact(folder),
-        in_ray=False,
-        redraw_s=redraw_interval_s(),
-        started=psutil.Process().create_time(),
-        trainer_options={"accelerator": device, "devices": 1},
-    )
-    try:
-        run.call_recipe()
-    except SystemExit as ended:
-        # Lightning silently turns Ctrl-C into SystemExit.
-        if isinstance(ended.__context__, KeyboardInterrupt):
-            raise ended.__context__ from None
-        raise
-    finally:
-        if scorer is not None:
-            scorer.close()
-
-
-def scorer_of(config: RecipeConfig, judge_urls: Sequence[str] = ()) -> RewardPool | InlineScorer | None:
-    """Return the scorer of a run: reward workers, or this process with reward.num_workers=0.
-
-    None without samples, and with an environment that returns the rewards.
-
-    Args:
-        config: options of the run.
-        judge_urls: addresses of the run's engines of a judge.
-    """
-    if not config.generates or config.environment.scores_itself:
-        return None
-    reward = config.reward
-    options: dict[str, Any] = {"deadline_s": reward.deadline_s, "max_failure_rate": reward.max_failure_rate}
-    rewards = with_engines(config.rewards, judge_urls, reward.judge.model)
-    if not reward.num_workers:
-        return InlineScorer(rewards, **options)
-    return RewardPool(
-        rewards,
-        num_workers=reward.num_workers,
-        start_timeout_s=max(_START_S, reward.load_timeout_s),
-        gpus_per_worker=reward.gpus,
-        memory_mb=reward.memory_mb,
-        pass_env=reward.pass_env,
-        **options,
-    )
-
-
-def transformers_rollout(config: RecipeConfig, device: str) -> TransformersRollout | None:
-    """Return the rollout engine of `rollout.engine=transformers`; None if the run needs no engine.
-
-    Args:
-        config: options of the run.
-        device: `cpu` or `cuda`.
-    """
-    if not config.needs_engine:
-        return None
-    dtype: torch.dtype = getattr(torch, config.rollout_dtype)
-    return TransformersRollout(
-        config.model.path,
-        dtype=dtype,
-        device=device,
-        check_updates=config.rollout.check_updates,
-        trust_remote_code=config.model.trust_remote_code,
-        return_experts=config.model.router_replay == "rollout",
-    )

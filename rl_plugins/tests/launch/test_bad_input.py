@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import constants
 
 from rl_plugins.config.recipe import parse_config
-from rl_plugins.launch import preflight, ray_train, training
+from rl_plugins.launch import local, preflight, ray_train
 from rl_plugins.launch.command_line import compose_config, recipe_main, run_recipe
 from rl_plugins.launch.dry_run import check_data, set_steps
 from rl_plugins.launch.resume import note_end
@@ -52,7 +52,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the called launchers. The launchers do nothing."""
     calls: list[str] = []
     monkeypatch.setattr(ray_train, "train_on_ray", lambda *_: calls.append("ray"))
-    monkeypatch.setattr(training, "train_in_this_process", lambda *_: calls.append("local"))
+    monkeypatch.setattr(local, "train_in_this_process", lambda *_: calls.append("local"))
     return calls
 
 
@@ -297,7 +297,7 @@ def test_recipe_main_prints_the_option_that_continues_a_stopped_run(grpo, monkey
     def stopped(config, folder):
         folder.stopped.write_text("after step 3: SIGTERM")
 
-    monkeypatch.setattr(training, "train_in_this_process", stopped)
+    monkeypatch.setattr(local, "train_in_this_process", stopped)
     assert grpo(*IN_ONE_PROCESS, f"run.output_dir={tmp_path}") == 75
     said = "grpo: stopped after step 3: SIGTERM. To continue, repeat the command with run.resume=auto"
     assert capsys.readouterr().out.splitlines()[-1] == said

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from rl_plugins.commands.plan import read_shape
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.hub.names import HubName
-from rl_plugins.launch import ray_train, training
+from rl_plugins.launch import local, ray_train
 from rl_plugins.launch.command_line import run_recipe
 from rl_plugins.launch.hub_commits import HubCommits
 from rl_plugins.launch.hub_fetch import fetch_data_files
@@ -50,7 +50,7 @@ def hub(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _compo
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> Check:
     """Run a recipe without a launcher; return the message of the ConfigError."""
-    for module, launcher in ((ray_train, "train_on_ray"), (training, "train_in_this_process")):
+    for module, launcher in ((ray_train, "train_on_ray"), (local, "train_in_this_process")):
         monkeypatch.setattr(module, launcher, lambda *_: None)
 
     def run(*overrides: str) -> str:

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, constants
 from safetensors.numpy import load
 
 from rl_plugins.commands.export import export_checkpoint
-from rl_plugins.launch import training  # noqa: F401
+from rl_plugins.launch import local  # noqa: F401
 from rl_plugins.launch.command_line import run_recipe
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import RunFolder

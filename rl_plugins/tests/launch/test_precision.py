@@ -12,8 +12,9 @@ from omegaconf import OmegaConf
 
 from rl_plugins.config.recipe import RecipeConfig, parse_config, write_config
 from rl_plugins.launch import ray_train
+from rl_plugins.launch.local import train_in_this_process
 from rl_plugins.launch.placement import pool_configs
-from rl_plugins.launch.training import TrainingRun, train_in_this_process
+from rl_plugins.launch.training import TrainingRun
 from rl_plugins.models.pool_actor import ModelActor, PoolConfig
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import RunFolder
@@ -81,8 +82,8 @@ def test_local_launcher_on_a_gpu_uses_tensor_cores_and_records_the_precision(
 ) -> None:
     runs: list[TrainingRun] = []
     monkeypatch.setattr("rl_plugins.launch.training.import_module", lambda name: _Recipe(runs))
-    monkeypatch.setattr("rl_plugins.launch.training.transformers_rollout", lambda config, device: None)
-    monkeypatch.setattr("rl_plugins.launch.training.scorer_of", lambda config: None)
+    monkeypatch.setattr("rl_plugins.launch.local.transformers_rollout", lambda config, device: None)
+    monkeypatch.setattr("rl_plugins.launch.local.scorer_of", lambda config: None)
     folder = RunFolder(tmp_path)
     for device, precision, products in (("cpu", "32-true", "highest"), ("cuda", "bf16-mixed", "high")):
         train_in_this_process(on(device, "launcher=local", "rollout.engine=transformers"), folder)

@@ -11,7 +11,7 @@ import pytest
 
 from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch import preflight, training
+from rl_plugins.launch import local, preflight
 from rl_plugins.launch.command_line import run_recipe
 from rl_plugins.launch.resume import note_end
 from rl_plugins.manifest import MANIFEST
@@ -41,7 +41,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
         newest = folder.latest_checkpoint()
         calls.append(None if newest is None else str(newest))
 
-    monkeypatch.setattr(training, "train_in_this_process", start)
+    monkeypatch.setattr(local, "train_in_this_process", start)
     return calls
 
 

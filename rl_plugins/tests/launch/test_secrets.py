@@ -107,7 +107,7 @@ def test_files_of_a_failed_run_have_no_secret(
         folder.add_failure("worker 0 failed", f"judge(api_key='{LITERAL}') of {config.tracking.uri}")
         raise RuntimeError(f"no answer of {config.tracking.uri} for {config.reward.functions['judge']}")
 
-    monkeypatch.setitem(sys.modules, "rl_plugins.launch.training", SimpleNamespace(train_in_this_process=train))
+    monkeypatch.setitem(sys.modules, "rl_plugins.launch.local", SimpleNamespace(train_in_this_process=train))
     monkeypatch.setattr(preflight, "preflight", lambda config: None)
     with pytest.raises(RuntimeError, match="no answer"):
         run_recipe(config, "grpo")

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from rl_plugins.launch import training
+from rl_plugins.launch import scorer
 from rl_plugins.launch.ray_train import train_worker
 from rl_plugins.tests.launch.configurations import configured
 
@@ -23,7 +23,7 @@ def test_train_worker_takes_the_threads_of_the_option(monkeypatch: pytest.Monkey
         raise Started
 
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(training, "scorer_of", scorer_of)
+    monkeypatch.setattr(scorer, "scorer_of", scorer_of)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("RL_PLUGINS_JUDGE_KEY", "")
     for cpus in (6.5, 0.5):

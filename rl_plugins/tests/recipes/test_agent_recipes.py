@@ -12,7 +12,7 @@ from rl_plugins.data.prepare.calculator import calculator_splits
 from rl_plugins.data.prepare.game import game_splits
 from rl_plugins.data.prepare.programs import program_splits
 from rl_plugins.data.prepare.tasks import MakeSplits
-from rl_plugins.launch import training  # noqa: F401
+from rl_plugins.launch import local  # noqa: F401
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.sandbox.machine import skip_without_namespaces
 

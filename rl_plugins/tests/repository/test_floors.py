@@ -103,7 +103,7 @@ def test_imported_modules_finds_every_form_of_import():
 import rl_plugins.data.prompts as prompts
 from rl_plugins import stages
 def late():
-    from rl_plugins.launch.training import scorer_of
+    from rl_plugins.launch.scorer import scorer_of
 import torch
 """
     assert [room_of(module) for _, module in imported_modules(ast.parse(source))] == ["data", "stages", "launch"]
