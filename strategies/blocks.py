@@ -32,12 +32,13 @@ def gather_by_block(model: nn.Module) -> None:
     """Let ZeRO-3 gather and free the parameters of each named block of a decoder together.
 
     By default DeepSpeed gathers each layer inside a block by itself. The hooks of all these layers take time on the
-    CPU: `python -m benchmarks.zero_stages` shows the tokens per second with whole blocks. A vision tower keeps this
+    CPU: `python -m benchmarks.zero_stages` shows the tokens per second with whole blocks. And peft reads the weights of
+    experts and of their adapter before the pass of the experts, so these need the whole block. A vision tower keeps the
     default, because models call parts of a tower with keyword arguments alone (Idefics3), or drop the output of the
     last block (LLaVA): DeepSpeed would free parameters too early, or keep gradients.
 
     Args:
-        model: model before the start of its DeepSpeed engine.
+        model: model before the start of its DeepSpeed engine. The model may have had an engine before.
     """
     import deepspeed
 
@@ -46,7 +47,8 @@ def gather_by_block(model: nn.Module) -> None:
     decoder: nn.Module = model.get_decoder() if named else model  # type: ignore[operator]
     for block in named.intersection(decoder.modules()):
         deepspeed.utils.set_z3_leaf_module(block, True)
-        if any(parameter.requires_grad for parameter in block.parameters()):
+        is_trained = any(parameter.requires_grad for parameter in block.parameters())
+        if is_trained and _require_gradient not in block._forward_pre_hooks.values():
             block.register_forward_pre_hook(_require_gradient)
 
 

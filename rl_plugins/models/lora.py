@@ -95,7 +95,6 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
     if config.quantization:
         for weight, layer in layers.items():
             quantize_layer(layer, weight.removeprefix(_PREFIX).removesuffix(".base_layer.weight"))
-    _gather_experts_together(adapted)
     if (name := model_name(pretrained.name_or_path or "")) is not None:
         # peft loads the base model of an adapter by these two.
         settings.base_model_name_or_path, settings.revision = name.repository, name.revision
@@ -134,18 +133,6 @@ def _expert_parameters(model: nn.Module) -> list[str]:
     if not found:
         raise ConfigError(f"LoraConfig: experts=True, and {type(model).__name__} has no experts: leave experts out")
     return sorted(found)
-
-
-def _gather_experts_together(model: nn.Module) -> None:
-    """Let ZeRO-3 gather experts and their adapters together: peft reads both before the pass of the experts begins."""
-    deepspeed = sys.modules.get("deepspeed")
-    if deepspeed is None:
-        return
-    from peft.tuners.lora import ParamWrapper
-
-    for layer in model.modules():
-        if isinstance(layer, ParamWrapper):
-            deepspeed.utils.set_z3_leaf_module(layer, True)
 
 
 def has_adapter(model: nn.Module) -> TypeGuard[PeftModel]:

@@ -10,6 +10,7 @@ from torch import nn
 from benchmarks.tiny_vision import save_tiny_vision
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.models.lora import add_adapter
+from rl_plugins.models.tiny import build_model
 from rl_plugins.strategies.blocks import blocks, gather_by_block, named_blocks
 
 
@@ -41,3 +42,10 @@ def test_stage_3_keeps_the_layers_of_a_model_without_named_blocks() -> None:
     model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
     gather_by_block(model)
     assert get_z3_leaf_modules(model) == []
+
+
+def test_second_engine_of_a_model_adds_no_hook() -> None:
+    model = build_model()
+    for _ in range(2):
+        gather_by_block(model)
+    assert [len(block._forward_pre_hooks) for block in blocks(model)] == [1] * len(blocks(model))
