@@ -72,7 +72,11 @@ def refusal(model: str, folder: str, error: ValueError) -> ConfigError:
 
 
 def keep_first_error() -> None:
-    """Keep the first error that vLLM logs in this process for the process of the actor."""
+    """Keep the first error that vLLM logs in this process for the process of the actor.
+
+    An engine core calls the function at the start of its executor. A worker on CUDA, which has no executor, calls the
+    function at the import of `plugin`.
+    """
     if file := os.environ.get(_VARIABLE):
         logging.getLogger("vllm").addHandler(_FirstError(Path(file)))
 
