@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Trainer
 from torch.autograd import DeviceType, set_multithreading_enabled
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
@@ -45,6 +44,7 @@ from rl_plugins.rollout.transformers_engine import SynchronousGroups
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.contract import POLICY
 from rl_plugins.strategies.offload import STAY
+from rl_plugins.tests.quiet_trainer import quiet_trainer
 from rl_plugins.weights.source import WeightSource
 
 _OPERATORS, _FUNCTIONS = 40, 60
@@ -176,18 +176,12 @@ def train(task: Task, tell: Callable[[str], object]) -> Measured:
         tokens_per_micro_batch=task.micro_batch,
     )
     stage.tell, stage.watches = tell, [watch for _, watch in plan]
-    trainer = Trainer(
-        strategy=_strategy(task, RandomRollout(vocab_size)),
+    trainer = quiet_trainer(
+        _strategy(task, RandomRollout(vocab_size)),
         accelerator=task.device,
         devices=1,
         precision="bf16-mixed",
         callbacks=[Throughput()],
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
     )
     prompts = [_prompts(count, vocab_size, step) for step, (count, _) in enumerate(plan)]
     trainer.fit(stage, DataLoader(prompts, batch_size=None))  # type: ignore[arg-type]

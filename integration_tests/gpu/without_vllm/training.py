@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Trainer
 from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import override
@@ -29,6 +28,7 @@ from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.contract import POLICY
 from rl_plugins.strategies.optimizers import optimizer_states
+from rl_plugins.tests.quiet_trainer import quiet_trainer
 
 STEPS, SAVED = 3, 2
 _PROMPTS = 8
@@ -210,17 +210,11 @@ def _fit(place: Place, strategy_of: Callable[[TransformersRollout, Variant], Any
     )
     stage.saved = folder / "state"
     rows = addition_rows(below=50, num_train=STEPS * _PROMPTS, num_test=1, seed=0)["train"]
-    trainer = Trainer(
-        strategy=strategy_of(engine, variant),
+    trainer = quiet_trainer(
+        strategy_of(engine, variant),
         accelerator=place.device,
         devices=1,
         precision=variant.precision,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
     )
     data = PromptDataModule(rows, tokenizer=stage.tokenizer, prompts_per_step=_PROMPTS, max_prompt_tokens=26)
     trainer.fit(stage, datamodule=data)

@@ -72,15 +72,12 @@ def train(
 ) -> tuple[Trainer, Log]:
     """Train; return the trainer and the log."""
     log = Log()
-    trainer = Trainer(
-        strategy=strategy or SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()),
+    trainer = canned.quiet_trainer(
+        strategy or SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()),
         callbacks=callbacks,
         logger=[log, *loggers],
         log_every_n_steps=1,
-        **({"max_epochs": -1, "enable_checkpointing": False} | flags),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **({"max_epochs": -1} | flags),
     )
     loader = StepLoader(
         canned.Prompts(), prompts_per_step=2, seed=3, rank=trainer.global_rank, world_size=trainer.world_size

@@ -10,13 +10,11 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from hydra.utils import instantiate
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.connectors import callback_connector
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -40,6 +38,7 @@ from rl_plugins.rollout.transformers_engine import SynchronousGroups
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.process_rewards import ProcessRewardConfig
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.quiet_trainer import quiet_trainer
 from rl_plugins.weights.source import WeightSource
 
 # Prompt -> responses. `!` makes the reward fail; the responses of 4+4 all score alike; one response is empty.
@@ -261,21 +260,6 @@ def other_model(seed: int = 5) -> str:
     folder = Path(tempfile.mkdtemp(prefix="canned-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return str(save_tiny_policy(folder, hidden_size=32, intermediate_size=48, initializer_range=0.2, seed=seed))
-
-
-def quiet_trainer(strategy: Any, **options: Any) -> Trainer:
-    # Lightning would look for callbacks in the metadata of every installed package, for each trainer.
-    with patch.object(callback_connector, "_load_external_callbacks", return_value=[]):
-        return Trainer(
-            strategy=strategy,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-            **options,
-        )
 
 
 def metrics_of(stage: Any) -> dict[str, float]:

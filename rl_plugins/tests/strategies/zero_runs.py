@@ -94,19 +94,14 @@ def train(_: int, folder: Path, name: str) -> None:
         updates_per_step=2,
         max_steps=run.steps,
     )
-    trainer = Trainer(
-        strategy=run.strategy(folder),
+    trainer = canned.quiet_trainer(
+        run.strategy(folder),
         max_epochs=-1,
         accelerator="cpu",
         devices=1,
         num_nodes=run.world_size,
         precision=run.precision,
         callbacks=[record, PolicyCheckpoint(own, every=SAVED, keep_last=9)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
     )
     loader = StepLoader(
         canned.Prompts(), prompts_per_step=4, seed=3, rank=trainer.global_rank, world_size=trainer.world_size
