@@ -180,67 +180,66 @@ class TransformersRollout(SynchronousGroups):
 
     @torch.no_grad()
     def _sample(self, prompts: list[_Prompt], sampling: SamplingConfig, seeds: list[int] | None) -> _SampledRows:
-        """Sample one batch of `B` rows."""
-        rows = [prompt for prompt, _ in prompts]
-        width = max(len(row) for row in rows)
-        input_ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=self._device)
-        lengths = torch.tensor([len(row) for row in rows], device=self._device)
-        attention_mask = (torch.arange(width, device=self._device) >= width - lengths[:, None]).long()
-        position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        """Sample one batch of `B` rows, token by token."""
         generators = None if seeds is None else [torch.Generator(self._device).manual_seed(seed) for seed in seeds]
         ends = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=self._device)
-        running = torch.ones(len(rows), dtype=torch.bool, device=self._device)
+        running_B = torch.ones(len(prompts), dtype=torch.bool, device=self._device)
         tokens_by_step: list[Tensor] = []
         log_probs_by_step: list[Tensor] = []
         running_by_step: list[Tensor] = []
         experts_by_step: list[Tensor] = []
-        inputs = padded_inputs(
-            self._model,
-            input_ids_BS=input_ids,
-            attention_mask_BS=attention_mask,
-            position_ids_BS=position_ids,
-            image_inputs_B=[images for _, images in prompts],
-        )
-        cache = None
+        inputs, cache = self._inputs_of(prompts), None
         for _ in range(sampling.max_tokens):
-            if self._routes is not None:
-                self._routes.prepare(None)
-                self._routes.start(torch.arange(input_ids.numel(), device=self._device), input_ids.numel())
+            self._record_routes(inputs)
             output = inputs.run(self._model, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = output.past_key_values
-            if self._routes is not None:
-                self._routes.stop()
-                experts_by_step.append(self._routes.experts_NLK.unflatten(0, tuple(input_ids.shape)))
+            experts_by_step += self._recorded_routes(inputs)
             log_probs_BV = _processed_log_probs(output.logits[:, -1].float(), sampling)
             tokens_B = _draw(self._without_image_token(log_probs_BV), sampling.temperature, generators)
             tokens_by_step.append(tokens_B)
             log_probs_by_step.append(log_probs_BV.gather(-1, tokens_B[:, None]).squeeze(-1))
-            running_by_step.append(running)
-            running = running & ~torch.isin(tokens_B, ends)
-            if not running.any():
+            running_by_step.append(running_B)
+            running_B = running_B & ~torch.isin(tokens_B, ends)
+            if not running_B.any():
                 break
-            input_ids = tokens_B[:, None]
-            attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(rows), 1)], dim=-1)
-            position_ids = inputs.arguments["position_ids"][..., -1:] + 1
-            inputs = ModelInputs(
-                {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-            )
+            inputs = _inputs_of_next_token(inputs, tokens_B)
         lengths_B = torch.stack(running_by_step).sum(dim=0).tolist()
         tokens_BT = torch.stack(tokens_by_step, dim=1).tolist()
         chosen_BT = torch.stack(log_probs_by_step, dim=1).tolist()
-        experts: list[np.ndarray] = []
-        if experts_by_step:
-            # Prompts are padded on the left, and the last token of a response is no input of the model.
-            experts_BSLK = torch.cat(experts_by_step, dim=1).cpu().numpy()
-            experts = [
-                padded_routes(row[width - len(prompt) :][: len(prompt) + length - 1], len(prompt) + length)
-                for row, prompt, length in zip(experts_BSLK, rows, lengths_B, strict=True)
-            ]
         return _SampledRows(
             [row[:length] for row, length in zip(tokens_BT, lengths_B, strict=True)],
             [row[:length] for row, length in zip(chosen_BT, lengths_B, strict=True)],
-            experts,
+            _experts_of_rows(experts_by_step, [len(prompt) for prompt, _ in prompts], lengths_B),
         )
+
+    def _inputs_of(self, prompts: list[_Prompt]) -> ModelInputs:
+        """Return the prompts with padding on the left, and the inputs of their images."""
+        rows = [prompt for prompt, _ in prompts]
+        width = max(len(row) for row in rows)
+        input_ids_BS = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=self._device)
+        lengths_B = torch.tensor([len(row) for row in rows], device=self._device)
+        mask_BS = (torch.arange(width, device=self._device) >= width - lengths_B[:, None]).long()
+        return padded_inputs(
+            self._model,
+            input_ids_BS=input_ids_BS,
+            attention_mask_BS=mask_BS,
+            position_ids_BS=(mask_BS.cumsum(-1) - 1).clamp(min=0),
+            image_inputs_B=[images for _, images in prompts],
+        )
+
+    def _record_routes(self, inputs: ModelInputs) -> None:
+        """Record the experts of the tokens in the next pass, if the engine returns experts."""
+        if self._routes is not None:
+            num_tokens = inputs.arguments["input_ids"].numel()
+            self._routes.prepare(None)
+            self._routes.start(torch.arange(num_tokens, device=self._device), num_tokens)
+
+    def _recorded_routes(self, inputs: ModelInputs) -> list[Tensor]:
+        """Return the experts [B, S, L, K] of the last pass; an empty list if the engine returns no experts."""
+        if self._routes is None:
+            return []
+        self._routes.stop()
+        return [self._routes.experts_NLK.unflatten(0, tuple(inputs.arguments["input_ids"].shape))]
 
     def _without_image_token(self, log_probs_BV: Tensor) -> Tensor:
         """Return the log-probs without the token of an image, which the trainer would replace by an image."""
@@ -298,6 +297,32 @@ class _SampledRows(NamedTuple):
     tokens: list[list[int]]
     log_probs: list[list[float]]
     experts: list[np.ndarray]
+
+
+def _inputs_of_next_token(inputs: ModelInputs, tokens_B: Tensor) -> ModelInputs:
+    """Return the sampled tokens, one column, as inputs of the pass after the pass of `inputs`."""
+    mask_BS = inputs.arguments["attention_mask"]
+    return ModelInputs({
+        "input_ids": tokens_B[:, None],
+        "attention_mask": torch.cat([mask_BS, mask_BS.new_ones(len(tokens_B), 1)], dim=-1),
+        # A vision-language model may have several positions for a token.
+        "position_ids": inputs.arguments["position_ids"][..., -1:] + 1,
+    })  # fmt: skip
+
+
+def _experts_of_rows(
+    experts_by_step: list[Tensor], prompt_lengths: list[int], response_lengths: list[int]
+) -> list[np.ndarray]:
+    """Return the experts of the tokens of each row, padded to the prompt and the response; empty without experts."""
+    if not experts_by_step:
+        return []
+    experts_BSLK = torch.cat(experts_by_step, dim=1).cpu().numpy()
+    width = max(prompt_lengths)
+    return [
+        # Prompts are padded on the left, and the last token of a response is no input of the model.
+        padded_routes(row[width - prompt :][: prompt + response - 1], prompt + response)
+        for row, prompt, response in zip(experts_BSLK, prompt_lengths, response_lengths, strict=True)
+    ]
 
 
 def _processed_log_probs(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
