@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,8 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.signals import handlers_kept, stop_on_signals
 
 if TYPE_CHECKING:
+    from ray.train.torch import TorchTrainer
+
     from rl_plugins.launch.training import TrainingRun
     from rl_plugins.rollout.engine import RolloutEngine
     from rl_plugins.rollout.vllm.client import VLLMRollout
@@ -102,9 +104,58 @@ def train_on_ray(config: RecipeConfig, folder: RunFolder) -> None:
         _start_roles_and_fit(config, folder, roles, places)
 
 
+@dataclass(frozen=True)
+class _StartedRoles:
+    """Roles of a run beside the training workers. Ray ends an actor when its last handle is gone.
+
+    Attributes:
+        rollout: rollout engines; None if the run has none on vLLM.
+        judges: actors of the engines of a judge.
+        judge_key: key for requests to the judge.
+        pools: actors of each pool of a frozen model.
+        critics: placed pools of critics, not started.
+    """
+
+    rollout: VLLMRollout | None
+    judges: list[Any]
+    judge_key: str
+    pools: Mapping[PoolConfig, list[Any]]
+    critics: list[PlacedPool]
+
+    def stop(self) -> None:
+        """End all roles: another run may follow in this process, and needs the resources."""
+        import ray
+
+        if self.rollout is not None:
+            self.rollout.stop()
+        for actor in (*self.judges, *(actor for actors in self.pools.values() for actor in actors)):
+            ray.kill(actor)
+
+
 def _start_roles_and_fit(config: RecipeConfig, folder: RunFolder, roles: list[Role], places: Reservation) -> None:
     """Start all roles on the reserved resources and train."""
-    # Ray ends an actor when its last handle is gone, so this function keeps all handles.
+    started = _start_roles(config, roles, places)
+    ray_trainer = _ray_trainer(config, folder, started)
+    from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+
+    from rl_plugins.launch.worker_errors import user_errors_unwrapped
+
+    # Ray Train would require the checkpoints of its snapshot. The run's folder has the present checkpoints.
+    (folder.path / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME).unlink(missing_ok=True)
+    # Ray Train makes its own placement group of the same size.
+    places.release(WORKERS)
+    try:
+        with stop_on_signals(folder), user_errors_unwrapped():
+            ray_trainer.fit()
+    except SystemExit:
+        # After Ctrl-C, Ray Train ends the workers and the process, without a word.
+        raise KeyboardInterrupt from None
+    finally:
+        started.stop()
+
+
+def _start_roles(config: RecipeConfig, roles: list[Role], places: Reservation) -> _StartedRoles:
+    """Start the roles on the reserved resources, without waiting until they are ready."""
     rollout, judges, judge_key = None, [], secrets.token_hex(_KEY_BYTES)
     for role in roles:
         if role.name == JUDGES:
@@ -122,31 +173,25 @@ def _start_roles_and_fit(config: RecipeConfig, folder: RunFolder, roles: list[Ro
         # again from the checkpoint, too.
         critics = [placed.pop(role) for role in CRITIC_POOLS if role in placed]
         pools = {pool: start_pool(pool, options) for pool, options in placed.values()}
+    return _StartedRoles(rollout, judges, judge_key, pools, critics)
+
+
+def _ray_trainer(config: RecipeConfig, folder: RunFolder, started: _StartedRoles) -> TorchTrainer:
+    """Return Ray's trainer of the run, whose workers call `train_worker`."""
     import ray.train
     from ray.train import FailureConfig, LoggingConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
-    from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
-    from rl_plugins.launch.worker_errors import WorkerFailures, user_errors_unwrapped, without_traceback
+    from rl_plugins.launch.worker_errors import WorkerFailures, without_traceback
     from rl_plugins.process_group import PrivateTorchConfig
 
     placement = config.placement
     resources = {"CPU": placement.cpus_per_worker}
     if config.on_gpus:
         resources["GPU"] = 1.0
-    ray_trainer = TorchTrainer(
+    return TorchTrainer(
         without_traceback(train_worker),
-        train_loop_config={
-            "config": asdict(config),
-            "rollout": rollout,
-            "pools": list(pools),
-            "critics": critics,
-            "judge_urls": addresses_of(judges, config.placement.judge.start_timeout_s),
-            "judge_key": judge_key,
-            # The driver draws the progress bar.
-            "redraw_s": redraw_interval_s(),
-            "started": psutil.Process().create_time(),
-        },
+        train_loop_config=_worker_arguments(config, started),
         torch_config=PrivateTorchConfig(
             backend="nccl" if config.on_gpus else "gloo",
             timeout_s=int(config.strategy.collective_timeout_s),
@@ -171,29 +216,28 @@ def _start_roles_and_fit(config: RecipeConfig, folder: RunFolder, roles: list[Ro
             callbacks=[WorkerFailures(folder, placement.max_restarts)],  # type: ignore[list-item]
         ),
     )
-    # Ray Train would require the checkpoints of its snapshot. The run's folder has the present checkpoints.
-    (folder.path / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME).unlink(missing_ok=True)
-    # Ray Train makes its own placement group of the same size.
-    places.release(WORKERS)
-    try:
-        with stop_on_signals(folder), user_errors_unwrapped():
-            ray_trainer.fit()
-    except SystemExit:
-        # After Ctrl-C, Ray Train ends the workers and the process, without a word.
-        raise KeyboardInterrupt from None
-    finally:
-        # Another run may follow in this process, and needs the resources.
-        if rollout is not None:
-            rollout.stop()
-        for actor in (*judges, *(actor for actors in pools.values() for actor in actors)):
-            ray.kill(actor)
+
+
+def _worker_arguments(config: RecipeConfig, started: _StartedRoles) -> dict[str, Any]:
+    """Return the argument of `train_worker`. Wait for the engines of a judge, whose addresses are part of it."""
+    return {
+        "config": asdict(config),
+        "rollout": started.rollout,
+        "pools": list(started.pools),
+        "critics": started.critics,
+        "judge_urls": addresses_of(started.judges, config.placement.judge.start_timeout_s),
+        "judge_key": started.judge_key,
+        # The driver draws the progress bar.
+        "redraw_s": redraw_interval_s(),
+        "started": psutil.Process().create_time(),
+    }
 
 
 def train_worker(arguments: dict[str, Any]) -> None:
     """Train in one Ray Train worker.
 
     Args:
-        arguments: Values of `train_loop_config` from the driver.
+        arguments: Result of `_worker_arguments` in the driver.
     """
     _training_run(arguments).call_recipe()
 
