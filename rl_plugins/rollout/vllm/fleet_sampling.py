@@ -110,41 +110,6 @@ class FleetSampling:
             self._reports[reference] = engine
         return {ticket: found[ticket] for ticket in tickets if ticket in found}
 
-    def _poll(self, required: Sequence[int], count: int) -> None:
-        """Start a `collect` call on every engine without one. The call returns when awaited groups are finished."""
-        asked = set(self._polls.values())
-        engines = set(self._engine_of.values())
-        for engine in sorted(engines - asked):
-            tickets = [ticket for ticket in required if self._engine_of[ticket] == engine]
-            if tickets or not required:
-                enough = 0 if required else count if len(engines) == 1 else 1
-                self._polls[self._fleet.actors[engine].collect.remote(self._fleet.rank, tickets, enough)] = engine
-
-    def _take_finished(self, deadline: Deadline) -> None:
-        import ray
-
-        asked = dict(self._polls)
-        if asked:
-            for reference in ray.wait(list(asked), num_returns=len(asked), timeout=0)[0]:
-                self._take(reference)
-        now = {
-            self._fleet.actors[engine].collect.remote(self._fleet.rank, [], 0): engine
-            for engine in set(self._engine_of.values()) - set(self._polls.values())
-        }
-        self._polls |= now
-        while left := {reference: engine for reference, engine in now.items() if reference in self._polls}:
-            self._take(self._fleet.first(left, "collect", deadline))
-
-    def _take(self, reference: Any) -> None:
-        engine = self._polls.pop(reference)
-        lengths, self._busy_s[engine] = self._fleet.result(engine, reference)
-        if lengths:
-            self._fleet.note_samples(engine)
-        for ticket, response_lengths in lengths.items():
-            # Skip groups dropped during the call.
-            if self._engine_of.pop(ticket, None) is not None:
-                self._finished[ticket] = RemoteSamples(engine, self._fleet.rank, ticket, np.array(response_lengths))
-
     def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
         """Return the responses of groups collected by any rank; None for groups of a lost engine."""
         by_engine: dict[int, dict[int, RemoteSamples]] = {}
@@ -197,7 +162,47 @@ class FleetSampling:
         tickets, self._lost_tickets = self._lost_tickets, []
         return tickets
 
+    def _poll(self, required: Sequence[int], count: int) -> None:
+        """Start a `collect` call on every engine without one. The call returns when awaited groups are finished."""
+        engines = set(self._engine_of.values())
+        # The only engine may wait for all groups. With several engines, any of them may finish the next group.
+        least = count if len(engines) == 1 else 1
+        for engine in sorted(engines - set(self._polls.values())):
+            tickets = [ticket for ticket in required if self._engine_of[ticket] == engine]
+            if tickets or not required:
+                collect = self._fleet.actors[engine].collect
+                reference = collect.remote(self._fleet.rank, tickets, 0 if required else least)
+                self._polls[reference] = engine
+
+    def _take_finished(self, deadline: Deadline) -> None:
+        """Take the groups that are finished now, without waiting for others."""
+        import ray
+
+        asked = dict(self._polls)
+        if asked:
+            for reference in ray.wait(list(asked), num_returns=len(asked), timeout=0)[0]:
+                self._take(reference)
+        now = {
+            self._fleet.actors[engine].collect.remote(self._fleet.rank, [], 0): engine
+            for engine in set(self._engine_of.values()) - set(self._polls.values())
+        }
+        self._polls |= now
+        while left := {reference: engine for reference, engine in now.items() if reference in self._polls}:
+            self._take(self._fleet.first(left, "collect", deadline))
+
+    def _take(self, reference: Any) -> None:
+        """Take the groups of a `collect` call that has returned."""
+        engine = self._polls.pop(reference)
+        lengths, self._busy_s[engine] = self._fleet.result(engine, reference)
+        if lengths:
+            self._fleet.note_samples(engine)
+        for ticket, response_lengths in lengths.items():
+            # Skip groups dropped during the call.
+            if self._engine_of.pop(ticket, None) is not None:
+                self._finished[ticket] = RemoteSamples(engine, self._fleet.rank, ticket, np.array(response_lengths))
+
     def _forget(self, engine: int) -> None:
+        """Forget a lost engine, and keep the tickets of its groups for `lost_tickets`."""
         self._lost_tickets += [ticket for ticket, holder in self._engine_of.items() if holder == engine]
         for held in (self._engine_of, self._submitted, self._polls, self._reports):
             for key in [key for key, holder in held.items() if holder == engine]:
