@@ -250,7 +250,6 @@ def workload_of(
         ConfigError: The recipe does not sample its training data, the architecture of a model is unknown, or there are
             images for a model of text.
     """
-
     from rl_plugins.config.recipe import COLLECTING_STAGES
 
     if config.stage not in COLLECTING_STAGES:
@@ -266,24 +265,6 @@ def workload_of(
             raise ConfigError(
                 f"{argument}={value:g}: model.path={config.model.path} reads text alone: leave {argument} out"
             )
-    algorithm: Mapping[str, Any] = config.algorithm or {}
-    frozen = {
-        option.removesuffix(".path"): read_shape(option, path)
-        for option, path in config.model_paths.items()
-        if option.startswith(("teacher.", "reward_model.", "cost_model."))
-    }
-    if config.teacher.update_every and not config.teacher.path:
-        frozen["teacher"] = policy
-    kl = (algorithm.get("kl") or {}).get("coefficient", 0.0)
-    if config.reference.path or (kl and not config.model.lora.rank) or config.stage == "prime":
-        frozen["reference"] = read_shape("reference.path", config.reference.path or config.model.path)
-    critics = []
-    if algorithm.get("advantage") in WITH_VALUES:
-        critics.append(read_shape("critic.path", config.critic.path or config.model.path))
-        if algorithm.get("constraint"):
-            critics.append(read_shape("cost_critic.path", config.cost_critic.path or config.model.path))
-    elif config.stage == "prime":
-        critics.append(policy)  # PRIME trains a process reward model of this size
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     return Workload(
         policy,
@@ -311,13 +292,43 @@ def workload_of(
         adapts_experts=config.model.lora.experts,
         expert_parallel=config.strategy.expert_parallel,
         merged=config.rollout.lora == "merged",
-        critics=critics,
-        frozen=frozen,
+        frozen=_frozen_models(config, policy),
+        critics=_critics(config, policy),
         max_num_seqs=config.engine_limits["max_num_seqs"],
         prefix_caching=config.rollout.prefix_caching,
         kv_cache_bytes=config.rollout.cpu_kv_cache_gib * GIB,
         bucket_bytes=config.engine_limits["bucket_mb"] * 2**20,
     )
+
+
+def _frozen_models(config: RecipeConfig, policy: ModelShape) -> dict[str, ModelShape]:
+    """Return the shapes of the models beside the policy that a run does not train, by name."""
+    frozen = {
+        option.removesuffix(".path"): read_shape(option, path)
+        for option, path in config.model_paths.items()
+        if option.startswith(("teacher.", "reward_model.", "cost_model."))
+    }
+    if config.teacher.update_every and not config.teacher.path:
+        frozen["teacher"] = policy
+    kl = ((config.algorithm or {}).get("kl") or {}).get("coefficient", 0.0)
+    # The reference of an adapter is the policy with the adapter off.
+    if config.reference.path or (kl and not config.model.lora.rank) or config.stage == "prime":
+        frozen["reference"] = read_shape("reference.path", config.reference.path or config.model.path)
+    return frozen
+
+
+def _critics(config: RecipeConfig, policy: ModelShape) -> list[ModelShape]:
+    """Return the shapes of the models that a run trains beside the policy."""
+    algorithm: Mapping[str, Any] = config.algorithm or {}
+    critics = []
+    if algorithm.get("advantage") in WITH_VALUES:
+        critics.append(read_shape("critic.path", config.critic.path or config.model.path))
+        if algorithm.get("constraint"):
+            critics.append(read_shape("cost_critic.path", config.cost_critic.path or config.model.path))
+    elif config.stage == "prime":
+        # PRIME trains a process reward model of this size.
+        critics.append(policy)
+    return critics
 
 
 def _moment_width(optimizer: OptimizerConfig) -> float | None:
