@@ -1,4 +1,4 @@
-"""A trainer that prints nothing and writes nothing, for tests and benchmarks."""
+"""A trainer without loggers, files and a progress bar, for tests and benchmarks."""
 
 from __future__ import annotations
 

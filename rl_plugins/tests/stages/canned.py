@@ -117,7 +117,7 @@ class CannedScorer:
 
 
 class Recorder(torch.optim.SGD):
-    """An optimizer that records the gradients of every step."""
+    """An optimizer with a record of the gradients of every step."""
 
     def __init__(self, parameters: Any, lr: float = 0.01) -> None:
         super().__init__(parameters, lr=lr)
@@ -151,7 +151,7 @@ def mixture_policy(folder: Path, lr: float) -> OwnPolicy:
 
 
 class Keeping(PolicyOptimization):
-    """A stage that records the samples of every step, and the metrics."""
+    """A stage with a record of the samples and the metrics of every step."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -118,7 +118,7 @@ class Remote(Distant):
 
 
 class Keeping(canned.Keeping):
-    """A stage that records the prompts of each step, and the age of the tokens."""
+    """A stage with a record of the prompts of each step, and of the age of the tokens."""
 
     @property
     def texts(self) -> list[list[str]]:
