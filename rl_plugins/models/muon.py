@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 from typing_extensions import override
+
+from rl_plugins.models.sharded_muon import ShardedMuon
 
 
 class MuonAndAdamW(Optimizer):
     """Takes steps of Muon on the matrices of a model's hidden layers, and steps of AdamW on the other parameters.
 
     The other parameters are embeddings, output heads, biases, weights of norms, and the experts of a mixture, which are
-    stacks of matrices. Each process needs whole matrices (or DTensors), so ZeRO cannot shard this optimizer.
+    stacks of matrices. Parameters are whole or DTensors: ZeRO, which cuts all parameters into flat pieces, cannot shard
+    this optimizer.
 
     Args:
         model: model to train, whose parameters with `requires_grad` are trained.
@@ -51,7 +54,7 @@ class MuonAndAdamW(Optimizer):
         self._rules: list[Optimizer] = []
         if matrices:
             rates = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-            self._rules.append(Muon(matrices, **shared | rates))
+            self._rules.append(ShardedMuon(matrices, **shared | rates))
         if others:
             self._rules.append(AdamW(others, **shared, betas=betas, eps=eps, fused=True))
         super().__init__([group for rule in self._rules for group in rule.param_groups], shared)

@@ -17,6 +17,7 @@ from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.muon import MuonAndAdamW, split_parameters
 from rl_plugins.models.scalar_head import load_scalar_head
+from rl_plugins.models.sharded_muon import ShardedMuon
 from rl_plugins.models.tiny import build_model
 from rl_plugins.stages.optimizer import build_optimizer
 
@@ -93,6 +94,14 @@ def test_muon_and_adamw_go_on_from_a_state_dict() -> None:
         gradients(trained)
         rule.step()
     assert all(torch.equal(one, another) for one, another in zip(weights(model), weights(resumed), strict=True))
+
+
+def test_muon_in_bfloat16_without_nesterov_keeps_the_momentum() -> None:
+    matrix = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    matrix.grad = torch.ones_like(matrix)
+    optimizer = ShardedMuon([matrix], momentum=0.5, nesterov=False)
+    optimizer.step()
+    assert (optimizer.state[matrix]["momentum_buffer"] == 0.5).all()
 
 
 def test_muon_refuses_unknown_options() -> None:

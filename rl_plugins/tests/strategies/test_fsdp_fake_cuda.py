@@ -16,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from rl_plugins.models.muon import MuonAndAdamW
 from rl_plugins.strategies.fsdp import Meshes, clip_gradients, shard
 from rl_plugins.strategies.fsdp_shards import send_shards, take_tensors
+from rl_plugins.strategies.optimizers import optimizer_states
 from rl_plugins.strategies.weight_sources import FSDPWeightSource
 from rl_plugins.tests.fake_cuda import CUDA
 from rl_plugins.tests.nccl_tensors import NcclTensors
@@ -101,3 +103,14 @@ def test_gradients_in_host_memory_are_clipped_by_a_norm_of_the_device(
     assert norms == [CUDA]
     assert set(ranks.nccl.collectives) == {"all_reduce"}
     assert {parameter.grad.device.type for parameter in parameters if parameter.grad is not None} == {"cpu"}
+
+
+def test_muon_exchanges_updates_in_host_memory_on_the_device(ranks: FakeRanks) -> None:
+    model = model_on_host(ranks.mesh)
+    optimizer = MuonAndAdamW(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert ranks.nccl.collectives == ["alltoall_base_"] * 2
+    tensors = [*model.parameters(), *optimizer_states(optimizer)]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}
