@@ -7,6 +7,7 @@ from typing import Any
 
 MAX_DEPTH = 100
 """Largest number of lists and objects around a value."""
+_CONTAINERS = (dict, list)
 
 
 def read_foreign_json(text: str | bytes) -> Any:
@@ -20,14 +21,22 @@ def read_foreign_json(text: str | bytes) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(fault) from None
-    if _is_deep(value, MAX_DEPTH):
+    if _is_deep(value):
         raise ValueError(fault)
     return value
 
 
-def _is_deep(value: object, left: int) -> bool:
-    """Return True if more than `left` lists and objects are around a value."""
-    if not isinstance(value, dict | list):
-        return False
-    items = value.values() if isinstance(value, dict) else value
-    return left == 0 or any(_is_deep(item, left - 1) for item in items)
+def _is_deep(value: Any) -> bool:
+    """Return True if more than `MAX_DEPTH` lists and objects are around a value."""
+    level = [value] if type(value) in _CONTAINERS else []
+    for _ in range(MAX_DEPTH):
+        # One pass for each level: a long history of messages has few levels.
+        level = [
+            item
+            for outer in level
+            for item in (outer.values() if type(outer) is dict else outer)
+            if type(item) in _CONTAINERS
+        ]
+        if not level:
+            return False
+    return True

@@ -314,7 +314,9 @@ class Conversations:
         request = GroupRequest(
             0, trajectory.tokens, seed, max_tokens=longest, images=images, reports_tokens=reports_tokens
         )
-        sampling = replace(turn.sampling, num_samples=answer.num_responses)
+        sampling = turn.sampling
+        if sampling.num_samples != answer.num_responses:
+            sampling = replace(sampling, num_samples=answer.num_responses)
         return self._ask([trajectory], turn.ticket, request, sampling), sampling
 
     def _send(self, turns: Sequence[tuple[GroupRequest, SamplingConfig]]) -> None:

@@ -103,6 +103,8 @@ def _check(request: ChatCompletionRequest) -> None:
     if not request.messages:
         raise Refused("messages: a call has at least one message")
     for name, reason in _REFUSED.items():
+        if name not in request.model_fields_set:
+            continue
         value, usual = getattr(request, name), ChatCompletionRequest.model_fields[name].default
         is_text = name == "response_format" and getattr(value, "type", "") == "text"
         if value not in (None, usual, [], {}) and not is_text:
@@ -119,8 +121,9 @@ def _check(request: ChatCompletionRequest) -> None:
 def _longest(request: ChatCompletionRequest) -> int | None:
     """Return the longest answer of a request, in tokens; None without a limit."""
     # The attribute of the older name warns.
-    limits = request.model_dump(include={"max_tokens", "max_completion_tokens"})
-    newer, older = limits["max_completion_tokens"], limits["max_tokens"]
+    fields = vars(request)
+    newer: int | None = fields["max_completion_tokens"]
+    older: int | None = fields["max_tokens"]
     return older if newer is None else newer
 
 
