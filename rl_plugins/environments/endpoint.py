@@ -212,9 +212,7 @@ class Endpoint:
             await self._server.serve(sockets=[self._socket])
 
         try:
-            # uvicorn prefers uvloop, whose loop takes less time for a call.
-            with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
-                runner.run(serve())
+            asyncio.run(serve())
         finally:
             # Whoever waits for a call notices the end.
             if not self._is_closing:

@@ -214,12 +214,12 @@ class ObjectHost:
         """Read messages, and end objects after a missed deadline."""
         connections = {one.connection: one for one in self._objects.values() if one.connection is not None}
         ready = wait([self._process.connection, self._process.ended, *connections, *wake], min(wait_s, 1.0))
-        has_ended = self._process.ended in ready
+        has_ended = self._process.has_ended()
         for connection, one in connections.items():
             if connection in ready:
                 self._read_answers(one)
         try:
-            while self._process.connection in ready and self._process.connection.poll():
+            while self._process.connection.poll():
                 self._read_report(json.loads(self._process.connection.recv_bytes()))
         except (EOFError, OSError):
             has_ended = True
