@@ -56,6 +56,8 @@ PUBLIC: dict[str, dict[str, str]] = {
     },
     "Data": {
         "PromptDataModule": "data.datamodule",
+        "prompt_row": "data.parquet",
+        "with_plain_template": "data.chat_template",
         "SFTDataModule": "data.sft",
         "PreferenceDataModule": "data.preferences",
         "ProcessRewardDataModule": "data.process_rewards",

@@ -44,7 +44,9 @@ from rl_plugins.config.run import Bounds as Bounds
 from rl_plugins.config.sampling import EnvironmentConfig as EnvironmentConfig
 from rl_plugins.config.sampling import SamplingConfig as SamplingConfig
 from rl_plugins.config.sampling import Schedule as Schedule
+from rl_plugins.data.chat_template import with_plain_template as with_plain_template
 from rl_plugins.data.datamodule import PromptDataModule as PromptDataModule
+from rl_plugins.data.parquet import prompt_row as prompt_row
 from rl_plugins.data.preferences import PreferenceDataModule as PreferenceDataModule
 from rl_plugins.data.process_rewards import ProcessRewardDataModule as ProcessRewardDataModule
 from rl_plugins.data.sft import SFTDataModule as SFTDataModule

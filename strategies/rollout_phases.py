@@ -32,6 +32,7 @@ class RolloutPhases:
         engine: rollout engine; None for stages without sampling.
         strategy: owner of the model engines.
         memory: device memory to free while the rollout engine samples.
+        make_engine: function that makes an engine at the first sampling if `engine` is None; None for an error.
 
     Attributes:
         engines_lost: number of lost and replaced rollout engines.
@@ -45,8 +46,15 @@ class RolloutPhases:
         ... )
     """
 
-    def __init__(self, engine: RolloutEngine | None, strategy: Strategy, memory: TrainingMemory) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine | None,
+        strategy: Strategy,
+        memory: TrainingMemory,
+        make_engine: Callable[[], RolloutEngine] | None = None,
+    ) -> None:
         _check_is_engine(engine)
+        self._make_engine = make_engine
         self._engine, self._strategy, self.memory = engine, strategy, memory
         self._connected = False
         # Version of the rollout engine's weights; None if the policy has changed since the last update.
@@ -64,6 +72,9 @@ class RolloutPhases:
         Raises:
             ConfigError: the strategy has no rollout engine.
         """
+        if self._engine is None and self._make_engine is not None:
+            self._engine = self._make_engine()
+            self.connect()
         if self._engine is None:
             raise ConfigError(
                 f"{type(self._strategy).__name__} has no rollout engine for sampling: "

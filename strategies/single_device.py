@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -22,6 +23,7 @@ from rl_plugins.models.remote import learners_of
 from rl_plugins.plain_file import load_plain
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import RolloutEngine
+from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.strategies.autograd_steps import AutogradSteps
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.checkpoint_folder import (
@@ -45,7 +47,8 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
 
     Args:
         device: device to train on; `cuda` is the first visible GPU.
-        rollout: rollout engine; None for stages without sampling.
+        rollout: rollout engine; by default, a stage that samples gets a `TransformersRollout` with a copy of the
+            policy.
         **kwargs: further arguments of Lightning's `SingleDeviceStrategy`.
     """
 
@@ -55,6 +58,10 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
     def __init__(
         self, device: str | torch.device = "cpu", *, rollout: RolloutEngine | None = None, **kwargs: Any
     ) -> None:
+        if not isinstance(device, str | torch.device):
+            raise ConfigError(
+                f"device={repr(device)[:80]} is no device: give the rollout engine by name, with rollout=..."
+            )
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             # `torch.cuda.set_device`, which Lightning calls, refuses a device without an index.
@@ -65,7 +72,7 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
         self.num_nodes = 1
         self.ranks = Ranks()
         self.phase_log = PhaseLog(device=device)
-        self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory())
+        self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory(), self._copy_of_policy)
         self._blended = BlendedModels()
 
     @classmethod
@@ -121,6 +128,13 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
     def model_engine(self, name: str) -> nn.Module:
         """Return the model itself."""
         return self._models()[name]
+
+    def _copy_of_policy(self) -> RolloutEngine:
+        rank_zero_info(
+            "the policy samples by a copy of itself in this process (TransformersRollout), which suits small models: "
+            "pass rollout=VLLMRollout(...) to the strategy for other models"
+        )
+        return TransformersRollout(self.model_engine(POLICY), device=str(self.root_device))
 
     def _models(self) -> dict[str, nn.Module]:
         module = self.lightning_module

@@ -44,9 +44,7 @@ def train(config: dict[str, Any]) -> None:
     data = QuestionAnswerData(config["train_file"], config["val_file"], config["model"], per_worker)
     sampling = rl.SamplingConfig(max_tokens=6, num_samples=8)
     model = rl.PolicyOptimization(model, scorer=right_answer, sampling=sampling)
-    data = rl.PromptDataModule(
-        data.train_file, data.val_file, tokenizer=data.tokenizer, prompts_per_step=config["batch_size"]
-    )
+    data = rl.PromptDataModule(data.train_file, data.val_file, prompts_per_step=config["batch_size"])
     rollout = rl.VLLMRollout(rl.VLLMConfig(model=config["model"], max_model_len=64))
     trainer = Trainer(
         max_steps=config["steps"],

@@ -6,6 +6,7 @@ expect: each becomes a `TemplateRefusal`.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 Messages = Sequence[Mapping[str, Any]]
+_PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _NAMES = re.compile(r"[A-Za-z_]\w*")
 _TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "chat_template"})
 """Arguments of `apply_chat_template` for variables of the template, or for the template itself."""
@@ -58,13 +60,26 @@ def render(
         raise TemplateRefusal(str(error) or type(error).__name__) from error
 
 
+def with_plain_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a copy of a tokenizer whose chat template writes the texts of messages, and nothing around the texts.
+
+    The copy is for a policy that was trained on plain texts. The copy begins a prompt with the token that the tokenizer
+    puts before each text, if there is such a token.
+    """
+    begins = tokenizer.bos_token_id is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = ("{{ bos_token }}" if begins else "") + _PLAIN
+    return plain
+
+
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise a ConfigError if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
         name = repr(tokenizer.name_or_path) if tokenizer.name_or_path else f"({type(tokenizer).__name__})"
         raise ConfigError(
             f"the tokenizer {name} has no chat template, which messages need: use the tokenizer of an "
-            "instruction-tuned model, or set its `chat_template`"
+            "instruction-tuned model, set its `chat_template`, or wrap the tokenizer of a policy of plain texts with "
+            "rl.with_plain_template(tokenizer)"
         )
 
 

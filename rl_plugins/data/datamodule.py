@@ -7,6 +7,7 @@ the position itself.
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Required, TypedDict, TypeVar, Unpack
@@ -45,7 +46,7 @@ Batch = TypeVar("Batch")
 class StepOptions(TypedDict, total=False):
     """Options of every data module; `StepDataModule` describes them."""
 
-    tokenizer: Required[str | Processor]
+    tokenizer: str | Processor | None
     prompts_per_step: Required[int]
     max_prompt_tokens: int
     eval_batch_size: int
@@ -63,7 +64,8 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             of mappings with the same columns. None if there is no training.
         validation: path of a parquet file, several paths, or a data set; None for no validation.
         tokenizer: a tokenizer with a chat template, or the processor of a vision-language model, which rows with images
-            need; or the folder or hub name to load the tokenizer or the processor from.
+            need; or the folder or hub name to load the tokenizer or the processor from. By default, the tokenizer of
+            the stage that the trainer runs.
         prompts_per_step: prompts of one training step, over all ranks. The rows of an epoch's incomplete last step are
             dropped.
         max_prompt_tokens: longest prompt, in tokens, chat template included.
@@ -85,7 +87,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         train: Source | None,
         validation: Paths | RowSource | None = None,
         *,
-        tokenizer: str | Processor,
+        tokenizer: str | Processor | None = None,
         prompts_per_step: int,
         max_prompt_tokens: int = 1024,
         eval_batch_size: int = 64,
@@ -147,6 +149,8 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             rows, part_starts = load_parts(source, self.columns(split))
             if split == "train":
                 self._part_starts = part_starts
+            if self.tokenizer is None:
+                self.tokenizer = self._processor_of_stage()
             if isinstance(self.tokenizer, str):
                 self.tokenizer = load_tokenizer_or_processor(self.tokenizer)
             if self.images is None and has_image_processor(self.tokenizer):
@@ -253,6 +257,8 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
     def val_dataloader(self) -> EvalLoader[Any] | list[Any]:
         """Return the loader of this rank's validation rows; an empty list means no validation to Lightning."""
         if "validation" not in self.sources:
+            # Lightning's warning speaks of a list, and not of validation.
+            warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
             return []
         return EvalLoader(self.sources["validation"], batch_size=self.eval_batch_size, **self._rank_and_world_size())
 
@@ -282,6 +288,14 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the position for the train loader, which does not exist yet."""
         self._state_to_load = state_dict["train_loader"]
+
+    def _processor_of_stage(self) -> Processor:
+        processor: Processor | None = getattr(self.trainer and self.trainer.lightning_module, "processor", None)
+        if processor is None:
+            raise ConfigError(
+                f"{type(self).__name__} has no tokenizer, and no stage has a tokenizer for the rows: pass tokenizer=..."
+            )
+        return processor
 
     def _rank_and_world_size(self) -> dict[str, int]:
         if self.trainer is None:

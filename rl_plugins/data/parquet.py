@@ -38,6 +38,41 @@ FilePath = str | os.PathLike[str]
 Paths = FilePath | Sequence[FilePath]
 
 
+def prompt_row(
+    prompt: str | Sequence[Mapping[str, Any]],
+    ground_truth: object = "",
+    *,
+    data_source: str = "default",
+    ability: str = "general",
+    **extra_info: object,
+) -> dict[str, Any]:
+    """Return a row with all columns, for a list of rows in a script.
+
+    Args:
+        prompt: chat messages, or the text of a single message of the user.
+        ground_truth: right answer, which the reward function compares with the text of a response.
+        data_source: group of the row; rewards may differ by group, and validation has metrics of each group.
+        ability: ability that the row trains.
+        **extra_info: further values, which the reward function gets as its argument `extra_info`.
+
+    Raises:
+        ConfigError: `ground_truth` is a number, which differs from every text.
+    """
+    if isinstance(ground_truth, int | float):
+        raise ConfigError(
+            f"ground_truth={ground_truth} is a number, and a reward function compares it with a text, the response: "
+            f"pass {str(ground_truth)!r}"
+        )
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return {
+        "prompt": messages,
+        "data_source": data_source,
+        "ability": ability,
+        "reward_model": {"ground_truth": ground_truth},
+        "extra_info": extra_info,
+    }
+
+
 class RowSource(Protocol):
     """A data set: any object with a length and a row for each number below the length."""
 
@@ -157,11 +192,17 @@ def check_row(row: object, location: str, columns: Sequence[str] = COLUMNS) -> N
         RowError: a column is missing or of another type. The message names the location and the column.
     """
     if not isinstance(row, Mapping):
-        reason = f"expected a mapping with the columns {', '.join(columns)}, got {_described(row)}"
+        reason = (
+            f"expected a mapping with the columns {', '.join(columns)}, got {_described(row)}: rl.prompt_row(prompt, "
+            "answer) makes such a row"
+        )
         raise RowError(location, "row", reason)
     missing = [name for name in columns if name not in row]
     if missing:
-        raise RowError(location, f"column {missing[0]!r}", f"it is missing; the row has {', '.join(map(str, row))}")
+        reason = (
+            f"it is missing; the row has {', '.join(map(str, row))}: rl.prompt_row(prompt, answer) makes a whole row"
+        )
+        raise RowError(location, f"column {missing[0]!r}", reason)
     _check_messages(row["prompt"], location)
     check_parts(row, location)
     if not any(message["content"].strip() for message in with_texts(row)["prompt"]):
@@ -181,7 +222,9 @@ def check_row(row: object, location: str, columns: Sequence[str] = COLUMNS) -> N
 def _check_messages(prompt: object, location: str) -> None:
     column = "column 'prompt'"
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-        raise RowError(location, column, f"expected a list of {{role, content}} messages, got {_described(prompt)}")
+        reason = f"expected a list of {{role, content}} messages, got {_described(prompt)}"
+        hint = ": rl.prompt_row(text, answer) makes a message of a text" if isinstance(prompt, str) else ""
+        raise RowError(location, column, reason + hint)
     for position, message in enumerate(prompt):
         for key, types in (("role", str), ("content", str | list)):
             if not isinstance(message, Mapping) or not isinstance(message.get(key), types):

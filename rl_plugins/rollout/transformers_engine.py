@@ -5,6 +5,7 @@ The engine keeps a separate copy of the policy. The trained model never enters g
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from rl_plugins.config.sampling import SamplingConfig
@@ -94,7 +95,7 @@ class TransformersRollout(SynchronousGroups):
     """An in-process engine with a KV cache, exact log-probs and per-sample seeds.
 
     Args:
-        model: Hugging Face name or folder.
+        model: Hugging Face name or folder; or the policy itself as a model in memory, which is copied at once.
         dtype: dtype of the copy.
         device: device of the copy.
         max_batch_size: largest number of responses in a batch.
@@ -105,7 +106,7 @@ class TransformersRollout(SynchronousGroups):
 
     def __init__(
         self,
-        model: str,
+        model: str | nn.Module,
         *,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
@@ -117,17 +118,22 @@ class TransformersRollout(SynchronousGroups):
         super().__init__()
         self._routes = RouterReplay() if return_experts else None
         self._trust_remote_code = trust_remote_code
-        self._path, self._dtype, self._device = model, dtype, torch.device(device)
+        self._path = model if isinstance(model, str) else type(model).__name__
+        # A stage changes the attention of its policy later.
+        self._given = None if isinstance(model, str) else _copied(model, dtype)
+        self._dtype, self._device = dtype, torch.device(device)
         self._max_batch_size = max_batch_size
         self.check_updates = check_updates
         self._version = 0
 
     def connect(self, rank: int, world_size: int) -> None:
         """Load the copy of the policy."""
-        folder = model_folder(self._path, trust_remote_code=self._trust_remote_code)
-        model: Any = model_class(folder).from_pretrained(
-            folder, dtype=self._dtype, trust_remote_code=self._trust_remote_code
-        )
+        model: Any = self._given
+        if model is None:
+            folder = model_folder(self._path, trust_remote_code=self._trust_remote_code)
+            model = model_class(folder).from_pretrained(
+                folder, dtype=self._dtype, trust_remote_code=self._trust_remote_code
+            )
         self._model = model.to(self._device).eval()
         self._parameters = dict(self._model.named_parameters())
         if self._routes is not None:
@@ -285,6 +291,29 @@ class TransformersRollout(SynchronousGroups):
     def close(self) -> None:
         """Delete the copy."""
         del self._model, self._parameters
+
+
+def _copied(model: object, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of a model with parameters of a dtype.
+
+    Raises:
+        ConfigError: the object is no model of transformers, or the model has an adapter.
+    """
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise ConfigError(
+            f"TransformersRollout got a {type(model).__name__} without the config of a model of transformers: pass the "
+            "folder or the name of a model, or a model, such as the .model of a LightningModule"
+        )
+    if hasattr(model, "get_base_model"):
+        raise ConfigError(
+            "TransformersRollout got a model with an adapter, and samples with the base model: pass the folder or the "
+            "name of the base model, rollout=TransformersRollout(folder)"
+        )
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        # Buffers, such as rotary frequencies, keep their precision.
+        parameter.data = parameter.data.to(dtype)
+    return copied
 
 
 _Prompt = tuple[list[int], ImageInputs | None]

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from hydra.utils import get_object
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -93,6 +94,30 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> dict[str, Any]
     if _needs_argument(optimizer.step):
         raise ConfigError(f"name={config.name}: {type(optimizer).__name__}.step needs a closure: use another optimizer")
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": _schedule(config, optimizer), "interval": "step"}}
+
+
+def announce(optimizer: Optimizer, name: str, owner: str | None, *, trained: bool) -> None:
+    """Print the class and the rates of an optimizer, and the place where a user changes the rates.
+
+    Args:
+        optimizer: optimizer of a model.
+        name: name of the model.
+        owner: class of the LightningModule whose `configure_optimizers` made the optimizer; None for an optimizer made
+            from settings.
+        trained: True for the model that the stage trains, False for a further model such as a critic.
+    """
+    # A schedule may have lowered the rate for warm-up.
+    rates = dict.fromkeys(f"{group.get('initial_lr', group['lr']):g}" for group in optimizer.param_groups)
+    if owner is not None:
+        place = f"from {owner}.configure_optimizers"
+    elif trained:
+        place = "change the rate with optimizer=OptimizerConfig(lr=...), in a recipe optimizer.lr"
+    else:
+        place = f"change the rate with {name}=...(optimizer=OptimizerConfig(lr=...)), in a recipe {name}.optimizer.lr"
+    default = f"{OptimizerConfig().lr:g}"
+    if owner is None and default in rates:
+        place += f"; {default} suits models of billions of parameters, and a small model needs more, such as 1e-4"
+    rank_zero_info(f"{name}: {type(optimizer).__name__}, lr={', '.join(rates)} ({place})")
 
 
 def _groups(config: OptimizerConfig, model: nn.Module) -> list[Any]:

@@ -89,6 +89,11 @@ def _call_both(
     return result if own is None else own
 
 
+def optimizer_owner(model: object) -> LightningModule | None:
+    """Return a LightningModule that brings its own optimizer; None for any other model."""
+    return model if isinstance(model, LightningModule) and is_overridden("configure_optimizers", model) else None
+
+
 def log_hyperparameters(module: LightningModule, trainer: Trainer) -> None:
     """Send the hyperparameters of a module to all loggers, unless the module keeps them from loggers."""
     if module._log_hyperparams:
@@ -194,7 +199,6 @@ def tokenizer_for(model: str | nn.Module, given: str | Processor | None, trust_r
     name = given or (model if isinstance(model, str) else getattr(inner, "name_or_path", None))
     if not name:
         raise ConfigError(
-            f"{type(model).__name__} has no name_or_path to load a tokenizer from: pass tokenizer=... to the stage, as "
-            "to the data module"
+            f"{type(model).__name__} has no name_or_path to load a tokenizer from: pass tokenizer=... to the stage"
         )
     return load_tokenizer_or_processor(name, trust_remote_code=trust_remote_code)

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from typing_extensions import override
 
@@ -30,7 +29,7 @@ from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages import own_module
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
-from rl_plugins.stages.optimizer import FurtherLoss, MicroBatchLoss, build_optimizer, only_one, with_further
+from rl_plugins.stages.optimizer import FurtherLoss, MicroBatchLoss, announce, build_optimizer, only_one, with_further
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
 from rl_plugins.stages.trainer_flags import COMPILED, check_trainer, silence_equal_metrics, take_gradient_clip
 from rl_plugins.stages.validation import GenerationValidation
@@ -280,15 +279,12 @@ class Stage(LightningModule):
     @override
     def configure_optimizers(self) -> Any:
         models = self.named_models()
-        source = self._source[0]
-        brings_own = isinstance(source, LightningModule) and is_overridden("configure_optimizers", source)
-        own = source if isinstance(source, LightningModule) and brings_own else None
         configured = []
         for name, config in self.optimizer_configs().items():
-            if own is not None and name == self.trained:
-                built = only_one(own.configure_optimizers(), own)
-            else:
-                built = build_optimizer(config, models[name])
+            own = own_module.optimizer_owner(self._source[0]) if name == self.trained else None
+            built = build_optimizer(config, models[name]) if own is None else only_one(own.configure_optimizers(), own)
+            owner = None if own is None else type(own).__name__
+            announce(built["optimizer"], name, owner, trained=name == self.trained)
             self._model_of_optimizer[id(built["optimizer"])] = name
             configured.append(built)
         return configured

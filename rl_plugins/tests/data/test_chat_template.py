@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from rl_plugins.data.chat_template import TemplateRefusal, render
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from rl_plugins.data.chat_template import TemplateRefusal, render, with_plain_template
 from rl_plugins.data.following_messages import FollowingMessages
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.prompts import tokenize_rows
@@ -68,3 +71,20 @@ def test_turn_tokenizer_refuses_a_message_for_which_the_template_raises_any_exce
     turns = TurnTokenizer(tokenizer)
     with pytest.raises(ConfigError, match="refuses a message of the role 'user' after a response: can only"):
         turns.tokens([{"role": "user", "content": "4", "note": "text"}], 0, 9)
+
+
+def test_plain_template_writes_the_texts_of_messages_alone() -> None:
+    tokenizer = build_tokenizer()
+    plain = with_plain_template(tokenizer)
+    assert encode_prompts([[{"role": "user", "content": "2+3="}]], plain, {}) == [tokenizer("2+3=")["input_ids"]]
+    assert render(tokenizer, SAID, {}) == "<|user|>hi<|assistant|>"
+
+
+def test_plain_template_keeps_the_token_before_each_text() -> None:
+    tokenizer: Any = build_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    assert render(with_plain_template(tokenizer), SAID, {}) == "hi"
+    processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = processor
+    plain = with_plain_template(tokenizer)
+    assert encode_prompts([SAID], plain, {}) == [tokenizer("hi")["input_ids"]] == [[tokenizer.bos_token_id, 71, 72]]

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import warnings
+from types import SimpleNamespace
+
 import pytest
 
 from rl_plugins.data.datamodule import PromptDataModule
@@ -144,3 +147,21 @@ def test_sft_data_module_names_the_row_without_a_response(row, tokenizer, key, m
     data = SFTDataModule([row(0)], tokenizer=tokenizer, prompts_per_step=1, response_key=key)
     with pytest.raises(ConfigError, match=message):
         data.setup("fit")
+
+
+def test_data_module_without_a_tokenizer_takes_the_tokenizer_of_the_stage(row, tokenizer):
+    data = PromptDataModule([row(0)], prompts_per_step=1)
+    with pytest.raises(ConfigError, match=r"PromptDataModule has no tokenizer, .* rows: pass tokenizer="):
+        data.setup("fit")
+    data.trainer = SimpleNamespace(lightning_module=SimpleNamespace(processor=tokenizer))  # type: ignore[assignment]
+    data.setup("fit")
+    assert data.sources["train"].batch([0], 0).prompt_ids == [tokenizer.encode("<|user|>0+1=<|assistant|>")]
+
+
+def test_missing_validation_rows_give_no_warning_of_lightning(row, tokenizer):
+    data = PromptDataModule([row(0)], tokenizer=tokenizer, prompts_per_step=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert data.val_dataloader() == []
+        warnings.warn("Total length of `list` across ranks is zero. Please make sure of this.", stacklevel=1)
+    assert caught == []

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl_plugins.data import parquet
-from rl_plugins.data.parquet import ParquetRows, load_rows
-from rl_plugins.errors import ConfigError
+from rl_plugins.data.parquet import ParquetRows, load_rows, prompt_row
+from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.tests.loops import for_each
 
 
@@ -119,3 +119,41 @@ def test_load_rows_names_a_file_with_a_damaged_footer(row, write_rows):
             load_rows(path)
         except ConfigError as error:
             assert "train.parquet" in str(error)
+
+
+def test_prompt_row_makes_a_row_with_all_columns(row):
+    rows = load_rows([prompt_row("2+3=", "5"), prompt_row(row(1)["prompt"], "2", data_source="sums", level=3)])
+    assert list(rows) == [
+        {
+            "prompt": [{"role": "user", "content": "2+3="}],
+            "data_source": "default",
+            "ability": "general",
+            "reward_model": {"ground_truth": "5"},
+            "extra_info": {},
+        },
+        {
+            "prompt": row(1)["prompt"],
+            "data_source": "sums",
+            "ability": "general",
+            "reward_model": {"ground_truth": "2"},
+            "extra_info": {"level": 3},
+        },
+    ]
+
+
+def test_prompt_row_refuses_a_number_as_ground_truth():
+    with pytest.raises(ConfigError, match=r"ground_truth=5 is a number, .* a text, the response: pass '5'"):
+        prompt_row("2+3=", 5)
+
+
+@for_each(
+    ("row", "message"),
+    [
+        (("2+3", "5"), "got tuple .*: rl.prompt_row"),
+        ({"prompt": "2+3"}, "'data_source': it is missing; .*: rl.prompt_row"),
+        ({**prompt_row("2+3", "5"), "prompt": "2+3"}, r"got str '2\+3': rl.prompt_row"),
+    ],
+)
+def test_error_of_a_wrong_row_names_the_function_that_makes_rows(row, message):
+    with pytest.raises(RowError, match=message):
+        load_rows([row])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from rl_plugins.config.sampling import SamplingConfig
@@ -165,3 +166,22 @@ def test_update_weights_changes_the_weights_and_the_version(tmp_path: Path) -> N
         expected = next_token_logits(other, prompt, response).log_softmax(-1)
         chosen = expected.gather(-1, torch.tensor(response)[:, None]).squeeze(-1)
         torch.testing.assert_close(torch.tensor(log_probs), chosen, rtol=0, atol=1e-5)
+
+
+def test_model_in_memory_samples_as_the_model_of_a_folder(engine: TransformersRollout) -> None:
+    model = build_model(initializer_range=0.1)
+    in_memory = TransformersRollout(model)
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+    in_memory.connect(0, 1)
+    sampling = SamplingConfig(max_tokens=5, num_samples=2)
+    expected = engine.generate(PROMPTS, sampling, [5, 6, 7, 8])
+    assert in_memory.generate(PROMPTS, sampling, [5, 6, 7, 8]).responses() == expected.responses()
+
+
+def test_object_that_cannot_be_copied_as_a_policy_is_refused() -> None:
+    module = torch.nn.ModuleDict({"model": build_model()})
+    with pytest.raises(ConfigError, match=r"got a ModuleDict without the config .* pass the folder .* or a"):
+        TransformersRollout(module)
+    with pytest.raises(ConfigError, match=r"got a model with an adapter, .* pass the folder .* of the base model"):
+        TransformersRollout(get_peft_model(build_model(), LoraConfig(target_modules="all-linear")))

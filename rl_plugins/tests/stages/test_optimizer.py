@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.stages.optimizer import build_optimizer
+from rl_plugins.stages.optimizer import announce, build_optimizer
 from rl_plugins.tests.cases import case
 from rl_plugins.tests.fake_cuda import FakeCuda
 from rl_plugins.tests.loops import for_each
@@ -117,3 +117,28 @@ def test_optimizer_config_factor_falls_on_a_cosine() -> None:
     config = OptimizerConfig(schedule="cosine", warmup_steps=1, decay_steps=4, lr_end=0.2)
     expected = [0.5, 1.0, 0.2 + 0.8 * (2 + 2**0.5) / 4, 0.6, 0.2 + 0.8 * (2 - 2**0.5) / 4, 0.2, 0.2]
     assert [config.factor(step) for step in range(7)] == pytest.approx(expected)
+
+
+def announced(caplog: pytest.LogCaptureFixture, config: OptimizerConfig, name: str, **arguments: Any) -> str:
+    caplog.clear()
+    optimizer = build_optimizer(config, torch.nn.Linear(2, 2))["optimizer"]
+    with caplog.at_level("INFO"):
+        announce(optimizer, name, arguments.pop("owner", None), **arguments)
+    return caplog.text
+
+
+def test_announce_names_optimizer_rate_and_the_option_of_the_rate(caplog: pytest.LogCaptureFixture) -> None:
+    text = announced(caplog, OptimizerConfig(), "policy", trained=True)
+    assert "policy: AdamW, lr=1e-06 (change the rate with optimizer=OptimizerConfig(lr=...)" in text
+    assert "1e-06 suits models of billions of parameters, and a small model needs more, such as 1e-4" in text
+    # The first rate of a warm-up is not the rate of the settings.
+    text = announced(caplog, OptimizerConfig(lr=0.5, warmup_steps=9), "policy", trained=True)
+    assert "policy: AdamW, lr=0.5 (change" in text and "small model" not in text
+    text = announced(caplog, OptimizerConfig(lr=1e-5, name="SGD"), "critic", trained=False)
+    assert "critic: SGD, lr=1e-05 (change the rate with critic=...(optimizer=OptimizerConfig(lr=...))" in text
+    assert "in a recipe critic.optimizer.lr" in text
+
+
+def test_announce_names_the_module_that_made_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
+    text = announced(caplog, OptimizerConfig(), "policy", owner="Own", trained=True)
+    assert "policy: AdamW, lr=1e-06 (from Own.configure_optimizers)" in text

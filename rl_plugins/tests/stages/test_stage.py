@@ -87,7 +87,13 @@ def test_gradient_clip_of_the_stage_bounds_the_gradient() -> None:
     assert norms[1e-3] == pytest.approx(1e-3, rel=1e-4)
 
 
-def test_optimizer_and_scheduler_of_a_lightning_module_are_used() -> None:
+def test_start_of_training_shows_the_default_rate_of_a_bare_model(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        fit(policy_optimization(build_model()), steps=1)
+    assert caplog.text.count("policy: AdamW, lr=1e-06 (change the rate with optimizer=OptimizerConfig(lr=...)") == 1
+
+
+def test_optimizer_and_scheduler_of_a_lightning_module_are_used(caplog: pytest.LogCaptureFixture) -> None:
     class Own(LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -100,7 +106,9 @@ def test_optimizer_and_scheduler_of_a_lightning_module_are_used() -> None:
 
     own = Own()
     stage = policy_optimization(own)
-    trainer = fit(stage, steps=3)
+    with caplog.at_level("INFO"):
+        trainer = fit(stage, steps=3)
+    assert "policy: SGD, lr=0.1 (from Own.configure_optimizers)" in caplog.text
     assert trainer.optimizers == [own.optimizer]
     assert [config.scheduler for config in trainer.lr_scheduler_configs] == [own.scheduler]
     assert own.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)

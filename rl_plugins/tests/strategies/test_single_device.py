@@ -116,10 +116,30 @@ def test_rollout_error_passes_after_the_engine_sleeps() -> None:
     assert strategy.phase_log.current is None
 
 
-def test_rollout_without_an_engine_is_refused() -> None:
-    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy())
+def test_stage_without_a_rollout_engine_samples_by_a_copy_of_the_policy(caplog: pytest.LogCaptureFixture) -> None:
+    strategies = [
+        SingleDeviceRolloutStrategy(rollout=rollout) for rollout in (None, TransformersRollout(build_model()))
+    ]
+    weights = []
+    for strategy in strategies:
+        one = stage()
+        with caplog.at_level("INFO"):
+            canned.quiet_trainer(strategy).fit(one, loader())
+        weights.append(one.policy.state_dict())
+    assert caplog.text.count("the policy samples by a copy of itself in this process (TransformersRollout)") == 1
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+
+
+def test_sampling_without_an_engine_is_refused_by_phases_that_make_no_engine() -> None:
+    phases = SingleDeviceRolloutStrategy().rollout_phases
+    phases._make_engine = None
     with pytest.raises(ConfigError, match=r"SingleDeviceRolloutStrategy has no rollout engine.*rollout=VLLMRollout"):
-        trainer.fit(stage(), loader())
+        phases.run_sampling(0, lambda engine: engine)
+
+
+def test_rollout_engine_in_the_place_of_the_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"device=.* is no device: give the rollout engine by name, with rollout="):
+        SingleDeviceRolloutStrategy(cast(Any, canned.CannedRollout()))
 
 
 def test_name_class_or_configuration_of_a_rollout_engine_is_refused() -> None:
