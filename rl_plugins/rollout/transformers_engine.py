@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -294,7 +295,7 @@ class TransformersRollout(SynchronousGroups):
 
 
 def _copied(model: object, dtype: torch.dtype) -> nn.Module:
-    """Return a copy of a model with parameters of a dtype.
+    """Return a copy of a model with parameters of a dtype, without hooks.
 
     Raises:
         ConfigError: the object is no model of transformers, or the model has an adapter.
@@ -309,7 +310,9 @@ def _copied(model: object, dtype: torch.dtype) -> nn.Module:
             "TransformersRollout got a model with an adapter, and samples with the base model: pass the folder or the "
             "name of the base model, rollout=TransformersRollout(folder)"
         )
-    copied = copy.deepcopy(model)
+    # Hooks of callbacks count the passes of training alone, and keep objects that cannot be copied.
+    hooks = [hook for module in model.modules() for hook in (module._forward_hooks, module._forward_pre_hooks)]
+    copied = copy.deepcopy(model, {id(hook): OrderedDict() for hook in hooks})
     for parameter in copied.parameters():
         # Buffers, such as rotary frequencies, keep their precision.
         parameter.data = parameter.data.to(dtype)

@@ -215,7 +215,8 @@ class Stage(LightningModule):
         if self.packing:
             use_packed_attention(model.get_base_model() if has_adapter(model) else model)
         if self.compares_log_probs:
-            turn_off_dropout(model)
+            # `from_pretrained` returns a model in evaluation mode, in which transformers checkpoints no activations.
+            turn_off_dropout(model.train())
         return model
 
     def load_model(self, path: str, frozen: str | None = None) -> nn.Module:

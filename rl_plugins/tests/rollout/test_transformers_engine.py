@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from threading import Lock
 
 import pytest
 import torch
@@ -170,6 +172,10 @@ def test_update_weights_changes_the_weights_and_the_version(tmp_path: Path) -> N
 
 def test_model_in_memory_samples_as_the_model_of_a_folder(engine: TransformersRollout) -> None:
     model = build_model(initializer_range=0.1)
+    for module in model.modules():
+        # Locks cannot be copied.
+        module.register_forward_hook(partial(pytest.fail, Lock()))
+        module.register_forward_pre_hook(partial(pytest.fail, Lock()))
     in_memory = TransformersRollout(model)
     with torch.no_grad():
         model.model.norm.weight.zero_()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
+from transformers import AutoModelForCausalLM
 
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.sampling import SamplingConfig
@@ -63,6 +64,14 @@ def test_preference_optimization_has_no_dropout_and_sft_keeps_dropout(path: str)
     assert {block.self_attn.attention_dropout for block in compared.model.layers} == {0.0}
     alone = loaded(SFT(path, **options))
     assert {block.self_attn.attention_dropout for block in alone.model.layers} == {0.5}
+
+
+def test_model_in_evaluation_mode_trains_in_train_mode_where_log_probs_are_compared(path: str) -> None:
+    given = AutoModelForCausalLM.from_pretrained(path)
+    assert not given.training
+    policy = loaded(PolicyOptimization(given, scorer=length, sampling=SAMPLING))
+    assert policy is given and all(module.training for module in policy.modules())
+    assert {block.self_attn.attention_dropout for block in policy.model.layers} == {0.0}
 
 
 def test_dropout_of_an_adapter_is_refused_where_log_probs_are_compared(path: str) -> None:
