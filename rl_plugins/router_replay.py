@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import EXPERT_COUNT_KEYS
+from rl_plugins.vision_language import to_device
 
 
 class RouterReplay:
@@ -113,7 +114,8 @@ class RouterReplay:
         self._places_N, self._is_on = places_N, True
         if self._prepared_NLK is not None:
             self._set_MLK = places_N.new_full((num_tokens, *self._prepared_NLK.shape[1:]), -1)
-            self._set_MLK[places_N] = self._prepared_NLK.to(self._set_MLK)
+            self._prepared_NLK = to_device(self._prepared_NLK, places_N.device)
+            self._set_MLK[places_N] = self._prepared_NLK.to(places_N.dtype)
 
     def stop(self) -> None:
         """Let the routers choose in passes of others, such as a check of the weights."""

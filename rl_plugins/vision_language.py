@@ -1,5 +1,7 @@
 """Vision-language models of transformers: their class, and images as arguments of a forward pass.
 
+The arguments of a pass, with or without images, are made on the host and copied to the device of the model.
+
 Axes: `B` samples, `S` prompt and response with padding, `M` tokens of a packed row.
 """
 
@@ -11,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +181,7 @@ class SampleImages:
         joined = {name: torch.cat([inputs[name] for inputs in seen], axis) for name in seen[0]}
         names = inspect.signature(self.model.base_model.forward).parameters
         types = {name: self._is_image(input_ids) for name in _TOKEN_TYPES if name in names}
-        return {**{name: values.to(input_ids.device) for name, values in joined.items()}, **types}
+        return {**{name: to_device(values, input_ids.device) for name, values in joined.items()}, **types}
 
     @contextmanager
     def shared_features(self) -> Iterator[None]:
@@ -246,6 +248,26 @@ def _repeated(features: Tensor | Sequence[Tensor], tokens: list[int], places: li
     return torch.cat(repeated).unflatten(0, (-1, features.shape[1])) if isinstance(features, Tensor) else repeated
 
 
+Copied = TypeVar("Copied")
+
+
+def to_device(values: Copied, device: torch.device | str) -> Copied:
+    """Copy a tensor, or all tensors of samples, to a device.
+
+    On a GPU, a plain copy from the host waits for the end of all earlier work, and the GPU is then idle until the host
+    has more work. A copy from pinned memory joins the queue of the GPU, and the host goes on.
+    """
+    tensors: Any = values
+    device, before = torch.device(device), tensors.device
+    is_on_gpu = before is not None and before.type == "cuda"
+    copied: Copied
+    if device.type != "cuda" or is_on_gpu:
+        copied = tensors.to(device)
+    else:
+        copied = tensors.pin_memory().to(device, non_blocking=True)
+    return copied
+
+
 @dataclass(frozen=True)
 class ModelInputs:
     """Arguments of a forward pass.
@@ -276,6 +298,7 @@ def padded_inputs(
     attention_mask_BS: Tensor,
     position_ids_BS: Tensor,
     image_inputs_B: Sequence[Mapping[str, Tensor] | None] | None = None,
+    device: torch.device | None = None,
 ) -> ModelInputs:
     """Return the arguments of a forward pass over padded samples.
 
@@ -285,6 +308,7 @@ def padded_inputs(
         attention_mask_BS: 1 at real tokens, 0 at padding.
         position_ids_BS: Positions in the text.
         image_inputs_B: Inputs of the images of each sample; None if no sample has images.
+        device: Device of the model, by default the device of the samples.
 
     Raises:
         ConfigError: A sample has an image, and the model reads text alone.
@@ -293,7 +317,8 @@ def padded_inputs(
     if images is not None:
         position_ids_BS = images.positions(attention_mask_BS, position_ids_BS)
     tokens = {"input_ids": input_ids_BS, "attention_mask": attention_mask_BS, "position_ids": position_ids_BS}
-    return ModelInputs.of(tokens, images)
+    device = device or input_ids_BS.device
+    return ModelInputs.of({name: to_device(values, device) for name, values in tokens.items()}, images)
 
 
 def with_blank_image(

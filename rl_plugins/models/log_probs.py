@@ -38,7 +38,7 @@ from rl_plugins.models.token_distributions import (
     logits_at_once,
 )
 from rl_plugins.router_replay import RouterReplay
-from rl_plugins.vision_language import padded_inputs
+from rl_plugins.vision_language import padded_inputs, to_device
 
 # Cache: for each output head, whether the model returns the head's output unchanged as logits (no soft-cap, scaling or
 # truncation).
@@ -112,10 +112,12 @@ def response_log_probs(
     tokens_BTK: Tensor | None = None,
     packed: bool = False,
     router_replay: RouterReplay | None = None,
+    device: torch.device | None = None,
 ) -> ResponseLogProbs:
     """Run one forward pass, and compute the log-probs of the last `response_width` tokens of every sample, [B, T].
 
-    Padded positions have finite numbers without meaning. Callers must mask padded positions.
+    Padded positions have finite numbers without meaning. Callers must mask padded positions. With samples on the host,
+    the host does not wait for a GPU.
 
     Args:
         model: Causal language model of transformers, or any callable with the same `forward` (`logits_to_keep`
@@ -136,12 +138,14 @@ def response_log_probs(
             the model does not use the attention `packed_sdpa`, prompts are not shared, and the attention mask may be as
             large as the square of the row.
         router_replay: Records or sets the experts of the tokens of `model`, a mixture of experts.
+        device: Device of the model and of the result, by default the device of the samples.
 
     Raises:
         ConfigError: `packed` is True, and the model does not separate the samples of a row.
     """
+    device = device or input_ids_BS.device
     if isinstance(model, RemoteModel):
-        return model.response_log_probs(
+        found = model.response_log_probs(
             input_ids_BS=input_ids_BS,
             attention_mask_BS=attention_mask_BS,
             position_ids_BS=position_ids_BS,
@@ -153,28 +157,30 @@ def response_log_probs(
             top_k=top_k,
             packed=packed,
         )
+        return found.mapped(partial(to_device, device=device))
     columns = ColumnSpec(temperature, sum_pi_squared, entropy_gradient, top_k)
     prompt_width = input_ids_BS.shape[1] - response_width
-    real_tokens = attention_mask_BS[:, prompt_width:].nonzero(as_tuple=True)
-    tokens_N = input_ids_BS[:, prompt_width:][real_tokens]
-    extra_NJ = None if tokens_BTK is None else tokens_BTK[real_tokens]
+    places = attention_mask_BS[:, prompt_width:].nonzero(as_tuple=True)
+    tokens_N = to_device(input_ids_BS[:, prompt_width:][places], device)
+    extra_NJ = None if tokens_BTK is None else to_device(tokens_BTK[places], device)
+    real_tokens = tuple(to_device(places_N, device) for places_N in places)
     # Liger's kernel has no temperature.
     is_fused = not entropy and columns == ColumnSpec() and extra_NJ is None and has_liger(model)
     tokens: dict[str, Any] = {
         "input_ids_BS": input_ids_BS, "attention_mask_BS": attention_mask_BS, "position_ids_BS": position_ids_BS,
     }  # fmt: skip
-    head = last_linear_head(model, padded_inputs(model, **tokens).arguments)
+    head = last_linear_head(model, {name.removesuffix("_BS"): values for name, values in tokens.items()}, device)
     if packed:
-        row = pack(model, **tokens, image_inputs_B=image_inputs_B, response_width=response_width)
+        row = pack(model, **tokens, image_inputs_B=image_inputs_B, response_width=response_width, device=device)
         inputs, places_N = row.inputs, row.places_BS[attention_mask_BS.bool()]
-        kept: Tensor | int = row.predicting(attention_mask_BS, response_width)
+        kept: Tensor | int = to_device(row.predicting(attention_mask_BS, response_width), device)
     else:
-        inputs = padded_inputs(model, **tokens, image_inputs_B=image_inputs_B)
+        inputs = padded_inputs(model, **tokens, image_inputs_B=image_inputs_B, device=device)
         places_N = attention_mask_BS.flatten().nonzero().squeeze(-1)
         # The last position predicts no token, but `logits_to_keep` cannot exclude the last position.
         kept = response_width + 1
     if router_replay is not None:
-        router_replay.start(places_N, inputs.arguments["input_ids"].numel())
+        router_replay.start(to_device(places_N, device), inputs.arguments["input_ids"].numel())
     run = partial(inputs.run, model, logits_to_keep=kept, use_cache=False)
 
     if head is not None:
@@ -197,8 +203,9 @@ def response_log_probs(
         logits_BTV = run().logits
         logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
         if tokens_BTK is not None:
-            extra_NJ = nn.functional.pad(tokens_BTK, (0, 0, 0, 1)).flatten(0, 1)
-        all_NC = distribution_columns(logits_NV, next_tokens_BT.reshape(-1), columns, extra_NJ)
+            extra_NJ = to_device(nn.functional.pad(tokens_BTK, (0, 0, 0, 1)).flatten(0, 1), device)
+        next_tokens_N = to_device(next_tokens_BT.reshape(-1), device)
+        all_NC = distribution_columns(logits_NV, next_tokens_N, columns, extra_NJ)
         return _by_name(all_NC.view(*next_tokens_BT.shape, -1)[:, :-1], columns, entropy=entropy)
     columns_BTC = columns_NC.new_zeros(len(input_ids_BS), response_width, columns_NC.shape[-1])
     columns_BTC[real_tokens] = columns_NC
@@ -256,7 +263,9 @@ def replaced_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> 
         del module.__dict__["forward"]
 
 
-def last_linear_head(model: Callable[..., Any], inputs: dict[str, Tensor]) -> nn.Linear | None:
+def last_linear_head(
+    model: Callable[..., Any], inputs: dict[str, Tensor], device: torch.device | None = None
+) -> nn.Linear | None:
     """Return the output head of `model` if the logits are the unchanged output of this linear layer, or else None.
 
     None is returned for a model that caps or scales its logits, drops or adds logits, ignores `logits_to_keep`, or has
@@ -266,6 +275,7 @@ def last_linear_head(model: Callable[..., Any], inputs: dict[str, Tensor]) -> nn
     Args:
         model: Causal language model, or a model engine with the `get_output_embeddings` of its module.
         inputs: Arguments of a forward pass. The test uses the first row.
+        device: Device of the model, by default the device of the arguments.
     """
     get_output_embeddings = getattr(model, "get_output_embeddings", None)
     head = get_output_embeddings() if get_output_embeddings is not None else None
@@ -273,9 +283,8 @@ def last_linear_head(model: Callable[..., Any], inputs: dict[str, Tensor]) -> nn
     if type(head) is not nn.Linear or "forward" in head.__dict__:
         return None
     if head not in _RETURNS_HEAD_OUTPUT:
-        _RETURNS_HEAD_OUTPUT[head] = _returns_head_output(
-            model, head, {name: tensor[:1] for name, tensor in inputs.items()}
-        )
+        first = {name: to_device(tensor[:1], device or tensor.device) for name, tensor in inputs.items()}
+        _RETURNS_HEAD_OUTPUT[head] = _returns_head_output(model, head, first)
     return head if _RETURNS_HEAD_OUTPUT[head] else None
 
 

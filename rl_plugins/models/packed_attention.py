@@ -33,6 +33,7 @@ from transformers.masking_utils import sdpa_mask
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.product_attention import product_attention, suits
+from rl_plugins.vision_language import to_device
 
 PACKED_SDPA = "packed_sdpa"
 
@@ -72,12 +73,17 @@ class Stretches:
     places: _Places | None = None
 
     @classmethod
-    def of_lengths(cls, own_N: Tensor, whole_N: Tensor, places: _Places | None = None) -> Stretches:
-        """Make the record of stretches with `own_N` queries and `whole_N` keys."""
+    def of_lengths(
+        cls, own_N: Tensor, whole_N: Tensor, device: torch.device, places: _Places | None = None
+    ) -> Stretches:
+        """Make the record of stretches with `own_N` queries and `whole_N` keys (on the host) for a row on a device."""
         pairs = torch.stack([own_N, whole_N], dim=1).tolist()
         runs = tuple((own, whole, len(list(same))) for (own, whole), same in groupby(pairs))
-        starts = (nn.functional.pad(lengths_N.cumsum(0, dtype=torch.int32), (1, 0)) for lengths_N in (own_N, whole_N))
-        return cls(runs, (next(starts), next(starts)), places)
+        of_own, of_whole = (
+            to_device(nn.functional.pad(lengths_N.cumsum(0, dtype=torch.int32), (1, 0)), device)
+            for lengths_N in (own_N, whole_N)
+        )
+        return cls(runs, (of_own, of_whole), places)
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -85,20 +91,22 @@ class Stretches:
         return max(own for own, _, _ in self.runs), max(whole for _, whole, _ in self.runs)
 
 
-def boundaries(positions_M: Tensor) -> dict[str, Stretches]:
+def boundaries(positions_M: Tensor, device: torch.device | None = None) -> dict[str, Stretches]:
     """Return the argument of `packed_sdpa` for a row.
 
     A stretch whose positions start at p > 0 continues after the first p tokens of the last stretch that starts at 0.
 
     Args:
-        positions_M: Position of each token in its sample.
+        positions_M: Position of each token in its sample. Positions on a GPU are copied to the host, with one wait.
+        device: Device of the row, by default the device of the positions.
     """
+    device, positions_M = device or positions_M.device, positions_M.cpu()
     starts = starts_of(positions_M)
     begin_N, own_N = starts[:-1], starts.diff()
     shared_N = positions_M[begin_N]
     if not bool(shared_N.any()):
-        return {"stretches": Stretches.of_lengths(own_N, own_N)}
-    first_N = torch.where(shared_N == 0, torch.arange(len(own_N), device=starts.device), 0).cummax(dim=0).values
+        return {"stretches": Stretches.of_lengths(own_N, own_N, device)}
+    first_N = torch.where(shared_N == 0, torch.arange(len(own_N)), 0).cummax(dim=0).values
     whole_N = shared_N + own_N
     # Stretches of the same lengths are sorted next to each other, to run together.
     order_N = (whole_N * len(positions_M) + own_N).argsort(stable=True)
@@ -110,13 +118,14 @@ def boundaries(positions_M: Tensor) -> dict[str, Stretches]:
     in_prompt_F = nth_F < shared_N.repeat_interleave(whole_N)
     from_own_F, from_prompt_F = torch.stack([begin_N - shared_N, prompt_N]).repeat_interleave(whole_N, dim=1)
     keys_F = nth_F + torch.where(in_prompt_F, from_prompt_F, from_own_F)
-    places = _Places(queries_M, keys_F, queries_M.argsort())
-    return {"stretches": Stretches.of_lengths(own_N, whole_N, places)}
+    row_M = torch.empty_like(queries_M).scatter_(0, queries_M, torch.arange(len(queries_M)))
+    places = _Places(*(to_device(indices, device) for indices in (queries_M, keys_F, row_M)))
+    return {"stretches": Stretches.of_lengths(own_N, whole_N, device, places)}
 
 
 def _counts(lengths_N: Tensor) -> Tensor:
     """Count 0, 1, ... up to each length, and join the counts in one tensor."""
-    counts = torch.arange(int(lengths_N.sum()), device=lengths_N.device)
+    counts = torch.arange(int(lengths_N.sum()))
     return counts - (lengths_N.cumsum(dim=0) - lengths_N).repeat_interleave(lengths_N)
 
 
@@ -214,8 +223,8 @@ def packed_sdpa(
     """
     if attention_mask is None and stretches is None and _may_be_row(query, key, position_ids):
         assert position_ids is not None
-        lengths_N = starts_of(position_ids[0]).diff()
-        stretches = Stretches.of_lengths(lengths_N, lengths_N) if len(lengths_N) > 1 else None
+        lengths_N = starts_of(position_ids[0].cpu()).diff()
+        stretches = Stretches.of_lengths(lengths_N, lengths_N, query.device) if len(lengths_N) > 1 else None
     if stretches is None and softcap is not None:
         # The function of transformers ignores the soft cap.
         return capped_attention(query, key, value, attention_mask, softcap, dropout=dropout, scaling=scaling), None

@@ -5,6 +5,9 @@ attention `packed_sdpa`, the model needs no mask for this (a mask would be as la
 models do not separate the samples, because a state runs through the row, or because the model makes its own mask. Such
 a model is refused.
 
+A row is made on the host and then copied to the device of the model, because a host that reads a length from a GPU
+waits until the GPU has no work left. Samples should therefore be on the host.
+
 With `packed_sdpa`, a model also computes a prompt only once for all its samples in the row. The positions of the second
 response continue from the end of the prompt (see `packed_attention`).
 
@@ -27,7 +30,7 @@ from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.packed_attention import boundaries, has_packed_attention
-from rl_plugins.vision_language import ModelInputs, SampleImages, has_grid_positions
+from rl_plugins.vision_language import ModelInputs, SampleImages, has_grid_positions, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +59,8 @@ class PackedRow:
     """Micro-batch as one row.
 
     Attributes:
-        inputs: Arguments of a forward pass of the model, with `input_ids` and `position_ids` [1, M].
-        places_BS: Index in the row of each real token, int64.
+        inputs: Arguments of a forward pass of the model, with `input_ids` and `position_ids` [1, M], on its device.
+        places_BS: Index in the row of each real token, int64, on the device of the samples.
     """
 
     inputs: ModelInputs
@@ -77,6 +80,7 @@ def pack(
     position_ids_BS: Tensor,
     response_width: int | None = None,
     image_inputs_B: Sequence[Mapping[str, Tensor] | None] | None = None,
+    device: torch.device | None = None,
 ) -> PackedRow:
     """Make one row of the real tokens of a micro-batch. Collective.
 
@@ -87,18 +91,19 @@ def pack(
         position_ids_BS: Positions, counted from 0 at the first real token of a sample.
         response_width: Number of response columns, T. If None, the prompts are unknown and cannot be shared.
         image_inputs_B: Inputs of the images of each sample; None if no sample has images.
+        device: Device of the model, by default the device of the samples.
 
     Raises:
         ConfigError: The model does not separate the samples of a row; or a sample has images, and the model reads text
             alone.
     """
-    images = SampleImages.of(model, image_inputs_B, input_ids_BS)
+    device, images = device or input_ids_BS.device, SampleImages.of(model, image_inputs_B, input_ids_BS)
     if images is not None:
         position_ids_BS = images.positions(attention_mask_BS, position_ids_BS)
-    support, is_token_BS = _row_support(model, input_ids_BS.device), attention_mask_BS.bool()
+    support, is_token_BS = _row_support(model, device), attention_mask_BS.bool()
     if response_width is None or not support.shares_prompts:
         places_BS = is_token_BS.flatten().cumsum(dim=0).view_as(is_token_BS) - 1
-        inputs = _inputs(model, input_ids_BS[is_token_BS], position_ids_BS[..., is_token_BS])
+        inputs = _inputs(model, input_ids_BS[is_token_BS], position_ids_BS[..., is_token_BS], device)
         return PackedRow(ModelInputs.of(inputs, images), places_BS)
     width = input_ids_BS.shape[1] - response_width
     first_B = first_of_prompt(input_ids_BS[:, :width], is_token_BS[:, :width], image_inputs_B)
@@ -111,7 +116,7 @@ def pack(
     places_BS[order_B, :width] = places_BS[first_B, :width]
     row = (values_BS[..., order_B, :][..., is_in_row_BS] for values_BS in (input_ids_BS, position_ids_BS))
     shown = images and images.of_samples(order_B[first_B == order_B])
-    return PackedRow(ModelInputs.of(_inputs(model, *row), shown), places_BS)
+    return PackedRow(ModelInputs.of(_inputs(model, *row, device), shown), places_BS)
 
 
 def first_of_prompt(
@@ -155,14 +160,14 @@ def _without_engine(model: Callable[..., Any]) -> nn.Module:
     return inner
 
 
-def _inputs(model: Callable[..., Any], ids_M: Tensor, positions_M: Tensor) -> dict[str, Any]:
+def _inputs(model: Callable[..., Any], ids_M: Tensor, positions_M: Tensor, device: torch.device) -> dict[str, Any]:
     in_text_M = positions_M if positions_M.ndim == 1 else positions_M[0]
-    arguments = boundaries(in_text_M) if has_packed_attention(model) else {}
-    positions = positions_M.unsqueeze(-2)
+    arguments = boundaries(in_text_M, device) if has_packed_attention(model) else {}
+    positions = to_device(positions_M, device).unsqueeze(-2)
     if positions_M.ndim == 1 and has_grid_positions(model):
         # Samples of a row are told apart by the positions in the text, which are the first of the four.
         positions = positions.expand(4, 1, -1)
-    return {"input_ids": ids_M[None], "position_ids": positions, **arguments}
+    return {"input_ids": to_device(ids_M, device)[None], "position_ids": positions, **arguments}
 
 
 def _row_support(model: Callable[..., Any], device: torch.device) -> _RowSupport:
@@ -187,13 +192,13 @@ def _row_support(model: Callable[..., Any], device: torch.device) -> _RowSupport
 
 
 def _test_rows(model: nn.Module, device: torch.device) -> _RowSupport:
-    ids = torch.arange(_TEST_TOKENS, device=device)
+    ids = torch.arange(_TEST_TOKENS)
     reversed_ids = ids.flip(0)
     half = _TEST_TOKENS // 2
 
     def outputs(tokens: list[Tensor], positions: list[Tensor], last: int) -> list[Tensor]:
         with _inputs_of_scalar_heads(model) as seen:
-            logits = model(**_inputs(model, torch.cat(tokens), torch.cat(positions)), use_cache=False).logits
+            logits = model(**_inputs(model, torch.cat(tokens), torch.cat(positions), device), use_cache=False).logits
         return [output[0, -last:] for output in (logits, *seen)]
 
     with torch.no_grad(), _without_dropout(model):

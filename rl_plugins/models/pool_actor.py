@@ -134,4 +134,5 @@ class ModelActor:
         import torch
 
         # `torch.tensor` copies, because arrays from Ray are read-only.
-        return {name: torch.tensor(values, dtype=torch.int64, device=self._device) for name, values in tensors.items()}
+        samples = {name: torch.tensor(values, dtype=torch.int64) for name, values in tensors.items()}
+        return {**samples, "device": torch.device(self._device)}

@@ -27,7 +27,7 @@ from rl_plugins.models.loading import LoadingOptions, device_map, prepared
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.token_distributions import accumulation_dtype
-from rl_plugins.vision_language import ModelInputs, padded_inputs
+from rl_plugins.vision_language import ModelInputs, padded_inputs, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -198,10 +198,11 @@ def position_scores(
     response_width: int | None = None,
     image_inputs_B: Sequence[ImageInputs | None] | None = None,
     packed: bool = False,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Run one forward pass, and return the number at every position [B, S], in float32 or float64.
 
-    Padded positions have finite numbers without meaning.
+    Padded positions have finite numbers without meaning. With samples on the host, the host does not wait for a GPU.
 
     Args:
         model: Model with a scalar head, a model engine around such a model, or a `RemoteModel`.
@@ -211,12 +212,14 @@ def position_scores(
         response_width: Number of response columns, T, needed for shared prompts in a packed row.
         image_inputs_B: Inputs of the images of each sample; None if no sample has images.
         packed: Run the real tokens of all samples as one row without padding (see `packing`).
+        device: Device of the model and of the result, by default the device of the samples.
 
     Raises:
         ConfigError: A sample has images, and the model reads text alone.
     """
+    device = device or input_ids_BS.device
     if isinstance(model, RemoteModel):
-        return model.position_scores(
+        scores_BS = model.position_scores(
             input_ids_BS=input_ids_BS,
             attention_mask_BS=attention_mask_BS,
             position_ids_BS=position_ids_BS,
@@ -224,6 +227,7 @@ def position_scores(
             image_inputs_B=image_inputs_B,
             packed=packed,
         )
+        return to_device(scores_BS, device)
 
     def scores(inputs: ModelInputs) -> Tensor:
         found: Tensor = inputs.run(model, use_cache=False).logits.squeeze(-1)
@@ -234,14 +238,16 @@ def position_scores(
         "attention_mask_BS": attention_mask_BS,
         "position_ids_BS": position_ids_BS,
         "image_inputs_B": image_inputs_B,
+        "device": device,
     }
     if not packed:
         return scores(padded_inputs(model, **samples))
     row = pack(model, **samples, response_width=response_width)
     (scores_M,) = scores(row.inputs)
+    real_tokens = attention_mask_BS.nonzero(as_tuple=True)
+    places_N = to_device(row.places_BS[real_tokens], device)
     scores_BS = scores_M.new_zeros(attention_mask_BS.shape)
-    is_token_BS = attention_mask_BS.bool()
-    scores_BS[is_token_BS] = scores_M[row.places_BS[is_token_BS]]
+    scores_BS[tuple(to_device(index_N, device) for index_N in real_tokens)] = scores_M[places_N]
     return scores_BS
 
 
@@ -274,8 +280,9 @@ def response_scores(
     scores_BS = position_scores(model, attention_mask_BS=attention_mask_BS, response_width=response_width, **forward)
     prompt_width = scores_BS.shape[1] - response_width
     response_lengths_B = attention_mask_BS[:, prompt_width:].sum(dim=-1)
-    nth_T = torch.arange(1, max(response_width, 1) + 1, device=scores_BS.device)
-    return scores_BS.gather(-1, prompt_width - 1 + nth_T.minimum(response_lengths_B[:, None]))
+    nth_T = torch.arange(1, max(response_width, 1) + 1, device=attention_mask_BS.device)
+    places_BT = prompt_width - 1 + nth_T.minimum(response_lengths_B[:, None])
+    return scores_BS.gather(-1, to_device(places_BT, scores_BS.device))
 
 
 def last_token_scores(scores_BT: Tensor, response_lengths_B: Tensor) -> Tensor:

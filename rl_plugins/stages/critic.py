@@ -34,7 +34,7 @@ from rl_plugins.stages.micro_batches import Cutter, Lengths, PatchBudget
 from rl_plugins.stages.optimizer import MicroBatchLoss, build_optimizer
 from rl_plugins.stages.sequence_rows import SequenceRows
 from rl_plugins.strategies.contract import COST_CRITIC, CRITIC
-from rl_plugins.vision_language import with_frozen_tower
+from rl_plugins.vision_language import to_device, with_frozen_tower
 
 _FILE = "critic.pt"
 FIELDS = {CRITIC: ("values", "returns"), COST_CRITIC: ("cost_values", "cost_returns")}
@@ -80,9 +80,10 @@ class ValueObjective:
         """
         values, returns = FIELDS[self.critic]
         for position, indices in enumerate(micro_batches):
-            micro = mini_batch[indices].trimmed().to(device)
+            on_host = mini_batch[indices].trimmed()
+            values_BT, micro = values_of(on_host), to_device(on_host, device)
             loss_BT, measured = value_loss(
-                values_BT=values_of(micro),
+                values_BT=values_BT,
                 old_values_BT=computed(getattr(micro, values)),
                 returns_BT=computed(getattr(micro, returns)),
                 response_mask_BT=micro.response_mask,
@@ -213,7 +214,7 @@ class CriticLearner:
         """Return `position_scores` of `rows`."""
         self._model.eval()
         with self._precision():
-            inputs: dict[str, Any] = {name: tensor.to(self._device) for name, tensor in rows.items()}
+            inputs: dict[str, Any] = {**rows, "device": torch.device(self._device)}
             return position_scores(self._model, **inputs, **options).cpu()
 
     def update(self, parts: Sequence[Experience], counts: GlobalCounts, *, last: bool) -> Learnt:
@@ -290,7 +291,8 @@ class CriticLearner:
     def _values(self, micro: Experience) -> Tensor:
         rows = SequenceRows.of(micro)
         with self._precision():
-            values_RW = response_values(self._model, **rows.samples.forward_inputs, packed=self._training.packing)
+            inputs: dict[str, Any] = {**rows.samples.forward_inputs, "device": torch.device(self._device)}
+            values_RW = response_values(self._model, **inputs, packed=self._training.packing)
         return rows.fold(values_RW)
 
     def _precision(self) -> AbstractContextManager[Any]:

@@ -31,6 +31,9 @@ from rl_plugins.vision_language import BlankImage, with_blank_image
 class ForwardPasses:
     """Runs the models of a stage.
 
+    Micro-batches are on the host, where rows are made, and results are on the device of the models. So the host does
+    not wait for a GPU between micro-batches.
+
     Attributes:
         strategy: owner of the model engines.
         named_models: returns the models of the stage by name.
@@ -132,8 +135,8 @@ class ForwardPasses:
         images_R = inputs["image_inputs_B"]
         needs_tower = self.strategy.needs_all_parameters and not isinstance(model, RemoteModel)
         if not needs_tower or images_R is None or any(images_R) or self._blank_image is None:
-            return {**inputs}
-        return with_blank_image(self._blank_image, **inputs)
+            return {**inputs, "device": self.device}
+        return {**with_blank_image(self._blank_image, **inputs), "device": self.device}
 
     @cached_property
     def _blank_image(self) -> BlankImage | None:
@@ -142,7 +145,7 @@ class ForwardPasses:
     def _routes(self, experts: Sequence[Tensor], has_blank_image: bool) -> Tensor:
         """Return the experts of all tokens of a pass [N, L, K]: -1 at the tokens of a blank image, which is last."""
         blank = len(self._blank_image[0]) if has_blank_image and self._blank_image else 0
-        return nn.functional.pad(torch.cat(list(experts)).to(self.device), (0, 0, 0, 0, 0, blank), value=-1)
+        return nn.functional.pad(torch.cat(list(experts)), (0, 0, 0, 0, 0, blank), value=-1)
 
     def experts(self, samples: Experience) -> list[Tensor]:
         """Return the experts of the tokens of each sample in the last `log_probs`, on the CPU [tokens, L, K]."""
@@ -179,7 +182,7 @@ class ForwardPasses:
 
         Args:
             samples: samples of this rank, at least one.
-            run: function of a micro-batch on the device; returns named tensors [B, T, ...].
+            run: function of a micro-batch; returns named tensors [B, T, ...].
             rows_N: indices of the samples to run; None for all.
 
         Returns:
@@ -187,13 +190,20 @@ class ForwardPasses:
             has run a sample.
         """
         dtype = torch.promote_types(self.dtype, torch.float32)
-        columns: dict[str, Tensor] = {}
+        copies: list[tuple[Tensor, dict[str, Tensor]]] = []
         # Without `rows_N` nothing is copied.
         for indices in self.log_prob_batches(samples if rows_N is None else samples[rows_N]):
             chosen = indices if rows_N is None else rows_N[indices]
             # All ranks take part in every forward pass, also a rank without further samples.
             micro = samples[chosen if len(chosen) else slice(1)]
-            for name, values in run(micro.trimmed().to(self.device)).items():
+            found = run(micro.trimmed())
+            # The copies join the queue of a GPU: the host goes on with the next micro-batch.
+            copies.append((chosen, {name: values.to("cpu", non_blocking=True) for name, values in found.items()}))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        columns: dict[str, Tensor] = {}
+        for chosen, found in copies:
+            for name, values in found.items():
                 kind = dtype if values.is_floating_point() else values.dtype
                 shape = (*samples.rollout_log_probs.shape, *values.shape[2:])
                 column = columns.setdefault(name, torch.zeros(shape, dtype=kind))

@@ -21,6 +21,7 @@ from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
 from rl_plugins.stages.off_policy import ratio_to_rollout
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 from rl_plugins.strategies.contract import POLICY
+from rl_plugins.vision_language import to_device
 
 
 class PolicyLearner:
@@ -128,8 +129,9 @@ class PolicyLearner:
             positive_counts = self._passes.counts(mini_batch.response_mask * positive_B[:, None])
         micro_batches = self._passes.micro_batches(mini_batch)
         for position, indices in enumerate(micro_batches):
-            micro = mini_batch[indices].trimmed().to(self._passes.device)
-            current = self._passes.log_probs(POLICY, micro, entropy_gradient=self._algorithm.entropy.active)
+            on_host = mini_batch[indices].trimmed()
+            current = self._passes.log_probs(POLICY, on_host, entropy_gradient=self._algorithm.entropy.active)
+            micro = to_device(on_host, self._passes.device)
             old_BT = current.log_probs_BT.detach() if current_is_old else computed(micro.old_log_probs)
             entropy_BT = computed(current.entropy_BT)
             tensors = self._algorithm.corrected(
@@ -154,7 +156,7 @@ class PolicyLearner:
             metrics.add_each({**values, "entropy": entropy_BT}, tensors["response_mask_BT"])
             metrics.add({"rollout_gap": gap_BT}, micro.response_mask, maximum=True)
             if self._passes.router_replay is not None:
-                differing_N = self._passes.differing_experts(micro)
+                differing_N = self._passes.differing_experts(on_host)
                 metrics.add({"router_differing": differing_N}, torch.ones_like(differing_N))
             # Model engines average gradients over ranks, so the loss of a rank is scaled up by the number of ranks.
             metrics.add_sum("loss", loss.detach() / (world_size * self._updates))

@@ -18,6 +18,7 @@ from rl_plugins.data.padding import pad_ragged
 from rl_plugins.data.preferences import PairBatch, UnpairedBatch
 from rl_plugins.ranks import Ranks
 from rl_plugins.stages.micro_batches import Lengths
+from rl_plugins.vision_language import to_device
 
 
 @dataclass(frozen=True)
@@ -110,16 +111,20 @@ class PreferenceExamples:
             indices_N: indices of the examples.
         """
         members_R = self.members(indices_N)
+
+        def beside(values: Tensor) -> Tensor:
+            return to_device(values.to(log_probs_R.dtype), log_probs_R.device)
+
         columns: dict[str, Tensor | None] = {
             "log_probs": log_probs_R,
-            "ref_log_probs": None if self.ref_log_probs_R is None else self.ref_log_probs_R[members_R].to(log_probs_R),
-            "lengths": self.samples.response_mask[members_R].sum(dim=-1).to(log_probs_R),
+            "ref_log_probs": None if self.ref_log_probs_R is None else beside(self.ref_log_probs_R[members_R]),
+            "lengths": beside(self.samples.response_mask[members_R].sum(dim=-1)),
         }
         if self.members_NK.shape[1] == 1:
-            desirable_N = self.desirable_N[indices_N].to(log_probs_R.device)
+            desirable_N = to_device(self.desirable_N[indices_N], log_probs_R.device)
             judged = {f"{name}_N": column for name, column in columns.items()}
             return {**judged, "desirable_N": desirable_N, "reference_point": self.reference_point}
-        inputs: dict[str, Any] = {"margins_N": self.margins_N[indices_N].to(log_probs_R)}
+        inputs: dict[str, Any] = {"margins_N": beside(self.margins_N[indices_N])}
         for name, column in columns.items():
             prefix, plain = ("ref_", name.removeprefix("ref_")) if name.startswith("ref_") else ("", name)
             chosen, rejected = (None, None) if column is None else column.chunk(2)

@@ -24,6 +24,7 @@ from rl_plugins.stages.metrics import TokenMetrics
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 from rl_plugins.stages.preference_examples import PreferenceExamples, mismatched
 from rl_plugins.strategies.contract import POLICY, REFERENCE
+from rl_plugins.vision_language import to_device
 
 
 @dataclass(frozen=True)
@@ -156,13 +157,14 @@ class PreferenceLearner:
             log_probs_R = self._log_probs(POLICY, examples.samples[examples.members(indices)])
             inputs = examples.loss_inputs(log_probs_R, indices)
             losses_N, values = call_with(self.objective.function, inputs, self.objective.options)
-            counted_N = examples.counted_N[indices].to(losses_N.device)
+            counted_N = to_device(examples.counted_N[indices], losses_N.device)
             metrics.add({"loss": losses_N}, counted_N)
             if examples.reference_point is not None:
-                metrics.add({"reference_point": examples.reference_point.to(losses_N).expand_as(losses_N)}, counted_N)
+                point = to_device(examples.reference_point.to(losses_N.dtype), losses_N.device)
+                metrics.add({"reference_point": point.expand_as(losses_N)}, counted_N)
             if not self.objective.takes_pairs and "reward" in values:
                 # The rewards of good and bad responses are separate metrics, like the rewards of pairs.
-                reward_N, desirable_N = values.pop("reward"), examples.desirable_N[indices].to(losses_N.device)
+                reward_N, desirable_N = values.pop("reward"), to_device(examples.desirable_N[indices], losses_N.device)
                 metrics.add({"chosen_reward": reward_N}, counted_N & desirable_N)
                 metrics.add({"rejected_reward": reward_N}, counted_N & ~desirable_N)
             metrics.add(values, counted_N)
@@ -172,17 +174,23 @@ class PreferenceLearner:
     def _log_probs_without_gradient(self, name: str, samples: Experience) -> Tensor:
         """Return the log-prob of each response, [R]. Collective."""
         log_probs_R = torch.zeros(len(samples), dtype=torch.promote_types(self.passes.dtype, torch.float32))
+        parts: list[tuple[Tensor, Tensor]] = []
         for indices in self.passes.log_prob_batches(samples):
             # All ranks take part in every forward pass, also a rank without further samples.
             is_empty = len(indices) == 0
             run = samples.placeholder(self.pad_token_id) if is_empty else samples[indices]
             sums_R = self._log_probs(name, run)
             if not is_empty:
-                log_probs_R[indices] = sums_R.to(log_probs_R)
+                parts.append((indices, sums_R))
+        if parts:
+            # One copy for all passes, because the host waits for a copy from a GPU.
+            places_R, sums_R = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+            log_probs_R[places_R] = sums_R.to(log_probs_R)
         return log_probs_R
 
     def _log_probs(self, name: str, samples: Experience) -> Tensor:
         """Return the log-prob of each response, which is the sum over its tokens, [R]."""
-        micro = samples.trimmed().to(self.passes.device)
+        micro = samples.trimmed()
         log_probs_BT = self.passes.log_probs(name, micro, entropy=False).log_probs_BT
-        return torch.where(micro.response_mask.bool(), log_probs_BT, 0).sum(dim=-1)
+        mask_BT = to_device(micro.response_mask.bool(), self.passes.device)
+        return torch.where(mask_BT, log_probs_BT, 0).sum(dim=-1)

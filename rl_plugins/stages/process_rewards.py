@@ -36,6 +36,7 @@ from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import mean_over_ranks
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 from rl_plugins.stages.sequence_rows import SequenceRows
+from rl_plugins.vision_language import to_device
 
 PROCESS_REWARD_MODEL = "process_reward_model"
 PROCESS_REFERENCE = "process_reference"
@@ -192,7 +193,7 @@ class ProcessRewards:
         for rows in torch.arange(len(samples)).chunk(self._updates_per_step):
             with self._strategy.phase_log.measure("update_process_reward_model"):
                 self._optimize(self._losses(samples[rows], targets[rows], seen), PROCESS_REWARD_MODEL)
-        losses_B, returns_B, outcomes_B, counted_B = (torch.cat(parts) for parts in zip(*seen, strict=True))
+        losses_B, returns_B, outcomes_B, counted_B = (torch.cat(parts).cpu() for parts in zip(*seen, strict=True))
         columns = {
             "loss": losses_B,
             "return": returns_B,
@@ -210,8 +211,8 @@ class ProcessRewards:
         micro_batches = self._passes.micro_batches(mini_batch)
         device = self._passes.device
         for position, indices in enumerate(micro_batches):
-            micro, target = mini_batch[indices].trimmed().to(device), targets[indices].to(device)
-            mask_BT = micro.response_mask
+            micro, target = mini_batch[indices].trimmed(), to_device(targets[indices], device)
+            mask_BT = to_device(micro.response_mask, device)
             returns_B = process_returns(
                 log_probs_BT=self._log_probs(PROCESS_REWARD_MODEL, micro),
                 reference_log_probs_BT=target["reference"][:, : mask_BT.shape[1]],
@@ -220,7 +221,7 @@ class ProcessRewards:
             )
             losses_B = self._sample_losses(returns_B, target)
             counted_B = mask_BT.bool().any(dim=-1)
-            seen.append(tuple(x.detach().cpu() for x in (losses_B, returns_B, target["outcomes"], counted_B)))
+            seen.append(tuple(x.detach() for x in (losses_B, returns_B, target["outcomes"], counted_B)))
             # The mean over samples: each sample is a sequence of one loss.
             loss = aggregate(losses_B[:, None], counted_B[:, None].float(), "seq-mean-token-sum", counts)
             yield loss, position == len(micro_batches) - 1

@@ -29,6 +29,7 @@ from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.stages.optimizer import MicroBatchLoss
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import REWARD_MODEL
+from rl_plugins.vision_language import to_device
 
 
 class RewardModeling(Stage):
@@ -98,10 +99,10 @@ class RewardModeling(Stage):
         """Return losses, metrics and the mask of counted losses of some examples: [B] for pairs, [B, T] for steps."""
         scores_RT = self._scores(examples.samples(indices))
         losses, metrics = call_with(self.loss, examples.loss_inputs(scores_RT, indices), self.loss_options)
-        return losses, metrics, examples.label_mask(indices).to(losses.device)
+        return losses, metrics, to_device(examples.label_mask(indices), losses.device)
 
     def _scores(self, samples: Experience) -> Tensor:
-        return self.passes.scores(REWARD_MODEL, samples.to(self.passes.device))
+        return self.passes.scores(REWARD_MODEL, samples)
 
     # Validation -------------------------------------------------------------------------------------------------
 
@@ -180,9 +181,9 @@ class Pairs:
 
     def loss_inputs(self, scores_RT: Tensor, indices_B: Tensor) -> dict[str, Tensor]:
         """Return the loss inputs: scores of whole responses [B] and margins [B]."""
-        lengths_R = self.experience.response_lengths[self._both(indices_B)].to(scores_RT.device)
+        lengths_R = to_device(self.experience.response_lengths[self._both(indices_B)], scores_RT.device)
         chosen_B, rejected_B = last_token_scores(scores_RT, lengths_R).chunk(2)
-        margins_B = self._margins_B[indices_B].to(scores_RT)
+        margins_B = to_device(self._margins_B[indices_B].to(scores_RT.dtype), scores_RT.device)
         return {"chosen_scores_B": chosen_B, "rejected_scores_B": rejected_B, "margins_B": margins_B}
 
 
@@ -224,11 +225,9 @@ class Steps:
 
     def loss_inputs(self, scores_RT: Tensor, indices_B: Tensor) -> dict[str, Tensor]:
         """Return the loss inputs: scores, labels and label mask of tokens [B, T]."""
-        return {
-            "scores_BT": scores_RT,
-            "labels_BT": self._labels(indices_B).to(scores_RT),
-            "label_mask_BT": self.label_mask(indices_B).to(scores_RT),
-        }
+        columns = {"labels_BT": self._labels(indices_B), "label_mask_BT": self.label_mask(indices_B)}
+        moved = {name: to_device(column.to(scores_RT.dtype), scores_RT.device) for name, column in columns.items()}
+        return {"scores_BT": scores_RT, **moved}
 
     def _labels(self, indices_B: Tensor) -> Tensor:
         return self._labels_BT[indices_B, : int(self.experience.response_lengths[indices_B].max())]

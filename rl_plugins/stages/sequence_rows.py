@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.data.experience import Experience
+from rl_plugins.vision_language import to_device
 
 _FIELDS = ("responses", "response_mask", "rollout_log_probs", "policy_versions", "teacher_top_ids")
 """Fields [B, T, ...] that a forward pass, or an `Experience`, needs."""
@@ -119,6 +120,7 @@ def _split(samples: Experience, sequences_BT: Tensor) -> tuple[Experience, torch
 
 def _moved(values: Tensor, from_N: Tensor, to_N: Tensor, shape: torch.Size) -> Tensor:
     """Return a tensor of two axes (and the further axes of `values`) with values at other places, and 0 elsewhere."""
+    from_N, to_N = to_device(from_N, values.device), to_device(to_N, values.device)
     moved = values.new_zeros(shape.numel(), *values.shape[2:])
     moved[to_N] = values.flatten(0, 1)[from_N]
     return moved.view(*shape, *values.shape[2:])

@@ -22,6 +22,7 @@ from rl_plugins.stages.own_module import check_max_tokens
 from rl_plugins.stages.sampling import AnyEnvironment, SamplingSetup, Scorer
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import POLICY
+from rl_plugins.vision_language import to_device
 
 
 class SFT(Stage):
@@ -76,8 +77,9 @@ class SFT(Stage):
         counts = self.passes.counts(examples.response_mask)
         micro_batches = self.passes.micro_batches(examples)
         for position, indices in enumerate(micro_batches):
-            micro = examples[indices].trimmed().to(self.passes.device)
+            micro = examples[indices].trimmed()
             log_probs_BT = self.passes.log_probs(POLICY, micro, entropy=False).log_probs_BT
-            loss = aggregate(-log_probs_BT, micro.response_mask, "token-mean", counts)
-            self._loss = self._loss + loss.detach().cpu() / self.strategy.ranks.world_size
+            mask_BT = to_device(micro.response_mask, self.passes.device)
+            loss = aggregate(-log_probs_BT, mask_BT, "token-mean", counts)
+            self._loss = self._loss + loss.detach() / self.strategy.ranks.world_size
             yield loss, position == len(micro_batches) - 1

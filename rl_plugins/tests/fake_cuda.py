@@ -1,8 +1,9 @@
 """Fake cuda device for machines without a GPU: tensors of the CPU with the device `cuda:0`.
 
 Inside `FakeCuda`, code computes real numbers, an operation over tensors of both devices raises, and `waits` has the
-operations with a wait of the host for the GPU. FakeTensorMode would need a device guard for cuda for gradients, and
-builds of torch for the CPU have no such guard.
+operations with a wait of the host for the GPU. A copy to the GPU waits, too, unless the copy is `non_blocking` and from
+pinned memory. FakeTensorMode would need a device guard for cuda for gradients, and builds of torch for the CPU have no
+such guard.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _WAITS = {
 }
 _DEVICE, _IS_CUDA = (vars(torch._C.TensorBase)[name].__get__ for name in ("device", "is_cuda"))
 _MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
+_FROM_DATA = {torch.tensor, Tensor.new_tensor}
 
 
 class FakeCuda(TorchFunctionMode):
@@ -46,10 +48,13 @@ class FakeCuda(TorchFunctionMode):
         super().__init__()
         self.waits: list[str] = []
         self._devices = _Devices(self.waits)
+        # The storages are kept: no other storage gets their address.
+        self._pinned: dict[int, torch.UntypedStorage] = {}
         # A Hopper without memory in use, and with the random state of the CPU.
         self._driver = mock.patch.multiple(
             torch.cuda,
             current_device=lambda: 0,
+            current_stream=lambda device=None: mock.Mock(),
             device_count=lambda: 1,
             empty_cache=lambda: None,
             get_device_capability=lambda device=None: (9, 0),
@@ -94,28 +99,41 @@ class FakeCuda(TorchFunctionMode):
                 raise TypeError("can't convert cuda:0 device type tensor to numpy")
         if func in _MOVES:
             return self._move(func, *args, **kwargs)
+        if func is Tensor.pin_memory:
+            return self._pin(args[0])
         device = kwargs.pop("device", None)
         made = func(*args, **kwargs)
         is_new = isinstance(made, Tensor) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
         if device is not None or is_new:
             devices.put(made, CPU if device is None else _whole(device))
+        if func in _FROM_DATA and devices.of(made).type == "cuda":
+            self.waits.append(func.__name__)
         return made
 
+    def _pin(self, tensor: Tensor) -> Tensor:
+        if self._devices.of(tensor).type == "cuda":
+            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        pinned = tensor.clone()
+        storage = pinned.untyped_storage()
+        self._pinned[storage._cdata] = storage
+        return pinned
+
     def _move(self, func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        before = self._devices.of(tensor)
+        before, non_blocking = self._devices.of(tensor), bool(kwargs.get("non_blocking", False))
         if func is not Tensor.to:
             device, dtype = (CPU if func is Tensor.cpu else CUDA), tensor.dtype
         elif args and isinstance(args[0], Tensor):
             device, dtype = self._devices.of(args[0]), args[0].dtype
         else:
             copy = kwargs.pop("copy", False)
-            found, kind, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+            found, kind, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
             device, dtype = before if found is None else _whole(found), kind or tensor.dtype
             kwargs["copy"] = copy
         if before == device:
             return tensor.to(dtype, copy=kwargs.get("copy", False))
-        if device == CPU and not kwargs.get("non_blocking", False):
-            self.waits.append("to")
+        is_queued = device == CPU or tensor.untyped_storage()._cdata in self._pinned
+        if not (non_blocking and is_queued):
+            self.waits.append(f"to {device.type}")
         moved = tensor.to(dtype, copy=True)
         self._devices.put(moved, device)
         return moved
@@ -153,8 +171,9 @@ class _Devices(TorchDispatchMode):
         if len(devices) > 1 and func not in _BETWEEN_DEVICES:
             raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found cuda:0 and cpu")
         on_gpu = CUDA in {self._find(tensor) for tensor in tensors}
-        has_mask = func in _INDEXED and any(index is not None and index.dtype == torch.bool for index in args[1])
-        if on_gpu and (func in _WAITS or has_mask):
+        indices = [index for index in args[1] if index is not None] if func in _INDEXED else []
+        reads_index = any(index.dtype == torch.bool or self._find(index) == CPU for index in indices)
+        if on_gpu and (func in _WAITS or reads_index):
             self._waits.append(str(func))
         result = func(*args, **kwargs)
         shared = {tensor.untyped_storage()._cdata for tensor in tensors}

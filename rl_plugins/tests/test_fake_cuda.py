@@ -57,10 +57,18 @@ def test_fake_cuda_counts_where_the_host_waits() -> None:
             lambda: bool(gpu.any()),
             lambda: gpu[gpu > 0],
             lambda: torch.arange(3, device="cuda").repeat_interleave(gpu.long()),
+            lambda: gpu[torch.tensor([0, 1])],
+            lambda: torch.tensor([1], device="cuda"),
+            lambda: gpu.new_tensor(1),
+            lambda: cpu.to("cuda"),
+            lambda: cpu.to("cuda", non_blocking=True),
+            lambda: cpu.pin_memory().to("cuda"),
         ):
             fake.waits.clear()
             waiting()
             assert fake.waits
         fake.waits.clear()
+        assert cpu.pin_memory().to("cuda", non_blocking=True).is_cuda
+        assert not gpu.to("cpu", non_blocking=True).is_cuda
         assert cpu.tolist() and float(cpu.sum()) and gpu.sum().shape == () and len(gpu.sort().values) == 3
         assert fake.waits == []

@@ -90,14 +90,14 @@ def check_shared_prompts(place: Place, dtype: torch.dtype, window: int | None) -
 def _row(place: Place, dtype: torch.dtype) -> tuple[_Layer, tuple[Tensor, ...], Stretches]:
     """Return a layer, heads of queries, keys and values of samples of many lengths, and the stretches."""
     generator = torch.Generator(place.device).manual_seed(0)
-    lengths_N = torch.arange(197, 1661, 61, device=place.device) if place.on_gpu else torch.tensor([5, 9, 3])
+    lengths_N = torch.arange(197, 1661, 61) if place.on_gpu else torch.tensor([5, 9, 3])
     heads = tuple(
         torch.randn(
             1, count, int(lengths_N.sum()), _Layer.width, device=place.device, dtype=dtype, generator=generator
         ).requires_grad_()
         for count in (_Layer.heads, _Layer.groups, _Layer.groups)
     )
-    return _Layer(), heads, Stretches.of_lengths(lengths_N, lengths_N)
+    return _Layer(), heads, Stretches.of_lengths(lengths_N, lengths_N, place.device)
 
 
 def _attend(layer: _Layer, heads: tuple[Tensor, ...], stretches: Stretches) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -33,8 +33,20 @@ class FakeGpu(CPUAccelerator):
         return CUDA.type
 
 
+class Observed(NamedTuple):
+    """Observations of training on a fake GPU.
+
+    Attributes:
+        collectives: names of the collectives; see `NcclTensors`.
+        waits: names of the operations with a wait of the host for the GPU; see `FakeCuda`.
+    """
+
+    collectives: list[str]
+    waits: list[str]
+
+
 @contextmanager
-def training_on_fake_gpu() -> Iterator[NcclTensors]:
+def training_on_fake_gpu() -> Iterator[Observed]:
     """Let strategies of one process, and trainers of `canned.quiet_trainer`, use a fake GPU inside the block.
 
     Ranks of `canned.AllReduceStrategy` have a fake GPU each, and communicate only tensors that NCCL takes.
@@ -51,4 +63,5 @@ def training_on_fake_gpu() -> Iterator[NcclTensors]:
         stack.enter_context(patch.object(canned, "quiet_trainer", on_fake_gpu))
         stack.enter_context(plain_varlen())
         gpu = stack.enter_context(FakeCuda())
-        yield stack.enter_context(NcclTensors(gpu.device_of))
+        nccl = stack.enter_context(NcclTensors(gpu.device_of))
+        yield Observed(nccl.collectives, gpu.waits)

@@ -21,9 +21,9 @@ from rl_plugins.tests.stages.test_critic import learn, trained_in_workers, train
 
 
 def optimize_policy(rank: int, algorithm: Algorithm, updates: int) -> Counter[str]:
-    with training_on_fake_gpu() as nccl:
+    with training_on_fake_gpu() as observed:
         canned.rank_gradients(rank, algorithm, updates)
-        return Counter(nccl.collectives)
+        return Counter(observed.collectives)
 
 
 @pytest.mark.parametrize("recipe", ["ppo", "prime", "pf_ppo"])
@@ -33,11 +33,11 @@ def test_policy_optimization_communicates_tensors_that_nccl_takes(recipe: str) -
 
 
 def optimize_preferences(rank: int) -> Counter[str]:
-    with training_on_fake_gpu() as nccl:
+    with training_on_fake_gpu() as observed:
         canned_preferences.gradients("dpo", tokens_per_micro_batch=45, rank=rank, world_size=2)
         prompts, options = canned_preferences.ONLINE["all"]
         canned_preferences.online_gradients(prompts, rank=rank, world_size=2, **options)
-        return Counter(nccl.collectives)
+        return Counter(observed.collectives)
 
 
 def test_preference_optimization_communicates_tensors_that_nccl_takes() -> None:
@@ -46,11 +46,11 @@ def test_preference_optimization_communicates_tensors_that_nccl_takes() -> None:
 
 
 def model_rewards(rank: int) -> Counter[str]:
-    with training_on_fake_gpu() as nccl:
+    with training_on_fake_gpu() as observed:
         case = next(iter(canned_labels.CASES))
         canned_labels.gradients(case, tokens_per_micro_batch=60, rank=rank, world_size=2)
         canned_labels.validation(case, canned_labels.UNEVEN, rank)
-        return Counter(nccl.collectives)
+        return Counter(observed.collectives)
 
 
 def test_reward_modeling_communicates_tensors_that_nccl_takes() -> None:
@@ -60,11 +60,11 @@ def test_reward_modeling_communicates_tensors_that_nccl_takes() -> None:
 
 def train_critic(rank: int, path: str, steps: list[Experience]) -> Counter[str]:
     adapter = CriticConfig(lora=LoraConfig(rank=2))
-    with training_on_fake_gpu() as nccl:
+    with training_on_fake_gpu() as observed:
         for options in ({}, {"computes_in": torch.bfloat16, "config": adapter}):
             learner = CriticLearner(training(path=path, **options), device=str(CUDA))
             learn(learner, steps, rank, 2)
-        return Counter(nccl.collectives)
+        return Counter(observed.collectives)
 
 
 def test_critic_learner_communicates_tensors_that_nccl_takes() -> None:
