@@ -101,7 +101,7 @@ class FakeCuda(TorchFunctionMode):
             return self._move(func, *args, **kwargs)
         if func is Tensor.pin_memory:
             return self._pin(args[0])
-        device = kwargs.pop("device", None)
+        device = kwargs.pop("device", devices.of(args[0]) if func is Tensor.new_tensor else None)
         made = func(*args, **kwargs)
         is_new = isinstance(made, Tensor) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
         if device is not None or is_new:
