@@ -214,8 +214,8 @@ class CriticLearner:
         """Return `position_scores` of `rows`."""
         self._model.eval()
         with self._precision():
-            inputs: dict[str, Any] = {**rows, "device": torch.device(self._device)}
-            return position_scores(self._model, **inputs, **options).cpu()
+            inputs: dict[str, Any] = {**rows, **options}
+            return position_scores(self._model, **inputs, device=torch.device(self._device)).cpu()
 
     def update(self, parts: Sequence[Experience], counts: GlobalCounts, *, last: bool) -> Learnt:
         """Take one optimizer step on a mini-batch, of which this process has some rows. Collective.
@@ -291,8 +291,8 @@ class CriticLearner:
     def _values(self, micro: Experience) -> Tensor:
         rows = SequenceRows.of(micro)
         with self._precision():
-            inputs: dict[str, Any] = {**rows.samples.forward_inputs, "device": torch.device(self._device)}
-            values_RW = response_values(self._model, **inputs, packed=self._training.packing)
+            inputs: dict[str, Any] = {**rows.samples.forward_inputs, "packed": self._training.packing}
+            values_RW = response_values(self._model, **inputs, device=torch.device(self._device))
         return rows.fold(values_RW)
 
     def _precision(self) -> AbstractContextManager[Any]:

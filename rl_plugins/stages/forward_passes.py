@@ -112,6 +112,7 @@ class ForwardPasses:
             found = response_log_probs(
                 model,
                 **inputs,
+                device=self.device,
                 packed=self.packing,
                 temperature=self.temperature,
                 sum_pi_squared=sum_pi_squared,
@@ -135,8 +136,8 @@ class ForwardPasses:
         images_R = inputs["image_inputs_B"]
         needs_tower = self.strategy.needs_all_parameters and not isinstance(model, RemoteModel)
         if not needs_tower or images_R is None or any(images_R) or self._blank_image is None:
-            return {**inputs, "device": self.device}
-        return {**with_blank_image(self._blank_image, **inputs), "device": self.device}
+            return {**inputs}
+        return with_blank_image(self._blank_image, **inputs)
 
     @cached_property
     def _blank_image(self) -> BlankImage | None:
@@ -162,13 +163,13 @@ class ForwardPasses:
     def scores(self, name: str, samples: Experience) -> Tensor:
         """Run a model with a scalar head over a micro-batch; return its scores, [B, T]."""
         rows, model = SequenceRows.of(samples), self.strategy.model_engine(name)
-        scores_RW = response_scores(model, **self.inputs(model, rows), packed=self.packing)
+        scores_RW = response_scores(model, **self.inputs(model, rows), device=self.device, packed=self.packing)
         return rows.fold(scores_RW[: len(rows.samples)])
 
     def values(self, name: str, samples: Experience) -> Tensor:
         """Run a critic over a micro-batch; return its values, [B, T]."""
         rows, model = SequenceRows.of(samples), self.strategy.model_engine(name)
-        values_RW = response_values(model, **self.inputs(model, rows), packed=self.packing)
+        values_RW = response_values(model, **self.inputs(model, rows), device=self.device, packed=self.packing)
         return rows.fold(values_RW[: len(rows.samples)])
 
     @torch.no_grad()

@@ -168,8 +168,8 @@ class ProcessRewards:
 
     def _log_probs(self, name: str, micro: Experience) -> Tensor:
         engine, rows = self._strategy.model_engine(name), SequenceRows.of(micro)
-        inputs, packing = self._passes.inputs(engine, rows), self._passes.packing
-        found = response_log_probs(engine, **inputs, packed=packing, entropy=False)
+        inputs, packing, device = self._passes.inputs(engine, rows), self._passes.packing, self._passes.device
+        found = response_log_probs(engine, **inputs, packed=packing, entropy=False, device=device)
         return rows.fold(found.log_probs_BT[: len(rows.samples)])
 
     def _add_opponents(self, targets: TensorDict, log_probs_BT: Tensor, samples: Experience) -> None:
