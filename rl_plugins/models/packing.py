@@ -114,9 +114,11 @@ def pack(
     places_BS = torch.empty_like(input_ids_BS)
     places_BS[order_B] = is_in_row_BS.flatten().cumsum(dim=0).view_as(is_in_row_BS) - 1
     places_BS[order_B, :width] = places_BS[first_B, :width]
-    row = (values_BS[..., order_B, :][..., is_in_row_BS] for values_BS in (input_ids_BS, position_ids_BS))
+    ids_M, positions_M = (
+        values_BS[..., order_B, :][..., is_in_row_BS] for values_BS in (input_ids_BS, position_ids_BS)
+    )
     shown = images and images.of_samples(order_B[first_B == order_B])
-    return PackedRow(ModelInputs.of(_inputs(model, *row, device), shown), places_BS)
+    return PackedRow(ModelInputs.of(_inputs(model, ids_M, positions_M, device), shown), places_BS)
 
 
 def first_of_prompt(

@@ -97,7 +97,7 @@ def _row(place: Place, dtype: torch.dtype) -> tuple[_Layer, tuple[Tensor, ...], 
         ).requires_grad_()
         for count in (_Layer.heads, _Layer.groups, _Layer.groups)
     )
-    return _Layer(), heads, Stretches.of_lengths(lengths_N, lengths_N, place.device)
+    return _Layer(), heads, Stretches.of_lengths(lengths_N, lengths_N, torch.device(place.device))
 
 
 def _attend(layer: _Layer, heads: tuple[Tensor, ...], stretches: Stretches) -> list[Tensor]:

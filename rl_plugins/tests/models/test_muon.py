@@ -15,9 +15,8 @@ from rl_plugins.config.models import LoraConfig, OptimizerConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.lora import with_adapter
-from rl_plugins.models.muon import MuonAndAdamW, split_parameters
+from rl_plugins.models.muon import MuonAndAdamW, ShardedMuon, split_parameters
 from rl_plugins.models.scalar_head import load_scalar_head
-from rl_plugins.models.sharded_muon import ShardedMuon
 from rl_plugins.models.tiny import build_model
 from rl_plugins.stages.optimizer import build_optimizer
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.optim import Muon
 
-from rl_plugins.models import sharded_muon
-from rl_plugins.models.sharded_muon import ShardedMuon
+from rl_plugins.models import muon
+from rl_plugins.models.muon import ShardedMuon
 from rl_plugins.tests.fake_cuda import CUDA
 from rl_plugins.tests.nccl_tensors import NcclTensors
 from rl_plugins.tests.ranks import run_ranks
@@ -70,7 +70,7 @@ def step_shards(rank: int, mesh: tuple[int, ...], shapes: Sequence[tuple[int, in
 
 def step_in_rounds(rank: int) -> list[str]:
     """See `compare`. A rank owns one large matrix, or two small ones, at once."""
-    with mock.patch.object(sharded_muon, "ELEMENTS_AT_ONCE", 150):
+    with mock.patch.object(muon, "ELEMENTS_AT_ONCE", 150):
         return step_shards(rank, (2,), SHAPES)
 
 
