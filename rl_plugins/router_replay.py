@@ -31,9 +31,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoConfig,
 from transformers.utils.output_capturing import OutputRecorder
 from typing_extensions import override
 
+from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import EXPERT_COUNT_KEYS
-from rl_plugins.vision_language import to_device
 
 
 class RouterReplay:

@@ -13,11 +13,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import read_model_config, reads_images
 
@@ -246,26 +247,6 @@ def _repeated(features: Tensor | Sequence[Tensor], tokens: list[int], places: li
     parts = together.split(tokens)
     repeated = [parts[place] for place in places]
     return torch.cat(repeated).unflatten(0, (-1, features.shape[1])) if isinstance(features, Tensor) else repeated
-
-
-Copied = TypeVar("Copied")
-
-
-def to_device(values: Copied, device: torch.device | str) -> Copied:
-    """Copy a tensor, or all tensors of samples, to a device.
-
-    On a GPU, a plain copy from the host waits for the end of all earlier work, and the GPU is then idle until the host
-    has more work. A copy from pinned memory joins the queue of the GPU, and the host goes on.
-    """
-    tensors: Any = values
-    device, before = torch.device(device), tensors.device
-    is_on_gpu = before is not None and before.type == "cuda"
-    copied: Copied
-    if device.type != "cuda" or is_on_gpu:
-        copied = tensors.to(device)
-    else:
-        copied = tensors.pin_memory().to(device, non_blocking=True)
-    return copied
 
 
 @dataclass(frozen=True)

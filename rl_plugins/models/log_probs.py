@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_plugins.data.images import ImageInputs
+from rl_plugins.device_copies import to_device
 from rl_plugins.models.liger import fused_log_probs, has_liger
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
@@ -38,7 +39,7 @@ from rl_plugins.models.token_distributions import (
     logits_at_once,
 )
 from rl_plugins.router_replay import RouterReplay
-from rl_plugins.vision_language import padded_inputs, to_device
+from rl_plugins.vision_language import padded_inputs
 
 # Cache: for each output head, whether the model returns the head's output unchanged as logits (no soft-cap, scaling or
 # truncation).

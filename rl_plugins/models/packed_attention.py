@@ -31,9 +31,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.product_attention import product_attention, suits
-from rl_plugins.vision_language import to_device
 
 PACKED_SDPA = "packed_sdpa"
 

@@ -28,9 +28,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.packed_attention import boundaries, has_packed_attention
-from rl_plugins.vision_language import ModelInputs, SampleImages, has_grid_positions, to_device
+from rl_plugins.vision_language import ModelInputs, SampleImages, has_grid_positions
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.data.images import ImageInputs
+from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.models.folder import check_code_of_folder
@@ -27,7 +28,7 @@ from rl_plugins.models.loading import LoadingOptions, device_map, prepared
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.token_distributions import accumulation_dtype
-from rl_plugins.vision_language import ModelInputs, padded_inputs, to_device
+from rl_plugins.vision_language import ModelInputs, padded_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -23,6 +23,7 @@ from rl_plugins.algorithms.inputs import one_rank
 from rl_plugins.algorithms.value_loss import value_loss
 from rl_plugins.config.models import CriticConfig
 from rl_plugins.data.experience import Experience, computed
+from rl_plugins.device_copies import to_device
 from rl_plugins.errors import CheckpointError
 from rl_plugins.models.loading import LoadingOptions
 from rl_plugins.models.lora import with_adapter
@@ -34,7 +35,7 @@ from rl_plugins.stages.micro_batches import Cutter, Lengths, PatchBudget
 from rl_plugins.stages.optimizer import MicroBatchLoss, build_optimizer
 from rl_plugins.stages.sequence_rows import SequenceRows
 from rl_plugins.strategies.contract import COST_CRITIC, CRITIC
-from rl_plugins.vision_language import to_device, with_frozen_tower
+from rl_plugins.vision_language import with_frozen_tower
 
 _FILE = "critic.pt"
 FIELDS = {CRITIC: ("values", "returns"), COST_CRITIC: ("cost_values", "cost_returns")}

@@ -6,7 +6,7 @@ Both critics are the same part with another name. A critic is a model of the sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -92,8 +92,3 @@ class Critic:
         values_BT, returns_BT = (computed(getattr(batch, field)) for field in (self._values, self._returns))
         explained = explained_variance(values_BT, returns_BT, batch.response_mask, self._strategy.ranks.sum)
         return {f"train/{self.name}/explained_variance": explained}
-
-
-def policy_learns(critics: Sequence[Critic], step: int) -> bool:
-    """Return True if a step trains the policy: no critic warms up."""
-    return not any(critic.warms_up(step) for critic in critics)

@@ -13,15 +13,15 @@ from rl_plugins.algorithms.policy_losses.modifiers import top_entropy_mask
 from rl_plugins.algorithms.regularization import EntropyController, KLController
 from rl_plugins.config.sampling import Schedule
 from rl_plugins.data.experience import Experience, computed
+from rl_plugins.device_copies import to_device
 from rl_plugins.errors import DataError
 from rl_plugins.rollout.engine import step_seed
-from rl_plugins.stages.critics import Critic, policy_learns
+from rl_plugins.stages.critics import Critic
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
 from rl_plugins.stages.off_policy import ratio_to_rollout
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 from rl_plugins.strategies.contract import POLICY
-from rl_plugins.vision_language import to_device
 
 
 class PolicyLearner:
@@ -67,7 +67,7 @@ class PolicyLearner:
 
     def update(self, batch: Experience, step: int) -> dict[str, float]:
         """Take the optimizer steps of step `step`; return the metrics, averaged over all ranks. Collective."""
-        tokens, learns = TokenMetrics(), policy_learns(self._critics, step)
+        tokens, learns = TokenMetrics(), not any(critic.warms_up(step) for critic in self._critics)
         for number, mini_batch in enumerate(self._mini_batches(batch), 1):
             for critic in self._critics:
                 critic.update(mini_batch, tokens, last=number == self._updates)

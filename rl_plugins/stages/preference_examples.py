@@ -16,9 +16,9 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.data.padding import pad_ragged
 from rl_plugins.data.preferences import PairBatch, UnpairedBatch
+from rl_plugins.device_copies import to_device
 from rl_plugins.ranks import Ranks
 from rl_plugins.stages.micro_batches import Lengths
-from rl_plugins.vision_language import to_device
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from rl_plugins.algorithms.inputs import JUDGED_INPUTS, PAIR_INPUTS, call_with, 
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, kto_reference_point
 from rl_plugins.algorithms.registry import named_function
 from rl_plugins.data.experience import Experience
+from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import TokenMetrics
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 from rl_plugins.stages.preference_examples import PreferenceExamples, mismatched
 from rl_plugins.strategies.contract import POLICY, REFERENCE
-from rl_plugins.vision_language import to_device
 
 
 @dataclass(frozen=True)

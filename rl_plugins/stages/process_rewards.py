@@ -30,13 +30,13 @@ from rl_plugins.algorithms.implicit_process_reward import (
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.settings import ABOVE_0, FROM_0_TO_1, Settings, one_of
 from rl_plugins.data.experience import Experience, computed
+from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import mean_over_ranks
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 from rl_plugins.stages.sequence_rows import SequenceRows
-from rl_plugins.vision_language import to_device
 
 PROCESS_REWARD_MODEL = "process_reward_model"
 PROCESS_REFERENCE = "process_reference"

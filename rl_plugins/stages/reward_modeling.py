@@ -21,6 +21,7 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.data.padding import pad_ragged
 from rl_plugins.data.preferences import PairBatch
 from rl_plugins.data.process_rewards import ProcessRewardBatch
+from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.scalar_head import last_token_scores, load_scalar_head
 from rl_plugins.stages.arguments import StageArguments
@@ -29,7 +30,6 @@ from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.stages.optimizer import MicroBatchLoss
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import REWARD_MODEL
-from rl_plugins.vision_language import to_device
 
 
 class RewardModeling(Stage):

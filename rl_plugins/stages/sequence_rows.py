@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.data.experience import Experience
-from rl_plugins.vision_language import to_device
+from rl_plugins.device_copies import to_device
 
 _FIELDS = ("responses", "response_mask", "rollout_log_probs", "policy_versions", "teacher_top_ids")
 """Fields [B, T, ...] that a forward pass, or an `Experience`, needs."""

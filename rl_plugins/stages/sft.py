@@ -15,6 +15,7 @@ from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.data.prompts import foreign_batch
+from rl_plugins.device_copies import to_device
 from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.arguments import StageArguments
 from rl_plugins.stages.optimizer import MicroBatchLoss
@@ -22,7 +23,6 @@ from rl_plugins.stages.own_module import check_max_tokens
 from rl_plugins.stages.sampling import AnyEnvironment, SamplingSetup, Scorer
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import POLICY
-from rl_plugins.vision_language import to_device
 
 
 class SFT(Stage):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from rl_plugins.device_copies import to_device
 from rl_plugins.tests.fake_cuda import CUDA, FakeCuda
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models.samples import batch_of, random_samples
-from rl_plugins.vision_language import to_device
 
 
 @for_each("device", ["cuda", CUDA])
