@@ -142,11 +142,6 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         self._models: dict[str, nn.Module] = {}
         self._blended = BlendedModels()
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register("rl_fsdp", cls, description="FSDP2 with named models")
-
     # Set-up -----------------------------------------------------------------------------------------------------
 
     @override

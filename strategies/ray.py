@@ -8,7 +8,6 @@ class: leave out the call with `RayFSDPStrategy`. Pass `plugins=[RayLightningEnv
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import ray.train.torch
 import torch
@@ -27,14 +26,6 @@ class RayZeroStrategy(ZeroStrategy, RayDeepSpeedStrategy):
 
     _one_rollout_engine = True
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        for stage in (1, 2, 3):
-            strategy_registry.register(
-                f"rl_ray_zero_{stage}", cls, description=f"ZeRO stage {stage} under Ray Train", stage=stage
-            )
-
     @override
     def setup_environment(self) -> None:
         if self.root_device.type == "cpu":
@@ -51,11 +42,6 @@ class RayFSDPStrategy(FSDPStrategy):
     """FSDP2 with named models and a rollout engine, under Ray Train's `TorchTrainer`. Args: see `FSDPStrategy`."""
 
     _one_rollout_engine = True
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register("rl_ray_fsdp", cls, description="FSDP2 under Ray Train")
 
     @property
     @override

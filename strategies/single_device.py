@@ -75,11 +75,6 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
         self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory(), self._copy_of_policy)
         self._blended = BlendedModels()
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register("rl_single_device", cls, description="One device, with a rollout engine")
-
     @override
     def setup_environment(self) -> None:
         asked = len(self.parallel_devices or ()) * self.num_nodes

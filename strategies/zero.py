@@ -109,14 +109,6 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         self._saved_states: dict[str, str] = {}
         self._blended = BlendedModels()
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        for stage in (1, 2, 3):
-            strategy_registry.register(
-                f"rl_zero_{stage}", cls, description=f"ZeRO stage {stage} with named models", stage=stage
-            )
-
     # Set-up -----------------------------------------------------------------------------------------------------
 
     @override
