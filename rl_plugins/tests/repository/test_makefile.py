@@ -25,6 +25,20 @@ def test_limits_of_tests_have_a_margin_in_make_test_alone(target: str, margin: s
     assert f"\n{target}: export TEST_TIME_MARGIN = {margin}\n" in makefile
 
 
+@pytest.mark.parametrize(("status", "printed"), [(0, ""), (1, ""), (2, "one process\n")])
+def test_typecheck_runs_mypy_in_one_process_if_a_worker_does_not_start(
+    status: int, printed: str, tmp_path: Path
+) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\n[ "$3" = --num-workers ] && exit {status}\necho one process\n')
+    python.chmod(0o755)
+    (tmp_path / ".installed").touch()
+    command = ["make", "--silent", "typecheck", f"VENV={tmp_path}"]
+    outcome = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (outcome.returncode == 0, outcome.stdout) == (status != 1, printed)
+
+
 def test_docs_install_a_missing_environment_first(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     command = ["make", "--dry-run", "docs", f"VENV={missing}"]
