@@ -119,19 +119,19 @@ def model_of(source: nn.Module) -> nn.Module:
     return model
 
 
-def check_max_tokens(model: str | nn.Module, *settings: SamplingConfig) -> None:
+def check_max_tokens(model: str | nn.Module, *settings: SamplingConfig | None) -> None:
     """Check that a model has positions for the longest responses, before the model is loaded.
 
     Args:
         model: name, folder or module.
-        *settings: settings of sampling for training and for validation.
+        *settings: settings of sampling for training and for validation; None for settings that a stage has not.
 
     Raises:
         ConfigError: a response with its prompt may be longer than the model's positions.
     """
     positions = context_window(_config_of(model))
     for sampling in settings:
-        if positions is not None and sampling.max_tokens >= positions:
+        if positions is not None and sampling is not None and sampling.max_tokens >= positions:
             raise ConfigError(
                 f"max_tokens={sampling.max_tokens}: the model has {positions} positions for a prompt and its response: "
                 "lower max_tokens"

@@ -27,7 +27,14 @@ from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.own_module import check_max_tokens
 from rl_plugins.stages.preference_examples import PreferenceExamples, best_against_worst, preference_examples
 from rl_plugins.stages.preference_learner import PreferenceLearner, PreferenceObjective
-from rl_plugins.stages.sampling import AnyEnvironment, SamplingSetup, Scorer, greedy, with_stop_token
+from rl_plugins.stages.sampling import (
+    AnyEnvironment,
+    SamplingSetup,
+    Scorer,
+    greedy,
+    setup_of_validation,
+    with_stop_token,
+)
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import Strategy
 
@@ -42,8 +49,9 @@ class PreferenceOptimization(Stage):
 
     Args:
         policy: see `Stage`.
-        scorer: scores responses in validation. A reward function, or its configuration, gets `default_scorer`.
-        eval_sampling: sampling settings of validation.
+        scorer: scores responses in validation. A reward function, or its configuration, gets `default_scorer`. None
+            without validation.
+        eval_sampling: sampling settings of validation; None without validation.
         loss: name in `PREFERENCE_LOSSES`, or a function like the functions there.
         loss_options: keyword arguments of the loss, such as `beta`.
         reference: name or folder of the reference model, for losses with a reference; the policy's own by default.
@@ -66,7 +74,7 @@ class PreferenceOptimization(Stage):
         policy: str | nn.Module,
         *,
         scorer: Scorer | Reward | None = None,
-        eval_sampling: SamplingConfig,
+        eval_sampling: SamplingConfig | None = None,
         loss: str | PreferenceLoss = "dpo",
         loss_options: Mapping[str, Any] | None = None,
         reference: str | None = None,
@@ -76,7 +84,7 @@ class PreferenceOptimization(Stage):
     ) -> None:
         super().__init__(policy, **stage)
         check_max_tokens(policy, eval_sampling)
-        self.sampling_setup = SamplingSetup(scorer, self.tokenizer, eval_sampling, environment, seed)
+        self.sampling_setup = setup_of_validation(scorer, self.tokenizer, eval_sampling, environment, seed)
         self.objective = _objective(self, loss, loss_options, reference)
 
     @override

@@ -328,6 +328,35 @@ class SamplingSetup:
         return SampleScorer(self._scorer, self.conversations, strategy.phase_log)
 
 
+def setup_of_validation(
+    scorer: Scorer | Reward | None,
+    tokenizer: PreTrainedTokenizerBase,
+    eval_sampling: SamplingConfig | None,
+    environment: AnyEnvironment | None,
+    seed: int,
+) -> SamplingSetup | None:
+    """Return the setup of a stage that samples in validation alone; None without scorer and settings.
+
+    Args:
+        scorer: see `SamplingSetup`.
+        tokenizer: see `SamplingSetup`.
+        eval_sampling: see `SamplingSetup`; None without validation.
+        environment: see `SamplingSetup`.
+        seed: see `SamplingSetup`.
+
+    Raises:
+        ConfigError: some of the arguments for a validation are missing.
+    """
+    if scorer is None and environment is None and eval_sampling is None:
+        return None
+    if eval_sampling is None:
+        raise ConfigError(
+            "eval_sampling=None: validation samples the answers that it scores: pass "
+            "eval_sampling=rl.SamplingConfig(max_tokens=...), or leave scorer and environment out"
+        )
+    return SamplingSetup(scorer, tokenizer, eval_sampling, environment, seed)
+
+
 def _check_scorer(scorer: Scorer | Reward | None, environment: AnyEnvironment | None) -> None:
     scores_itself = isinstance(environment, StatefulEnvironment | AgentEnvironment)
     if scores_itself and scorer is not None:

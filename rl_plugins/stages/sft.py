@@ -20,7 +20,7 @@ from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.arguments import StageArguments
 from rl_plugins.stages.optimizer import MicroBatchLoss
 from rl_plugins.stages.own_module import check_max_tokens
-from rl_plugins.stages.sampling import AnyEnvironment, SamplingSetup, Scorer
+from rl_plugins.stages.sampling import AnyEnvironment, Scorer, setup_of_validation
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import POLICY
 
@@ -30,8 +30,9 @@ class SFT(Stage):
 
     Args:
         policy: see `Stage`.
-        scorer: scores responses in validation. A reward function, or its configuration, gets `default_scorer`.
-        eval_sampling: sampling settings of validation.
+        scorer: scores responses in validation. A reward function, or its configuration, gets `default_scorer`. None
+            without validation.
+        eval_sampling: sampling settings of validation; None without validation.
         environment: tools, or bounds on conversations if the scorer answers the policy; by default the policy answers
             once.
         seed: seed of sampling in validation.
@@ -45,14 +46,14 @@ class SFT(Stage):
         policy: str | nn.Module,
         *,
         scorer: Scorer | Reward | None = None,
-        eval_sampling: SamplingConfig,
+        eval_sampling: SamplingConfig | None = None,
         environment: AnyEnvironment | None = None,
         seed: int = 0,
         **stage: Unpack[StageArguments],
     ) -> None:
         super().__init__(policy, **stage)
         check_max_tokens(policy, eval_sampling)
-        self.sampling_setup = SamplingSetup(scorer, self.tokenizer, eval_sampling, environment, seed)
+        self.sampling_setup = setup_of_validation(scorer, self.tokenizer, eval_sampling, environment, seed)
 
     @override
     def training_step(self, batch: dict[str, list[Any]], batch_idx: int) -> None:

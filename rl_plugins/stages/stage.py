@@ -404,8 +404,11 @@ class Stage(LightningModule):
 
     @override
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if self.validation is not None:
-            self.validation.add(batch, self.step)
+        if self.validation is None:
+            raise ConfigError(
+                f"{type(self).__name__} got validation rows: pass scorer=... and eval_sampling=..., or leave rows out"
+            )
+        self.validation.add(batch, self.step)
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -427,7 +430,6 @@ class Stage(LightningModule):
 
     @override
     def test_step(self, batch: object, batch_idx: int) -> None:
-        """Do the same as a step of validation."""
         self.validation_step(batch, batch_idx)
 
     @override
@@ -442,7 +444,8 @@ class Stage(LightningModule):
             ConfigError: the stage generates no responses.
         """
         if self.validation is None:
-            raise ConfigError(f"{type(self).__name__} generates no responses: use trainer.validate or trainer.test")
+            hint = "use trainer.validate or trainer.test, or give a stage of SFT or preferences a scorer"
+            raise ConfigError(f"{type(self).__name__} generates no responses: {hint}")
         self.validation.start()
         self.validation.add(batch, self.step)  # type: ignore[arg-type]  # checks the batch itself
         return self.validation.rows

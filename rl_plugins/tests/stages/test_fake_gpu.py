@@ -17,7 +17,7 @@ from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.fake_cuda import CUDA
 from rl_plugins.tests.loops import for_each
-from rl_plugins.tests.stages import canned, canned_labels, canned_preferences
+from rl_plugins.tests.stages import canned, canned_answers, canned_labels, canned_preferences
 from rl_plugins.tests.stages.fake_gpu import training_on_fake_gpu
 from rl_plugins.weights.source import ModuleWeightSource
 
@@ -53,6 +53,17 @@ def test_preference_optimization_keeps_all_tensors_of_a_step_on_the_gpu() -> Non
         results.append(canned_preferences.online_gradients(canned.PROMPTS))
         for updates, _ in results:
             assert devices_of([tensor for update in updates for tensor in update]) == {CUDA}
+
+
+@for_each("packing", [True, False])
+def test_sft_on_a_gpu_gives_the_gradient_of_a_cpu(packing: bool) -> None:
+    expected, metrics_of_cpu = canned_answers.gradients(tokens_per_micro_batch=45, packing=packing)
+    with training_on_fake_gpu():
+        gradient, metrics = canned_answers.gradients(tokens_per_micro_batch=45, packing=packing)
+        assert devices_of(gradient) == {CUDA}
+    for one, other in zip(gradient, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+    assert metrics["train/loss"] == pytest.approx(metrics_of_cpu["train/loss"])
 
 
 def test_reward_modeling_keeps_all_tensors_of_a_step_on_the_gpu() -> None:

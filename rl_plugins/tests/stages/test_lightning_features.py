@@ -195,6 +195,22 @@ def test_test_and_predict_of_the_trainer_answer_prompts_in_other_stages(tmp_path
     assert batches is not None and [row["score"] for batch in batches for row in batch] == [0.25, 0.25]
 
 
+@pytest.mark.parametrize("own", [SFT, PreferenceOptimization])
+def test_stage_without_a_scorer_refuses_validation_rows(tmp_path: Path, own: Any) -> None:
+    rows = addition_rows(below=10, num_train=1, num_test=2, seed=0)["test"]
+    path = str(save_tiny_policy(tmp_path / "policy"))
+    data = PromptDataModule(None, rows, tokenizer=path, prompts_per_step=2)
+    trainer = make_trainer(tmp_path, logger=False, enable_checkpointing=False)
+    with pytest.raises(ConfigError, match=rf"{own.__name__} got validation rows: pass scorer=\.\.\. and eval_sampling"):
+        trainer.validate(own(path), data, verbose=False)
+    with pytest.raises(ConfigError, match=r"give a stage of SFT or preferences a scorer"):
+        trainer.predict(own(path), data)
+    with pytest.raises(ConfigError, match=r"eval_sampling=None: .* or leave scorer and environment out"):
+        own(path, scorer=lambda solution_str: 0.25)
+    with pytest.raises(ConfigError, match=r"scorer=None: name a reward function"):
+        own(path, eval_sampling=SamplingConfig(max_tokens=3))
+
+
 def test_test_of_a_reward_model_measures_pairs_and_predict_is_refused(tmp_path: Path) -> None:
     rows = preference_rows(addition_rows(below=10, num_train=1, num_test=3, seed=0)["test"], seed=0)
     path = str(save_tiny_policy(tmp_path / "policy"))

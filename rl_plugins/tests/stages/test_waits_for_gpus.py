@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from rl_plugins.tests.loops import for_each
-from rl_plugins.tests.stages import canned, canned_labels, canned_preferences
+from rl_plugins.tests.stages import canned, canned_answers, canned_labels, canned_preferences
 from rl_plugins.tests.stages.fake_gpu import training_on_fake_gpu
 from rl_plugins.vision_language import ModelInputs
 
@@ -45,6 +45,10 @@ def test_policy_optimization_waits_for_a_gpu_once_in_a_pass(recipe: str) -> None
 def test_policy_optimization_without_packing_waits_for_a_gpu_at_most_once_in_a_pass() -> None:
     algorithm, updates = canned.algorithm_of("grpo")
     assert waits_of_a_pass(partial(canned.gradients, algorithm, updates_per_step=updates, packing=False)) <= 1
+
+
+def test_sft_waits_for_a_gpu_once_in_a_pass() -> None:
+    assert waits_of_a_pass(canned_answers.gradients) == 1
 
 
 @for_each("case", ["dpo", "kto"])
