@@ -18,7 +18,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 # SHUFFLE=1 runs tests in a random order that the seed 1 gives.
 PYTEST = $(PY) -m pytest $(if $(SHUFFLE),--random-order --random-order-seed=$(SHUFFLE)) \
 	--numprocesses $(FILES) --dist loadfile
-# Files of tests that run at a time. A third file saves no time on two cores, and needs another Ray and engine.
+# Files of tests that run at a time. A third file saves no time on two cores, and three need more than 24 GB.
 FILES = 2
 # Makes targets one after the other and prints the time of all.
 TIMED = start=$$(date +%s); $(MAKE) --no-print-directory $(1) && \
