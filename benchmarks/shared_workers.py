@@ -34,7 +34,8 @@ def train_in_turn(configs: Sequence[RecipeConfig], storage: Path) -> None:
     from ray.train import ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from rl_plugins.launch.ray_train import start_ray, vllm_rollout, worker_environment
+    from rl_plugins.launch.ray_train import start_ray, worker_environment
+    from rl_plugins.launch.rollout_engines import vllm_rollout
 
     for config in configs:
         config.placement.device = "cpu"

@@ -26,7 +26,7 @@ from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.patience import patient, wait_until
 from rl_plugins.tests.stages import canned
 
-pytestmark = pytest.mark.usefixtures("running_ray")
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("running_ray")]
 
 STEPS, SAVED = 3, 2
 
@@ -120,7 +120,6 @@ def test_critic_pool_refuses_a_checkpoint_of_a_critic_in_the_workers(
         train(tmp_path, one_process, RunFolder(trained_in_the_workers.run).checkpoint(SAVED))
 
 
-@pytest.mark.extended
 def test_critic_process_that_hangs_or_dies_ends_the_run(tmp_path: Path) -> None:
     critic = pool(2)
     train(tmp_path, critic, steps=1)

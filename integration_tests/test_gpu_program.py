@@ -56,6 +56,7 @@ def section_of(function: object, deadline_s: float = 60) -> Section:
     return Section(f"{__name__}.{function.__name__}", deadline_s)  # type: ignore[attr-defined]
 
 
+@pytest.mark.extended
 def test_sections_import_neither_ray_nor_vllm_nor_pytest() -> None:
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['ray', 'vllm', 'pytest'])); "
@@ -69,6 +70,7 @@ def test_sections_import_neither_ray_nor_vllm_nor_pytest() -> None:
     assert len(outcome.stdout.split()) == len(SECTIONS)
 
 
+@pytest.mark.extended
 def test_run_section_keeps_the_results_of_failed_and_endless_processes(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     results = run_section("first", section_of(three_cases), "cpu", file)

@@ -125,6 +125,7 @@ def process_of(pool: ModelPool, actor: int) -> psutil.Process:
     return psutil.Process(int(process.split("@")[0]))
 
 
+@pytest.mark.extended
 def test_response_log_probs_are_repeated_and_counted_when_an_actor_dies(teachers: ModelPool):
     before = response_log_probs(teachers, **BATCHES[0], packed=True).log_probs_BT
     already = teachers.metrics()["pool/teacher_restarts"]

@@ -74,6 +74,7 @@ def test_rule_that_kills_a_worker_fails_the_sample_alone(pool: RewardPool) -> No
     assert [score.details.get("obeyed") for score in scores] == [1.0, None, 2.0, None]
 
 
+@pytest.mark.extended
 def test_pool_raises_the_config_error_of_a_folder_without_a_reward_model(tmp_path: Path) -> None:
     policy = str(save_tiny_policy(tmp_path))
     config = {"_target_": "rl_plugins.rewards.model.ModelReward", "path": policy}

@@ -67,6 +67,7 @@ def test_score_blames_the_culprits_of_a_chunk_alone(obeying_pool: RewardPool, mo
     assert failure_counts(scores) == {"raised": 1, "not_finite": 1, "timeout": 3, "died": 3, "memory": 0}
 
 
+@pytest.mark.extended
 def test_score_kills_a_worker_that_no_alarm_interrupts_and_blames_no_slow_sample() -> None:
     with pool(f"{HERE}.obey") as workers:
         # No alarm comes so early. The slow samples take longer together than this hard deadline.

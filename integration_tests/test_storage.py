@@ -107,6 +107,7 @@ def test_storage_without_the_bucket_refuses_the_first_file(s3: S3) -> None:
     assert "secret-word" not in str(raised.value)
 
 
+@pytest.mark.extended
 def test_local_launcher_reads_data_and_model_from_s3_and_continues_elsewhere(
     s3: S3, start_recipe: Callable[..., Recipe], workplace: Path, tmp_path: Path
 ) -> None:

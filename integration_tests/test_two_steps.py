@@ -23,6 +23,7 @@ from rl_plugins.data.tokenization import load_tokenizer
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import read_metrics
+from rl_plugins.tests.tiers import tiered
 
 ALGORITHMS = sorted(path.stem for path in (CONFIG_FOLDER / "algorithm").glob("*.yaml"))
 NAMES = [
@@ -68,11 +69,6 @@ ALSO = {
 }
 
 
-def params(*names: str) -> list[Any]:
-    """Runs as parameters of a test."""
-    return [pytest.param(name, marks=() if name in CORE else pytest.mark.extended) for name in names]
-
-
 @pytest.fixture(scope="module")
 def wait_for(
     request: pytest.FixtureRequest, workplace: Path, tmp_path_factory: pytest.TempPathFactory
@@ -103,7 +99,7 @@ def folder(wait_for: Callable[[str], Path], run: str) -> Path:
     return wait_for(run)
 
 
-@pytest.mark.parametrize("run", params(*NAMES))
+@pytest.mark.parametrize("run", tiered(NAMES, CORE))
 def test_two_steps_of(run: str, folder: Path, workplace: Path) -> None:
     series, name = read_metrics(folder / "metrics.jsonl"), run.removesuffix(two_steps.FSDP)
     samples = name.removesuffix("_lora") in ALGORITHMS or name.startswith("grpo_zero")
@@ -126,7 +122,8 @@ def test_two_steps_of(run: str, folder: Path, workplace: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "run", params("grpo_conversation", "grpo_agent", "ppo_conversation", "online_dpo_conversation", "ppo_stateful")
+    "run",
+    tiered(("grpo_conversation", "grpo_agent", "ppo_conversation", "online_dpo_conversation", "ppo_stateful"), CORE),
 )
 def test_conversations_have_several_turns(run: str, folder: Path) -> None:
     series = read_metrics(folder / "metrics.jsonl")
@@ -137,7 +134,7 @@ def test_conversations_have_several_turns(run: str, folder: Path) -> None:
         assert max(series["train/rollout_gap_max"].values()) < (1e-4 if run == "grpo_agent" else 1e-3)
 
 
-@pytest.mark.parametrize("run", params("grpo_agent"))
+@pytest.mark.parametrize("run", tiered(("grpo_agent",), CORE))
 def test_agents_call_the_policy_in_each_trajectory(run: str, folder: Path) -> None:
     series = read_metrics(folder / "metrics.jsonl")
     assert set(series["train/agent/calls"].values()) == set(series["train/turns"].values()) == {5.0}
@@ -146,7 +143,7 @@ def test_agents_call_the_policy_in_each_trajectory(run: str, folder: Path) -> No
     assert all(seconds > 0 for seconds in series["train/agent/seconds"].values())
 
 
-@pytest.mark.parametrize("run", params("grpo_lora"))
+@pytest.mark.parametrize("run", tiered(("grpo_lora",), CORE))
 def test_export_checkpoint_merges_the_adapter_of_a_policy(
     run: str, folder: Path, workplace: Path, tmp_path: Path
 ) -> None:
@@ -162,7 +159,7 @@ def test_export_checkpoint_merges_the_adapter_of_a_policy(
         torch.testing.assert_close(weight, merged[name])
 
 
-@pytest.mark.parametrize("run", params("reward_modeling_lora"))
+@pytest.mark.parametrize("run", tiered(("reward_modeling_lora",), CORE))
 def test_export_checkpoint_writes_the_adapter_of_a_reward_model(
     run: str, folder: Path, workplace: Path, tmp_path: Path
 ) -> None:

@@ -46,7 +46,7 @@ def prompt_row(
     ability: str = "general",
     **extra_info: object,
 ) -> dict[str, Any]:
-    """Return a row with all columns, for a list of rows in a script.
+    """Return a row with all columns of verl.
 
     Args:
         prompt: chat messages, or the text of a single message of the user.
@@ -65,10 +65,10 @@ def prompt_row(
         )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return {
-        "prompt": messages,
         "data_source": data_source,
+        "prompt": messages,
         "ability": ability,
-        "reward_model": {"ground_truth": ground_truth},
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
         "extra_info": extra_info,
     }
 

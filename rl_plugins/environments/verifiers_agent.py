@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from rl_plugins.data.parquet import prompt_row
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.chat import NoRoom
 from rl_plugins.user_code import load_user_code
@@ -158,14 +159,16 @@ def _row(env: str, split: str, index: int, record: Mapping[str, Any]) -> dict[st
         raise ConfigError(
             f"{place}: the row has a value that JSON does not have ({error}): leave out its column"
         ) from None
-    return {
-        "data_source": env,
+    return prompt_row(
         # A table has all keys of all messages in each message.
-        "prompt": [{key: value for key, value in message.items() if value is not None} for message in prompt],
-        "ability": str(record.get("task") or "environment"),
-        "reward_model": {"style": "environment", "ground_truth": answer if isinstance(answer, str) else str(answer)},
-        "extra_info": {"split": split, "index": index, "input": columns},
-    }
+        [{key: value for key, value in message.items() if value is not None} for message in prompt],
+        str(answer),
+        data_source=env,
+        ability=str(record.get("task") or "environment"),
+        split=split,
+        index=index,
+        input=columns,
+    )
 
 
 def _rubrics(environment: verifiers.Environment) -> Iterator[verifiers.Rubric]:

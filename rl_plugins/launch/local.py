@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 
 import psutil
-import torch
 
 from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.intact_checkpoint import newest_intact
+from rl_plugins.launch.rollout_engines import transformers_rollout
 from rl_plugins.launch.scorer import scorer_of
 from rl_plugins.launch.terminal import redraw_interval_s
 from rl_plugins.launch.training import TrainingRun
-from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 
@@ -55,23 +54,3 @@ def train_in_this_process(config: RecipeConfig, folder: RunFolder) -> None:
     finally:
         if scorer is not None:
             scorer.close()
-
-
-def transformers_rollout(config: RecipeConfig, device: str) -> TransformersRollout | None:
-    """Return the rollout engine of `rollout.engine=transformers`; None if the run needs no engine.
-
-    Args:
-        config: options of the run.
-        device: `cpu` or `cuda`.
-    """
-    if not config.needs_engine:
-        return None
-    dtype: torch.dtype = getattr(torch, config.rollout_dtype)
-    return TransformersRollout(
-        config.model.path,
-        dtype=dtype,
-        device=device,
-        check_updates=config.rollout.check_updates,
-        trust_remote_code=config.model.trust_remote_code,
-        return_experts=config.model.router_replay == "rollout",
-    )

@@ -36,13 +36,12 @@ from rl_plugins.launch.placement import (
     Role,
     alive_nodes,
     check_fit,
-    engine_threads,
     placed_pools,
     reserved,
     roles_of,
     table,
-    weight_transport,
 )
+from rl_plugins.launch.rollout_engines import transformers_rollout, vllm_rollout
 from rl_plugins.launch.terminal import redraw_interval_s
 from rl_plugins.models.pool_actor import PoolConfig, start_pool
 from rl_plugins.rewards.judge_engine import JudgeEngineConfig, addresses_of, start_judge_engines
@@ -252,7 +251,6 @@ def _training_run(arguments: dict[str, Any]) -> TrainingRun:
 
     from rl_plugins.config.recipe import parse_config
     from rl_plugins.intact_checkpoint import newest_intact
-    from rl_plugins.launch.local import transformers_rollout
     from rl_plugins.launch.scorer import scorer_of
     from rl_plugins.launch.training import TrainingRun
     from rl_plugins.models.pool import ModelPool
@@ -411,36 +409,3 @@ def wait_until_project_is_unpacked(folder: Path, nodes: Sequence[Mapping[str, An
 
 def _do_nothing() -> None:
     pass
-
-
-def vllm_rollout(config: RecipeConfig) -> VLLMRollout:
-    """Return the configured rollout engines. Ray must be initialized."""
-    from rl_plugins.rollout.vllm.client import VLLMRollout
-    from rl_plugins.rollout.vllm.config import VLLMConfig
-
-    rollout, device, split = config.rollout, config.placement.device, config.placement.rollout == "split"
-    hosts = len({node["NodeManagerAddress"] for node in alive_nodes()})
-    return VLLMRollout(
-        VLLMConfig(
-            model=config.model.path,
-            device=device,
-            dtype=config.rollout_dtype,
-            max_model_len=config.data.max_prompt_tokens + config.sampling.max_tokens,
-            tensor_parallel_size=rollout.tensor_parallel_size,
-            threads=engine_threads(config, hosts),
-            cpu_kv_cache_gib=rollout.cpu_kv_cache_gib,
-            prefix_caching=rollout.prefix_caching,
-            sleep=config.rollout_sleep,
-            check_updates=rollout.check_updates,
-            transport=weight_transport(rollout.transport, device, split=split, hosts=hosts),
-            lora_rank=config.model.lora.rank if rollout.lora == "adapter" else 0,
-            generate_timeout_s=rollout.generate_timeout_s,
-            update_timeout_s=rollout.update_timeout_s,
-            vllm=rollout.vllm,
-            trust_remote_code=config.model.trust_remote_code,
-            return_experts=config.model.router_replay == "rollout",
-            **config.engine_limits,
-        ),
-        num_engines=config.num_engines,
-        num_gpus=rollout.tensor_parallel_size if config.on_gpus else 0,
-    )

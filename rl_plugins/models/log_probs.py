@@ -173,14 +173,15 @@ def response_log_probs(
     head = last_linear_head(model, {name.removesuffix("_BS"): values for name, values in tokens.items()}, device)
     if packed:
         row = pack(model, **tokens, image_inputs_B=image_inputs_B, response_width=response_width, device=device)
-        inputs, places_N = row.inputs, row.places_BS[attention_mask_BS.bool()]
+        inputs = row.inputs
         kept: Tensor | int = to_device(row.predicting(attention_mask_BS, response_width), device)
     else:
         inputs = padded_inputs(model, **tokens, image_inputs_B=image_inputs_B, device=device)
-        places_N = attention_mask_BS.flatten().nonzero().squeeze(-1)
         # The last position predicts no token, but `logits_to_keep` cannot exclude the last position.
         kept = response_width + 1
     if router_replay is not None:
+        is_token_BS = attention_mask_BS.bool()
+        places_N = row.places_BS[is_token_BS] if packed else is_token_BS.flatten().nonzero().squeeze(-1)
         router_replay.start(to_device(places_N, device), inputs.arguments["input_ids"].numel())
     run = partial(inputs.run, model, logits_to_keep=kept, use_cache=False)
 

@@ -15,7 +15,7 @@ from rl_plugins.algorithms.rollout_correction import diagnostics
 from rl_plugins.config.sampling import Schedule
 from rl_plugins.data.experience import ROUTED_EXPERTS, Experience, computed
 from rl_plugins.errors import DataError
-from rl_plugins.stages.critics import Critic
+from rl_plugins.stages.critics import Critic, policy_learns
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.off_policy import ratio_to_rollout
 from rl_plugins.stages.process_rewards import ProcessRewards
@@ -193,7 +193,7 @@ class ExperienceMaker:
         costs_B = torch.where(samples.valid, computed(samples.costs), 0).double()
         sums = torch.stack([costs_B.sum(), samples.valid.sum().double()])
         sum_of_costs, num_samples = self._strategy.ranks.sum(sums).tolist()
-        if not any(critic.warms_up(step) for critic in self._critics):
+        if policy_learns(self._critics, step):
             multiplier.update(sum_of_costs, num_samples)
         self.metrics["cost"] = sum_of_costs / num_samples if num_samples else float("nan")
         self.metrics |= {"lambda": multiplier.value, "cost_in_window": multiplier.mean_cost}

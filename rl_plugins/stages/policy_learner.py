@@ -16,7 +16,7 @@ from rl_plugins.data.experience import Experience, computed
 from rl_plugins.device_copies import to_device
 from rl_plugins.errors import DataError
 from rl_plugins.rollout.engine import step_seed
-from rl_plugins.stages.critics import Critic
+from rl_plugins.stages.critics import Critic, policy_learns
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
 from rl_plugins.stages.off_policy import ratio_to_rollout
@@ -67,7 +67,7 @@ class PolicyLearner:
 
     def update(self, batch: Experience, step: int) -> dict[str, float]:
         """Take the optimizer steps of step `step`; return the metrics, averaged over all ranks. Collective."""
-        tokens, learns = TokenMetrics(), not any(critic.warms_up(step) for critic in self._critics)
+        tokens, learns = TokenMetrics(), policy_learns(self._critics, step)
         for number, mini_batch in enumerate(self._mini_batches(batch), 1):
             for critic in self._critics:
                 critic.update(mini_batch, tokens, last=number == self._updates)

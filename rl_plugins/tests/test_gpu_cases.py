@@ -15,6 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from integration_tests.gpu.without_vllm.cases import Place, run_case
 from integration_tests.gpu.without_vllm.program import SECTIONS
 from integration_tests.gpu.without_vllm.results import FAILED, PASSED, SKIPPED, Result
@@ -121,6 +123,7 @@ def test_kernel_of_torch_2_11_is_called_without_enable_gqa() -> None:
     assert found == (False, ("query", (-1, 0)))
 
 
+@pytest.mark.extended
 def test_cases_of_all_sections_run_on_cpu() -> None:
     [(results, _)] = run_ranks(run_on_cpu, list(SECTIONS), SOME, world_size=1, timeout_s=540)
     assert {result.section for result in results} == set(SECTIONS)

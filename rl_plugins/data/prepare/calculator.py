@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from rl_plugins.data.parquet import prompt_row
 from rl_plugins.data.prepare.files import RowList
 from rl_plugins.data.prepare.splits import choose_splits
 
@@ -61,10 +62,4 @@ def answer_rows(rows: RowList) -> RowList:
 
 
 def _row(prompt: list[dict[str, str]], answer: int | str, response: str) -> dict[str, Any]:
-    return {
-        "data_source": "products",
-        "prompt": prompt,
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(answer)},
-        "extra_info": {"response": response},
-    }
+    return prompt_row(prompt, str(answer), data_source="products", ability="math", response=response)

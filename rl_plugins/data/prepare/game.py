@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from rl_plugins.data.parquet import prompt_row
 from rl_plugins.data.prepare.files import RowList
 from rl_plugins.data.prepare.splits import choose_splits
 
@@ -83,10 +84,5 @@ def range_text(low: int, high: int) -> str:
 
 
 def _row(low: int, high: int, number: int) -> dict[str, Any]:
-    return {
-        "data_source": "guess_number",
-        "prompt": [{"role": "user", "content": range_text(low, high)}],
-        "ability": "game",
-        "reward_model": {"style": "environment", "ground_truth": str(number)},
-        "extra_info": {"low": low, "high": high},
-    }
+    text = range_text(low, high)
+    return prompt_row(text, str(number), data_source="guess_number", ability="game", low=low, high=high)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from rl_plugins.data.parquet import prompt_row
 from rl_plugins.data.prepare.files import RowList
 from rl_plugins.data.prepare.splits import choose_splits
 
@@ -43,10 +44,5 @@ def _row(slope: int, constant: int) -> dict[str, Any]:
         "outputs": [slope * x + constant for x in TESTED],
         "fn_name": "f",
     }
-    return {
-        "data_source": "programs",
-        "prompt": [{"role": "user", "content": shown}],
-        "ability": "code",
-        "reward_model": {"style": "rule", "ground_truth": json.dumps(tests)},
-        "extra_info": {"response": f"```\ndef f(x): return {slope}*x+{constant}\n```"},
-    }
+    program = f"```\ndef f(x): return {slope}*x+{constant}\n```"
+    return prompt_row(shown, json.dumps(tests), data_source="programs", ability="code", response=program)

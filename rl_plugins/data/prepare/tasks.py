@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rl_plugins.data.parquet import prompt_row
 from rl_plugins.data.prepare.files import Record, RowList, read_split
 from rl_plugins.errors import ConfigError
 
@@ -90,13 +91,9 @@ def preference_rows(rows: RowList, *, seed: int) -> RowList:
 
 
 def _addition_row(left: int, right: int, split: str, index: int) -> dict[str, Any]:
-    return {
-        "data_source": "addition",
-        "prompt": [{"role": "user", "content": f"{left}+{right}="}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(left + right)},
-        "extra_info": {"split": split, "index": index},
-    }
+    return prompt_row(
+        f"{left}+{right}=", str(left + right), data_source="addition", ability="math", split=split, index=index
+    )
 
 
 def _addition_arguments(parser: ArgumentParser) -> None:
@@ -166,13 +163,16 @@ def gsm8k_answer(answer: str) -> str:
 def _build_gsm8k(options: Namespace) -> dict[str, RowList]:
     def make_row(record: Record, split: str, index: int) -> dict[str, Any]:
         question, answer = record["question"], record["answer"]
-        return {
-            "data_source": "openai/gsm8k",
-            "prompt": [{"role": "user", "content": f"{question} {options.instruction}".strip()}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": gsm8k_answer(answer)},
-            "extra_info": {"split": split, "index": index, "question": question, "answer": answer},
-        }
+        return prompt_row(
+            f"{question} {options.instruction}".strip(),
+            gsm8k_answer(answer),
+            data_source="openai/gsm8k",
+            ability="math",
+            split=split,
+            index=index,
+            question=question,
+            answer=answer,
+        )
 
     return {split: read_split(options.input, split, ("question", "answer"), make_row) for split in _SPLITS}
 
@@ -202,13 +202,17 @@ def _build_math(options: Namespace) -> dict[str, RowList]:
     def make_row(record: Record, split: str, index: int) -> dict[str, Any]:
         problem, solution = record["problem"], record["solution"]
         described = {name: str(record[name]) for name in ("level", "type") if name in record}
-        return {
-            "data_source": "DigitalLearningGmbH/MATH-lighteval",
-            "prompt": [{"role": "user", "content": f"{problem} {options.instruction}".strip()}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": last_boxed(solution)},
-            "extra_info": {"split": split, "index": index, "problem": problem, "answer": solution, **described},
-        }
+        return prompt_row(
+            f"{problem} {options.instruction}".strip(),
+            last_boxed(solution),
+            data_source="DigitalLearningGmbH/MATH-lighteval",
+            ability="math",
+            split=split,
+            index=index,
+            problem=problem,
+            answer=solution,
+            **described,
+        )
 
     return {split: read_split(options.input, split, ("problem", "solution"), make_row) for split in _SPLITS}
 

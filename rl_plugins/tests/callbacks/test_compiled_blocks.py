@@ -24,6 +24,7 @@ from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
+from rl_plugins.tests.tiers import tiered
 
 STRATEGIES: dict[str, Any] = {"single": SingleDeviceRolloutStrategy, "zero": ZeroStrategy, "fsdp": FSDPStrategy}
 OPTIONS: dict[str, dict[str, Any]] = {"single": {}, "zero": {"stage": 2, "timeout_s": 60}, "fsdp": {"timeout_s": 60}}
@@ -75,7 +76,7 @@ def compare(rank: int, name: str, world_size: int, blocks: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "world_size", "blocks"),
-    [("single", 1, 3), ("zero", 1, 1), pytest.param("fsdp", 2, 1, marks=pytest.mark.extended)],
+    tiered([("single", 1, 3), ("zero", 1, 1), ("fsdp", 2, 1)], {("zero", 1, 1)}),
 )
 def test_compiled_blocks_train_to_the_same_weights(name: str, world_size: int, blocks: int) -> None:
     run_ranks(compare, name, world_size, blocks, world_size=world_size)

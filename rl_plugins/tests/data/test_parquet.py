@@ -128,14 +128,14 @@ def test_prompt_row_makes_a_row_with_all_columns(row):
             "prompt": [{"role": "user", "content": "2+3="}],
             "data_source": "default",
             "ability": "general",
-            "reward_model": {"ground_truth": "5"},
+            "reward_model": {"style": "rule", "ground_truth": "5"},
             "extra_info": {},
         },
         {
             "prompt": row(1)["prompt"],
             "data_source": "sums",
             "ability": "general",
-            "reward_model": {"ground_truth": "2"},
+            "reward_model": {"style": "rule", "ground_truth": "2"},
             "extra_info": {"level": 3},
         },
     ]

@@ -39,6 +39,7 @@ from rl_plugins.tests.patience import patient
 from rl_plugins.tests.rewards import sample_rewards
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.stages.test_scheduled_sampler import Loader
+from rl_plugins.tests.tiers import tiered
 from rl_plugins.weights.source import WeightSource
 
 SAMPLES = "rl_plugins.tests.environments"
@@ -160,12 +161,6 @@ def gates(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    """Kind of an environment that waits for new weights."""
-    return str(request.param)
-
-
 def waiting(kind: str, folder: Path) -> Adapter:
     """Return an environment that waits for new weights."""
     here = sample_gates.__name__
@@ -229,6 +224,7 @@ def test_policy_trains_on_the_sampled_tokens(name: str, gates: Path) -> None:
     assert sorted(sampled_parts(samples)) == sorted(engine.spoken) and len(engine.spoken) > len(samples)
 
 
+@pytest.mark.parametrize("kind", tiered(KINDS, {"stateful", "tools"}))
 def test_dynamic_sampling_replaces_uniform_groups_of_conversations(kind: str, gates: Path) -> None:
     open_gates(gates)
     with closing((adapter := waiting(kind, gates)).environment):
@@ -241,6 +237,7 @@ def test_dynamic_sampling_replaces_uniform_groups_of_conversations(kind: str, ga
     assert stage.metrics[0]["train/generation_batches"] == 2 and stage.metrics[0]["train/turns"] == 1.25
 
 
+@pytest.mark.parametrize("kind", tiered(KINDS, {"stateful", "agent"}))
 def test_validation_scores_whole_conversations(kind: str, gates: Path) -> None:
     open_gates(gates)
     with closing((adapter := waiting(kind, gates)).environment):
@@ -301,6 +298,7 @@ def conversations(steps: Sequence[Experience]) -> list[tuple[str, list[int], lis
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", tiered(KINDS, {"stateful"}))
 def test_run_ahead_spans_policies_and_begins_again_from_rows_after_a_resume(kind: str, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     whole = train_ahead(kind, tmp_path / "gates", run).trained_on

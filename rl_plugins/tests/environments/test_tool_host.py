@@ -92,6 +92,7 @@ def test_late_call_ends_and_hanging_threads_are_left_with_their_process() -> Non
     host.close()
 
 
+@pytest.mark.extended
 def test_process_that_keeps_no_deadline_is_killed() -> None:
     host = host_of(sample_tools.block, sample_tools.add, deadline_s=1.0, grace_s=2.0)
     (blocked,) = results_of(host, ("block", {}))

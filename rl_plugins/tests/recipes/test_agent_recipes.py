@@ -15,6 +15,7 @@ from rl_plugins.data.prepare.tasks import MakeSplits
 from rl_plugins.launch import local  # noqa: F401
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.sandbox.machine import skip_without_namespaces
+from rl_plugins.tests.tiers import tiered
 
 SETTING = Setting(seeds=[0], sft_steps=2, grpo_steps=2, is_local=True)
 SIZES = {"train": 8, "dev": 2, "test": 2}
@@ -51,10 +52,8 @@ AGENTS = {
     "programs": Agent("programs", program_splits, metrics=["passed", "no_program", "errors"]),
 }
 
-RECIPES = ["game", *(pytest.param(name, marks=pytest.mark.extended) for name in ("calculator", "programs"))]
 
-
-@pytest.fixture(scope="module", params=RECIPES)
+@pytest.fixture(scope="module", params=tiered(AGENTS, {"game"}))
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, Series]]:
     """An agent recipe, and the metrics of its GRPO stage."""
     agent = AGENTS[request.param]

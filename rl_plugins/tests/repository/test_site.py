@@ -26,6 +26,7 @@ def site(root, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.extended
 def test_site_has_a_page_for_every_file_of_docs(root, site):
     pages = {path.relative_to(root / "docs") for path in (root / "docs").rglob("*.md")}
     expected = {
@@ -35,6 +36,7 @@ def test_site_has_a_page_for_every_file_of_docs(root, site):
     assert (site / "repository/examples/own_algorithm/own_algorithm.py.html").is_file()
 
 
+@pytest.mark.extended
 def test_site_loads_nothing_from_another_host(site):
     loading = r"""<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^"'\s>]+"""
     for page in site.rglob("*.html"):
@@ -42,6 +44,7 @@ def test_site_loads_nothing_from_another_host(site):
         assert found == [], page
 
 
+@pytest.mark.extended
 def test_api_page_has_every_public_name_of_the_package(root, site):
     text = (site / "api.html").read_text(encoding="utf-8")
     for name, module in rl_plugins._MODULES.items():

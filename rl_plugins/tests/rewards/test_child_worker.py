@@ -139,6 +139,7 @@ def test_child_worker_ends_with_the_process_that_started_the_worker() -> None:
     child.wait(patient(30))
 
 
+@pytest.mark.extended
 def test_breakpoint_in_a_child_worker_opens_the_debugger_without_deadline(tmp_path: Path) -> None:
     (tmp_path / "debugged.py").write_text(
         # The deadline of a call has no place for the import of the debugger.

@@ -212,7 +212,7 @@ def _run(asked: dict[str, Any]) -> dict[str, Any]:
 def served(*answers: tuple[int, Any]) -> Iterator[tuple[str, type[_Server]]]:
     handler = type("Handler", (_Server,), {"answers": list(answers), "asked": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/run", handler
         server.shutdown()
 

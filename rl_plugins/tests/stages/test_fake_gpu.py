@@ -19,14 +19,18 @@ from rl_plugins.tests.fake_cuda import CUDA
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned, canned_answers, canned_labels, canned_preferences
 from rl_plugins.tests.stages.fake_gpu import training_on_fake_gpu
+from rl_plugins.tests.tiers import tiered
 from rl_plugins.weights.source import ModuleWeightSource
+
+CORE = {"grpo", "ppo", "safe_rlhf", "prime", "pf_ppo", "gspo", "on_policy_distillation", "optimal_token_baseline"}
+"""Algorithms of `make test`: one with each model, and one of each way to make advantages."""
 
 
 def devices_of(tensors: list[Tensor]) -> set[torch.device]:
     return {tensor.device for tensor in tensors}
 
 
-@pytest.mark.parametrize("recipe", canned.RECIPES)
+@pytest.mark.parametrize("recipe", tiered(canned.RECIPES, CORE))
 def test_policy_optimization_keeps_all_tensors_of_a_step_on_the_gpu(recipe: str) -> None:
     algorithm, updates = canned.algorithm_of(recipe)
     with training_on_fake_gpu():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,7 @@ from rl_plugins.tests.stages.with_images import (
     saved_families,
     single_device,
 )
+from rl_plugins.tests.tiers import tiered
 from rl_plugins.vision_language import padded_inputs, patch_size, vision_tower
 
 
@@ -108,8 +110,13 @@ def trained_rank(rank: int, family: str, folder: Path, name: str, options: dict[
     return trained(family, folder, strategy, rank, 2, **options)
 
 
-@pytest.mark.parametrize(("name", "packing"), [("zero", True), ("zero", False), ("fsdp", True), ("fsdp", False)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "name", "packing"),
+    tiered(
+        product(FAMILIES, ("zero", "fsdp"), (True, False)),
+        core={("qwen2_5_vl", "zero", True), ("gemma3", "fsdp", False), ("llava", "fsdp", True)},
+    ),
+)
 def test_sharded_models_with_images_on_one_rank_alone_equal_one_process(
     family: str, name: str, packing: bool, folders: dict[str, Path]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from rl_plugins.tests.stages.with_images import (
     saved_families,
     single_device,
 )
+from rl_plugins.tests.tiers import tiered
 
 SGD = OptimizerConfig(name="SGD", lr=0.5)
 
@@ -83,8 +85,10 @@ def reward_model_of_rank(rank: int, family: str, folder: Path, name: str) -> tup
     return reward_model_of(family, folder, strategy, rank, 2)
 
 
-@pytest.mark.parametrize("name", ["zero", "fsdp"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    tiered(product(FAMILIES, ("zero", "fsdp")), core={("qwen2_5_vl", "zero"), ("gemma3", "fsdp")}),
+)
 def test_reward_modeling_with_images_on_one_rank_alone_equals_one_process(
     family: str, name: str, folders: dict[str, Path]
 ) -> None:

@@ -79,11 +79,13 @@ def test_groups_train_like_a_single_device(groups: tuple[Course, Course]) -> Non
     assert_same_course(got, expected)
 
 
+@pytest.mark.extended
 def test_groups_resume_bit_for_bit(folder: Path, groups: tuple[Course, Course]) -> None:
     resumed = run(fsdp_runs.course, GROUPS, folder, {"steps": 1, "start": folder / "checkpoint" / "state"})
     assert_same_course(resumed, groups[1][1:], exactly=True)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("size", [1, 2])
 def test_two_ranks_resume_a_checkpoint_of_groups(folder: Path, groups: tuple[Course, Course], size: int) -> None:
     layout = replace(GROUPS, world_size=2, strategy={"expert_parallel": size})
@@ -105,6 +107,7 @@ def test_weight_source_sends_each_row_once(folder: Path) -> None:
     run_ranks(fsdp_runs.inspect, GROUPS, folder, "check_weight_source", world_size=4)
 
 
+@pytest.mark.extended
 def test_reference_with_divided_experts_follows_the_policy(folder: Path) -> None:
     run_ranks(fsdp_runs.inspect, GROUP, folder, "check_blend_weights")
 
@@ -116,6 +119,7 @@ def course_with_router_losses(rank: int, layout: Layout, folder: Path) -> Course
     return fsdp_runs.trained(layout, rank, folder, steps=1, callbacks=[losses], router_replay="recompute").course
 
 
+@pytest.mark.extended
 def test_router_losses_and_replayed_routes_train_like_a_single_device(folder: Path) -> None:
     expected = run(course_with_router_losses, GROUP.on_single_device(), folder)
     assert_same_course(run(course_with_router_losses, GROUP, folder), expected)
@@ -140,6 +144,7 @@ OTHER_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Options of the strategy and of the stage."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", OTHER_RUNS)
 def test_group_with_other_options_trains_like_a_single_device(folder: Path, name: str) -> None:
     strategy, options = OTHER_RUNS[name]
@@ -155,6 +160,7 @@ def test_group_with_an_adapter_over_four_bits_trains_like_a_single_device(folder
     assert_same_course(got, run(fsdp_runs.course, GROUP.on_single_device(), folder, options))
 
 
+@pytest.mark.extended
 def test_bf16_mixed_keeps_small_steps_in_float32_shards_of_experts(folder: Path) -> None:
     assert len(run(fsdp_runs.bf16_mixed_course, GROUP, folder)) == 1
 

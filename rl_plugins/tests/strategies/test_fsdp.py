@@ -92,6 +92,7 @@ def test_models_on_the_host_train_and_resume_like_a_single_device(two_ranks: Tra
     assert_same_course(got, two_ranks.course[1:])
 
 
+@pytest.mark.extended
 def test_copies_train_and_resume_like_a_single_device(groups: Trained) -> None:
     start = groups.folder / "copies" / "state"
     got = run(fsdp_runs.course, fsdp_runs.COPIES, groups.folder, {"leave": start})
@@ -117,6 +118,7 @@ def test_one_rank_resumes_a_checkpoint_of_two(two_ranks: Trained) -> None:
     assert_same_course(resumed, two_ranks.expected[1:])
 
 
+@pytest.mark.extended
 def test_ranks_without_tensor_parallelism_resume_a_checkpoint_of_groups(groups: Trained) -> None:
     layout = groups.layout.with_options(tensor_parallel=1)
     resumed = run(fsdp_runs.course, layout, groups.folder, {"steps": 1, "start": groups.start})
@@ -132,6 +134,7 @@ def test_export_checkpoint_writes_the_trained_weights(two_ranks: Trained, tmp_pa
     assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
 
 
+@pytest.mark.extended
 def test_accumulate_shards_with_moved_memory_trains_like_a_single_device(two_ranks: Trained) -> None:
     layout = two_ranks.layout.with_options(accumulate_shards=True)
     options = {"steps": 1, "gradient_checkpointing": True}
@@ -139,16 +142,19 @@ def test_accumulate_shards_with_moved_memory_trains_like_a_single_device(two_ran
     assert_same_course(got, two_ranks.expected[:1])
 
 
+@pytest.mark.extended
 def test_accumulate_shards_of_padded_rows_in_groups_trains_like_a_single_device(groups: Trained) -> None:
     layout = groups.layout.with_options(accumulate_shards=True)
     options = {"steps": 1, "gradient_checkpointing": True, "packing": False}
     assert_same_course(run(fsdp_runs.course, layout, groups.folder, options), groups.expected[:1])
 
 
+@pytest.mark.extended
 def test_bf16_mixed_keeps_small_steps_in_float32_shards(trained: Trained) -> None:
     assert len(trained.bf16_mixed_course) == 1
 
 
+@pytest.mark.extended
 def test_bf16_true_gives_the_gradient_norms_of_bf16_mixed(trained: Trained) -> None:
     """Both runs have the gradient of the same weights, one of them from float32 masters."""
     (_, _, norms), (_, _, mixed_norms) = (
@@ -175,6 +181,7 @@ def test_bf16_mixed_trains_adapters_in_float32_on_a_bfloat16_model(tmp_path: Pat
     run_ranks(fsdp_runs.check_dtypes_of_adapters, fsdp_runs.TWO, tmp_path)
 
 
+@pytest.mark.extended
 def test_muon_trains_like_on_a_single_device_and_resumes(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path / "policy", **fsdp_runs.SIZES)
     muon, start = {"optimizer": "Muon"}, tmp_path / "checkpoint" / "state"
@@ -196,12 +203,14 @@ def test_sequence_parallel_ranks_train_like_a_single_device(tmp_path: Path) -> N
     assert_same_course(got, run(fsdp_runs.course, fsdp_runs.SEQUENCE.on_single_device(), tmp_path, {}))
 
 
+@pytest.mark.extended
 def test_sequence_parallel_ranks_train_adapters_on_padded_rows(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path / "policy", **fsdp_runs.SIZES)
     options = {"steps": 1, "packing": False, "gradient_checkpointing": True, "lora": LoraConfig(rank=3)}
     assert len(run(fsdp_runs.course, fsdp_runs.SEQUENCE, tmp_path, options)) == 1
 
 
+@pytest.mark.extended
 def test_tensor_parallel_norms_of_single_heads_learn_from_the_heads_of_all_ranks(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path / "policy", **fsdp_runs.EVEN_SIZES)
     plain = AutoConfig.from_pretrained(tmp_path / "policy").to_dict()
