@@ -2,8 +2,8 @@
 
 The attention is registered with transformers under the name `packed_sdpa`. Beside the row, a model with this attention
 gets the stretches of the row (`boundaries`). On a GPU, one kernel of torch runs all samples. Without such a kernel,
-each sample runs through `scaled_dot_product_attention` by itself, or through `product_attention` where this is faster,
-and neighbouring samples of the same length run together. Without the lengths, the attention is `sdpa` of transformers.
+each sample runs through `scaled_dot_product_attention` by itself, and neighbouring samples of the same length run
+together. Without the lengths, the attention is `sdpa` of transformers.
 
 Samples of a row may share a prompt. The prompt is in the row once, before the response of its first sample. The
 responses of the other samples follow, and their positions continue from the end of the prompt. The model then computes
@@ -33,7 +33,6 @@ from transformers.masking_utils import sdpa_mask
 
 from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.product_attention import product_attention, suits
 
 PACKED_SDPA = "packed_sdpa"
 
@@ -364,8 +363,6 @@ def _attend(
     dropout: float,
     scaling: float | None,
 ) -> Tensor:
-    if is_causal and not dropout and suits(query_NQHD):
-        return product_attention(query_NQHD, key_NKGD, value_NKGD, scale=scaling, window=window)
     query, key, value = (heads.transpose(1, 2) for heads in (query_NQHD, key_NKGD, value_NKGD))
     (_, heads, own, _), (_, groups, whole, _) = query.shape, key.shape
     mask = None if window is None or whole <= window else _mask(own, whole, window, query.device)

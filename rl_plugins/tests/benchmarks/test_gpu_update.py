@@ -49,7 +49,7 @@ def test_train_measures_updates_and_writes_tables_of_operators_and_functions(tmp
     functions = (tmp_path / "0.5b_single_device_functions.txt").read_text()
     assert "Ordered by: internal time" in functions and "Ordered by: cumulative time" in functions
     # The hooks of a backward pass are among the functions.
-    assert "_policy_losses" in functions and "product_attention.py" in functions
+    assert "_policy_losses" in functions and "packed_attention.py" in functions
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
