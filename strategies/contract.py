@@ -3,6 +3,9 @@
 A stage names its models in `named_models()`. The strategy makes a model engine of each model. A model with an optimizer
 in `configure_optimizers` is trained, with its own sharding, optimizer and gradient clipping. A model without an
 optimizer is frozen and only runs.
+
+Lightning calls the hooks of a strategy inside `Trainer.fit`. `setup_environment` starts the rollout engine (`prepare`),
+before the stage's `setup`. The strategy's `setup` makes the model engines, and connects the rollout engine (`connect`).
 """
 
 from __future__ import annotations

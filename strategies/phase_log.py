@@ -1,6 +1,6 @@
 """Time and memory of an RL step by named phase, measured on every rank.
 
-Phases do not nest. Each second belongs to one phase, and the times of all phases add up to the time of the step.
+Phases do not nest, so no second belongs to two phases. Some work of a step is in no phase.
 """
 
 from __future__ import annotations

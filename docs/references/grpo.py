@@ -185,18 +185,22 @@ def sample(policy: Module, prompts: Sequence[Sequence[int]], settings: Settings)
     return tokens_BS, attention_mask_BS
 
 
-def collect(policy: Module, reference: Module, prompts: list[str], settings: Settings) -> Experience:
-    """Sample and score responses, and compute the advantages and log-probs for the update."""
+def collect(policy: Module, prompts: list[str], settings: Settings) -> Samples:
+    """Sample and score responses."""
     tokens_BS, attention_mask_BS = sample(policy, [encode(prompt) for prompt in prompts], settings)
     responses_BT = tokens_BS[:, -settings.max_tokens :]
     questions = [prompt for prompt in prompts for _ in range(settings.samples_per_prompt)]
     scores_B = torch.tensor([score(q, r) for q, r in zip(questions, responses_BT.tolist(), strict=True)])
     response_mask_BT = attention_mask_BS[:, -settings.max_tokens :] * ~scores_B.isnan()[:, None]
-    samples = Samples(tokens_BS, attention_mask_BS, response_mask_BT, scores_B)
+    return Samples(tokens_BS, attention_mask_BS, response_mask_BT, scores_B)
+
+
+def make_experience(policy: Module, reference: Module, samples: Samples, settings: Settings) -> Experience:
+    """Compute the advantages and log-probs for the update."""
     with torch.no_grad():
         return Experience(
             **vars(samples),
-            advantages_B=group_advantages(scores_B, settings.samples_per_prompt),
+            advantages_B=group_advantages(samples.scores_B, settings.samples_per_prompt),
             old_log_probs_BT=response_log_probs(policy, samples, settings.temperature),
             ref_log_probs_BT=response_log_probs(reference, samples, settings.temperature),
         )
@@ -248,7 +252,8 @@ def main(steps: int = 300, seed: int = 0, settings: Settings | None = None) -> l
     scores = []
     for number in range(1, steps + 1):
         prompts = [f"{generator.randrange(10)}+{generator.randrange(10)}=" for _ in range(settings.prompts_per_step)]
-        experience = collect(policy, reference, prompts, settings)
+        samples = collect(policy, prompts, settings)
+        experience = make_experience(policy, reference, samples, settings)
         update(policy, optimizer, experience, settings)
         scores.append(experience.scores_B.nanmean().item())
         if number % 10 == 0:

@@ -218,19 +218,25 @@ def sample(policy: Module, prompts: Sequence[Sequence[int]], settings: Settings)
     return tokens_BS, attention_mask_BS
 
 
-def collect(policy: Module, critic: Critic, reference: Module, prompts: list[str], settings: Settings) -> Experience:
-    """Sample and score responses, and compute the log-probs, values and advantages for the update."""
+def collect(policy: Module, prompts: list[str], settings: Settings) -> Samples:
+    """Sample and score responses."""
     tokens_BS, attention_mask_BS = sample(policy, [encode(prompt) for prompt in prompts], settings)
     responses_BT = tokens_BS[:, -settings.max_tokens :]
     scores_B = torch.tensor([score(p, r) for p, r in zip(prompts, responses_BT.tolist(), strict=True)])
     response_mask_BT = attention_mask_BS[:, -settings.max_tokens :] * ~scores_B.isnan()[:, None]
-    samples = Samples(tokens_BS, attention_mask_BS, response_mask_BT, scores_B)
+    return Samples(tokens_BS, attention_mask_BS, response_mask_BT, scores_B)
+
+
+def make_experience(
+    policy: Module, critic: Critic, reference: Module, samples: Samples, settings: Settings
+) -> Experience:
+    """Compute the log-probs, values and advantages for the update."""
     with torch.no_grad():
         old_log_probs_BT = response_log_probs(policy, samples, settings.temperature)
         ref_log_probs_BT = response_log_probs(reference, samples, settings.temperature)
         old_values_BT = critic(samples)
     rewards_BT = token_rewards(samples, old_log_probs_BT - ref_log_probs_BT, settings.kl_coefficient)
-    advantages_BT, returns_BT = gae(rewards_BT, old_values_BT, response_mask_BT, settings)
+    advantages_BT, returns_BT = gae(rewards_BT, old_values_BT, samples.response_mask_BT, settings)
     return Experience(
         **vars(samples),
         advantages_BT=advantages_BT,
@@ -287,7 +293,8 @@ def main(steps: int = 300, seed: int = 0, settings: Settings | None = None) -> l
     scores = []
     for number in range(1, steps + 1):
         prompts = [f"{generator.randrange(10)}+{generator.randrange(10)}=" for _ in range(settings.prompts_per_step)]
-        experience = collect(policy, critic, reference, prompts, settings)
+        samples = collect(policy, prompts, settings)
+        experience = make_experience(policy, critic, reference, samples, settings)
         update(policy, critic, optimizers, experience, settings)
         scores.append(experience.scores_B.nanmean().item())
         if number % 10 == 0:

@@ -283,12 +283,12 @@ class Schedule(Settings):
     the step: the step drops the remaining groups as soon as enough groups have finished.
 
     Attributes:
-        max_staleness: largest number of updates between the policy that began to sample a group and the policy that is
+        max_staleness: largest number of RL steps between the policy that began to sample a group and the policy that is
             trained on the group. 0 is synchronous: each step samples, then trains. From 1 on, engines sample for later
             steps while the workers train, and weights change in flight. The ratios of the loss are then ratios to the
             sampling policies, unless `algorithm.correction` is another correction.
         ahead: extra groups in flight, in multiples of the groups of a step; null means `max_staleness`.
-        max_token_age: largest age, in updates, of the policy that sampled a trained token. Older tokens stay in the
+        max_token_age: largest age, in RL steps, of the policy that sampled a trained token. Older tokens stay in the
             response and are masked. Null masks no token.
     """
 

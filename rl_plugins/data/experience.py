@@ -125,7 +125,8 @@ class Experience(TensorClass, shadow=True):
         component_scores: float32 [B, K], components of `scores`.
         rejected: bool [B], True if a rollout correction rejected every token of the sample.
         token_level_rewards: float32 [B, T], reward at each token, penalties included.
-        old_log_probs: float32 [B, T], log-probs under the policy at the start of the update.
+        old_log_probs: float32 [B, T], log-probs under the policy before the first optimizer step of the RL step; the
+            log-probs of the rollout if the loss compares with the sampler. None if no part of the step needs them.
         ref_log_probs: float32 [B, T], log-probs under the reference model.
         teacher_log_probs: float32 [B, T], log-probs under the teacher, or their weighted sum over teachers.
         teacher_top_ids: int64 [B, T, K], the teacher's most likely tokens, the likeliest first; the tokens of weighted

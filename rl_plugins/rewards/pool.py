@@ -105,9 +105,10 @@ class RewardPool:
         Raises:
             ConfigError: A worker could not load the rewards when the pool started.
             DeadlineExceeded: A worker did not start in time.
-            RewardError: More than `max_failure_rate` of the samples failed (raised as soon as this is certain), a data
-                source has no reward, a worker died while it loaded the rewards, or a new worker in place of a lost
-                worker could not load the rewards.
+            DataError: A data source has no reward.
+            RewardError: More than `max_failure_rate` of the samples failed (raised as soon as this is certain), a
+                worker died while it loaded the rewards, or a new worker in place of a lost worker could not load the
+                rewards.
             RuntimeError: The pool is closed.
         """
         return self._scores(requests, self.max_failure_rate)

@@ -1,4 +1,7 @@
-"""Ready-made rewards for checkable answers: 1.0 is right, 0.0 is wrong. A bad ground truth raises an error."""
+"""Ready-made rewards for checkable answers: 1.0 is right, 0.0 is wrong. A bad ground truth raises an error.
+
+`RewardPool` and `InlineScorer` call these functions.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from rl_plugins.data.experience import ROUTED_EXPERTS, Experience, computed
 from rl_plugins.errors import DataError
 from rl_plugins.stages.critics import Critic, policy_learns
 from rl_plugins.stages.forward_passes import ForwardPasses
-from rl_plugins.stages.off_policy import ratio_to_rollout
+from rl_plugins.stages.off_policy import compares_with_sampler
 from rl_plugins.stages.process_rewards import ProcessRewards
 from rl_plugins.stages.teachers import Teachers
 from rl_plugins.stages.turns import add_turns
@@ -59,7 +59,7 @@ class ExperienceMaker:
         self._kl_controller, self._updates = kl_controller, updates
         self._critics, self._multiplier = critics, multiplier
         self._process_rewards, self._teachers = process_rewards, teachers
-        self._ratio_to_rollout = ratio_to_rollout(algorithm, schedule)
+        self._compares_with_sampler = compares_with_sampler(algorithm, schedule)
         self._strategy = passes.strategy
         self.metrics: dict[str, float] = {}
 
@@ -68,7 +68,7 @@ class ExperienceMaker:
 
         Args:
             samples: scored samples; changed in place.
-            step: the step.
+            step: number of finished steps, which is also the version of the policy.
         """
         self.metrics = {}
         self._check_routes(samples)
@@ -98,13 +98,13 @@ class ExperienceMaker:
 
     def _add_log_probs(self, samples: Experience) -> None:
         needs = self._algorithm.needs
-        if self._ratio_to_rollout:
+        if self._compares_with_sampler:
             samples.old_log_probs = samples.rollout_log_probs
-        if "old_log_probs_BT" in needs or (self._updates > 1 and not self._ratio_to_rollout):
+        if "old_log_probs_BT" in needs or (self._updates > 1 and not self._compares_with_sampler):
             with self._strategy.phase_log.measure("old_log_probs"):
                 old = self._old_log_probs(samples, sum_pi_squared="sum_pi_squared_BT" in needs)
             samples.entropy, samples.sum_pi_squared = old["entropy"], old.get("sum_pi_squared")
-            if not self._ratio_to_rollout:
+            if not self._compares_with_sampler:
                 samples.old_log_probs = old["log_probs"]
         if "ref_log_probs_BT" in needs:
             with self._strategy.phase_log.measure("ref_log_probs"):

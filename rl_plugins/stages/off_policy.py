@@ -8,7 +8,7 @@ from rl_plugins.config.sampling import SamplingOptions, Schedule
 from rl_plugins.errors import ConfigError
 
 
-def ratio_to_rollout(algorithm: Algorithm, schedule: Schedule) -> bool:
+def compares_with_sampler(algorithm: Algorithm, schedule: Schedule) -> bool:
     """Return True if the loss compares the policy with the sampler.
 
     Otherwise the loss compares the policy with the policy before the update. The loss uses the sampler if the algorithm
@@ -49,7 +49,7 @@ def check_recomputed_routes(algorithm: Algorithm, schedule: Schedule, updates: i
     Raises:
         ConfigError: the loss compares the policy with the sampler, or with itself.
     """
-    if ratio_to_rollout(algorithm, schedule):
+    if compares_with_sampler(algorithm, schedule):
         raise ConfigError(
             "router_replay=recompute: the loss compares the policy with the sampler, not with old log-probs: use "
             "router_replay=rollout, or a decoupled rollout correction"

@@ -19,7 +19,7 @@ from rl_plugins.rollout.engine import step_seed
 from rl_plugins.stages.critics import Critic, policy_learns
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
-from rl_plugins.stages.off_policy import ratio_to_rollout
+from rl_plugins.stages.off_policy import compares_with_sampler
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 from rl_plugins.strategies.contract import POLICY
 
@@ -61,7 +61,7 @@ class PolicyLearner:
         self._num_samples, self._seed = num_samples, seed
         self._updates_per_step, self._passes_per_step = updates_per_step, passes_per_step
         self._updates = updates_per_step * passes_per_step
-        self._ratio_to_rollout = ratio_to_rollout(algorithm, schedule)
+        self._compares_with_sampler = compares_with_sampler(algorithm, schedule)
         self._strategy = passes.strategy
         self._kl_controller, self._entropy_controller = kl_controller, entropy_controller
 
@@ -122,7 +122,7 @@ class PolicyLearner:
     def _policy_losses(self, mini_batch: Experience, metrics: TokenMetrics, *, first: bool) -> Iterator[MicroBatchLoss]:
         world_size = self._strategy.ranks.world_size
         # In the first update the policy is the old policy, and the ratio is 1.
-        current_is_old = first and not self._ratio_to_rollout
+        current_is_old = first and not self._compares_with_sampler
         counts, positive_counts = self._passes.counts(mini_batch.response_mask, mini_batch.rejected), None
         if self._algorithm.modifiers.positive_nll:
             positive_B = self._algorithm.is_positive(computed(mini_batch.scores))
@@ -150,7 +150,7 @@ class PolicyLearner:
                 counts=counts,
                 positive_counts=positive_counts,
             )
-            has_old_log_probs = self._updates > 1 and not self._ratio_to_rollout
+            has_old_log_probs = self._updates > 1 and not self._compares_with_sampler
             before_BT = old_BT if has_old_log_probs else current.log_probs_BT.detach()
             gap_BT = (before_BT - micro.rollout_log_probs).abs()
             metrics.add_each({**values, "entropy": entropy_BT}, tensors["response_mask_BT"])
@@ -158,7 +158,7 @@ class PolicyLearner:
             if self._passes.router_replay is not None:
                 differing_N = self._passes.differing_experts(on_host)
                 metrics.add({"router_differing": differing_N}, torch.ones_like(differing_N))
-            # Model engines average gradients over ranks, so the loss of a rank is scaled up by the number of ranks.
+            # Model engines average gradients over ranks, so the loss of a rank has the number of ranks as a factor.
             metrics.add_sum("loss", loss.detach() / (world_size * self._updates))
             yield loss, position == len(micro_batches) - 1
             if self._passes.router_replay is not None:

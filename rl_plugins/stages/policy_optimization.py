@@ -65,9 +65,9 @@ class PolicyOptimization(Stage):
     """GRPO, PPO, PRIME, Safe RLHF and related algorithms.
 
     Attributes:
-        prompts: data loader of training, since `setup`.
+        prompt_source: prompts of the training data, since `setup`.
         rollouts: collects the samples of a step, since `setup`.
-        experience: adds log-probs, values and advantages to samples, since `setup`.
+        experience_maker: adds log-probs, values and advantages to samples, since `setup`.
         updates: number of optimizer steps of an RL step.
         router_replay: replay of the policy's routes; None without replay.
         learner: updates policy and critics, since `setup`.
@@ -107,9 +107,9 @@ class PolicyOptimization(Stage):
     compares_log_probs = True
 
     policy: Any
-    prompts: PromptSource
+    prompt_source: PromptSource
     rollouts: Rollouts
-    experience: ExperienceMaker
+    experience_maker: ExperienceMaker
     learner: PolicyLearner
 
     def __init__(
@@ -249,7 +249,7 @@ class PolicyOptimization(Stage):
             router_replay=self.router_replay,
         )
         assert self.sampling_setup is not None
-        self.prompts = PromptSource(lambda: self.trainer.train_dataloader, strategy.ranks)
+        self.prompt_source = PromptSource(lambda: self.trainer.train_dataloader, strategy.ranks)
         fields = {REWARD_MODEL: "scores", COST_MODEL: "costs"}
         critics = [
             Critic(
@@ -273,7 +273,7 @@ class PolicyOptimization(Stage):
             ],
             updates_per_step=self.updates_per_step,
             max_steps=self.max_steps,
-            draw=self.prompts.draw,
+            draw=self.prompt_source.draw,
             shown=self.shown_samples,
         )
         # A checkpoint may have been loaded before these parts were made.
@@ -283,7 +283,7 @@ class PolicyOptimization(Stage):
             process_rewards = ProcessRewards(
                 self.process_reward_config, self.passes, self.optimize, self.updates_per_step
             )
-        self.experience = ExperienceMaker(
+        self.experience_maker = ExperienceMaker(
             self.algorithm,
             self.passes,
             self.schedule,
@@ -397,12 +397,12 @@ class PolicyOptimization(Stage):
             raise foreign_batch(prompts, "PromptDataModule")
         start = time.perf_counter()
         samples = self.rollouts.collect(prompts, self.step)
-        batch = self.experience.make(samples, self.step)
+        batch = self.experience_maker.make(samples, self.step)
         metrics = self.update(batch)
         seconds = time.perf_counter() - start
-        metrics |= {f"train/{name}": value for name, value in self.experience.metrics.items()}
+        metrics |= {f"train/{name}": value for name, value in self.experience_maker.metrics.items()}
         metrics |= self.rollouts.metrics(batch, self.step, seconds)
-        self.end_step(metrics | self.prompts.report(self.rollouts.sample_metrics.group_results()))
+        self.end_step(metrics | self.prompt_source.report(self.rollouts.sample_metrics.group_results()))
         self._signal.check(self.strategy.gradient_norm(POLICY), metrics)
 
     def update(self, batch: Experience) -> dict[str, float]:

@@ -114,7 +114,7 @@ class OnlinePreferenceOptimization(Stage):
 
     Attributes:
         learner: updates the policy, since `setup`.
-        prompts: data loader of training, since `setup`.
+        prompt_source: prompts of the training data, since `setup`.
 
     Args:
         policy: see `Stage`.
@@ -139,7 +139,7 @@ class OnlinePreferenceOptimization(Stage):
 
     policy: Any
     learner: PreferenceLearner
-    prompts: PromptSource
+    prompt_source: PromptSource
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class OnlinePreferenceOptimization(Stage):
         assert self.sampling_setup is not None
         self._sampler, self._scorer = self.sampling_setup.sampler(strategy), self.sampling_setup.scorer(strategy)
         self.learner = PreferenceLearner(self.objective, self.passes, self.optimize, self.tokenizer.pad_token_id)
-        self.prompts = PromptSource(lambda: self.trainer.train_dataloader, strategy.ranks)
+        self.prompt_source = PromptSource(lambda: self.trainer.train_dataloader, strategy.ranks)
 
     @override
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> None:
@@ -187,7 +187,7 @@ class OnlinePreferenceOptimization(Stage):
         seconds = time.perf_counter() - start
         ranks = self.strategy.ranks
         metrics |= sampled.averages("train", ranks.sum, ranks.gather, seconds)
-        self.end_step(metrics | self.prompts.report(sampled.group_results()))
+        self.end_step(metrics | self.prompt_source.report(sampled.group_results()))
 
     def collect(self, prompts: PromptBatch, sampled: SampleMetrics) -> list[PreferenceExamples]:
         """Sample, score and pair responses; return the pairs of each update. Collective.

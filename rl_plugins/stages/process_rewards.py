@@ -123,7 +123,7 @@ class ProcessRewards:
             return (scores_B > above).to(scores_B)
         if ((scores_B < 0) | (scores_B > 1)).any():
             raise DataError(
-                f"step {step}: the process reward model learns from outcomes from 0 to 1, and the scores range "
+                f"step {step + 1}: the process reward model learns from outcomes from 0 to 1, and the scores range "
                 f"from {scores_B.min():g} to {scores_B.max():g}: say with process_reward_model.success_above which "
                 "score is a success"
             )

@@ -71,22 +71,22 @@ class Rollouts:
         self.sample_metrics = SampleMetrics()
         self.on_collected: Callable[[Experience, list[Score], int], None] | None = None
         self.replay: Callable[[int], tuple[Experience, list[Score]]] | None = None
-        self._draws = 0
+        self._batches_collected = 0
 
     def collect(self, prompts: PromptBatch, step: int) -> Experience:
         """Return the scored samples of a step. Collective.
 
         Args:
             prompts: this rank's prompts of the step's batch. The samples may belong to earlier prompts (schedule).
-            step: the step.
+            step: number of finished steps, which is also the version of the policy.
         """
-        self._draws, self.sample_metrics = 0, SampleMetrics()
+        self._batches_collected, self.sample_metrics = 0, SampleMetrics()
         num_groups = len(prompts)
         if self.replay is None:
             self.scheduled_sampler.start_metrics()
             self.scheduled_sampler.offer(prompts)
         if self._algorithm.group_filter is None:
-            samples = self._draw_groups(num_groups, step, num_groups)
+            samples = self._collect_groups(num_groups, step, num_groups)
         else:
             samples = self._informative_groups(step, num_groups)
         if self._algorithm.resampling is not None:
@@ -100,13 +100,14 @@ class Rollouts:
             )
         return samples
 
-    def _draw_groups(self, count: int, step: int, groups_per_step: int) -> Experience:
-        samples, scores = (
-            self._sample_and_score(count, step, groups_per_step) if self.replay is None else self.replay(self._draws)
-        )
+    def _collect_groups(self, count: int, step: int, groups_per_step: int) -> Experience:
+        if self.replay is None:
+            samples, scores = self._sample_and_score(count, step, groups_per_step)
+        else:
+            samples, scores = self.replay(self._batches_collected)
         if self.on_collected is not None:
-            self.on_collected(samples, scores, self._draws)
-        self._draws += 1
+            self.on_collected(samples, scores, self._batches_collected)
+        self._batches_collected += 1
         self.sample_metrics.add(samples, scores)
         return samples
 
@@ -127,7 +128,7 @@ class Rollouts:
         buffer = GroupBuffer(self._ranks, self._sampling.num_samples)
         taken, missing = 0, num_groups
         while True:
-            samples = self._draw_groups(missing, step, num_groups)
+            samples = self._collect_groups(missing, step, num_groups)
             taken += missing
             kept_B = group_filter.informative(
                 scores_B=self._filtered_scores(samples),
@@ -135,12 +136,12 @@ class Rollouts:
                 valid_B=samples.valid,
                 truncated_B=samples.truncated,
             )
-            groups = buffer.add(samples, kept_B, self._draws)
+            groups = buffer.add(samples, kept_B, self._batches_collected)
             if len(groups) >= wanted:
                 return buffer.take(groups[:wanted], self._updates_per_step)
             if taken >= group_filter.max_batches * num_groups:
                 raise DataError(
-                    f"step {step}: {taken * world_size} prompts gave {len(groups)} groups that teach something, "
+                    f"step {step + 1}: {taken * world_size} prompts gave {len(groups)} groups that teach something, "
                     f"and the step needs {wanted}: the prompts are too easy or too hard for this policy. Change the "
                     "data, widen algorithm.group_filter, raise its max_batches, or raise num_samples"
                 )
@@ -190,7 +191,7 @@ class Rollouts:
 
         Args:
             samples: samples that the step trained on.
-            step: the step.
+            step: number of finished steps, which is also the version of the policy.
             seconds: duration of the step.
         """
         metrics = self.sample_metrics.averages("train", self._ranks.sum, self._ranks.gather, seconds)

@@ -86,6 +86,8 @@ class PromptSampler:
     def sample(self, prompts: PromptBatch, sampling: SamplingConfig, step: int) -> Experience:
         """Sample responses to this rank's prompts. Collective.
 
+        Samples to train on come from `ScheduledSampler`, which may sample ahead.
+
         Args:
             prompts: at least one prompt.
             sampling: sampling settings, equal on all ranks.

@@ -402,7 +402,7 @@ class ScheduledSampler:
 
         Args:
             samples: samples that the step trained on.
-            step: the step.
+            step: number of finished steps, which is also the version of the policy.
             seconds: duration of the step.
         """
         strategy = self._strategy

@@ -11,8 +11,8 @@ One update through shared memory, in the order of the calls:
 2. Training rank, before the next sampling: `RolloutPhases.phase` (`strategies/rollout_phases.py`) reads the flag and
    calls `VLLMRollout.update_weights` (`rollout/vllm/client.py`), which calls `SharedMemorySender.send`.
 3. Rank 0: `SharedMemorySender.send` calls `CpuWeightClient.load`. `load` calls the Ray actor of each engine by the
-   string `"load_weights"` (`Fleet.begin`), and does not wait.
-4. Actor: `VLLMActor.load_weights` (`rollout/vllm/actor.py`) stops sampling and calls vLLM's `start_weight_update`,
+   string `"run_weight_update"` (`Fleet.begin`), and does not wait.
+4. Actor: `VLLMActor.run_weight_update` (`rollout/vllm/actor.py`) stops sampling and calls vLLM's `start_weight_update`,
    `update_weights` and `finish_weight_update`. vLLM forwards each call to all workers of the engine.
 5. Worker of vLLM: vLLM calls `VLLMSharedMemoryReceiver` (`rollout/vllm/plugin.py`), which is registered under the name
    `shared_memory`. `receive_weights` calls `SharedMemoryReceiver.receive`, which lets the ranks write, and waits.

@@ -160,7 +160,7 @@ class SharedMemorySender:
             wait()
 
     def check(self, source: WeightSource, ask: Callable[[int, list[ElementRange]], list[list[int]]]) -> None:
-        """Compare the shards of this rank with the same elements in all engines. Not collective.
+        """Compare the shards of this rank with the same elements in all engines. Collective if `source.shards` is.
 
         Args:
             source: weights of the last update.

@@ -2,7 +2,7 @@
 
 `WeightSource` has the methods of vLLM's class of the same name (metadata, and iteration over full tensors). Therefore
 vLLM's own trainer engines can send a `WeightSource`. The additional method `shards` yields the part of each tensor on
-this rank, for transports to which all ranks write at once. Shards need no gather.
+this rank, for transports to which all ranks write at once.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class WeightSource(Protocol):
         """Yield full tensors, gathered layer by layer. Collective: every rank must iterate to the end."""
 
     def shards(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield `(name, first element, flat part)` of each tensor part on this rank. Not collective.
+        """Yield `(name, first element, flat part)` of each tensor part on this rank.
 
-        The parts of all ranks cover each tensor exactly once.
+        The parts of all ranks cover each tensor exactly once. Tensor parallelism and adapters make the iteration
+        collective: every rank must iterate to the end.
         """
 
 

@@ -338,7 +338,7 @@ class VLLMActor:
         if self._llm.model_config.is_multimodal_model:
             self._llm.llm_engine.reset_encoder_cache()
 
-    async def load_weights(self, version: int) -> None:
+    async def run_weight_update(self, version: int) -> None:
         """Run a whole update in one call, for transports without a call per chunk."""
         await self.start_weight_update()
         await self.update_weights({})

@@ -209,6 +209,7 @@ class VLLMRollout:
             return
         try:
             if self._send is None:
+                # The sender keeps its first source, which reads the live weights.
                 self._send = self._make_sender(self._in_checkpoint(source))
             self._send(version)
         except ReceiverLost as error:
@@ -386,12 +387,12 @@ class CpuWeightClient:
         self._fleet, self._engine = fleet, engine
 
     def init(self, init_info: dict[str, Any]) -> None:
-        """Implement `shared_memory.WeightUpdateCalls`."""
+        """Let the processes of the engine listen for the training ranks."""
         self._begin("init_weight_transfer_engine", {"expect": init_info})()
 
     def load(self, version: int) -> Callable[[], None]:
-        """Implement `shared_memory.WeightUpdateCalls`."""
-        return self._begin("load_weights", version)
+        """Start an update, and return a function that waits for the end."""
+        return self._begin("run_weight_update", version)
 
     def _begin(self, method: str, *arguments: Any) -> Callable[[], None]:
         timeout_s, phase = self._fleet.config.update_timeout_s, f"weight update ({method})"
