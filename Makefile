@@ -75,10 +75,10 @@ typecheck: $(INSTALLED)  ## mypy on the package, tests, benchmarks, docs and exa
 	$(PY) -m mypy --num-workers 2 || { [ $$? -eq 2 ] && $(PY) -m mypy; }
 
 unit: $(INSTALLED)  ## unit tests
-	OMP_NUM_THREADS=1 $(PYTEST) -m "unit and not extended" --timeout 300
+	OMP_NUM_THREADS=1 $(PYTEST) rl_plugins/tests -m "unit and not extended" --timeout 300
 
 integration: $(INSTALLED)  ## the core of the integration tests, over Ray, DeepSpeed, vLLM and MLflow
-	$(PYTEST) -m "integration and not extended and not gpu" --timeout 600
+	$(PYTEST) integration_tests -m "integration and not extended and not gpu" --timeout 600
 
 extended: $(INSTALLED)  ## kills and resumes of every kind, typed docs pages, pipelines, many machines: over the same stack
 	$(PYTEST) -m "extended and not gpu" --timeout 600
