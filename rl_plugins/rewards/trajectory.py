@@ -7,7 +7,7 @@ all sequences are in the order of time. The policy responds to one sequence at a
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -181,7 +181,7 @@ class Trajectory:
     def __init__(
         self, prompt: list[int], request: ScoringRequest, sampling: SamplingConfig, counted: Sequence[str], key: int
     ) -> None:
-        self._prompt, self._request, self._sampling, self.key = prompt, request, sampling, key
+        self._request, self._sampling, self.key = request, sampling, key
         self._start: Start | None = None
         self._turn_ends: list[int] = []
         self._turn_rewards: list[float] = []
@@ -192,6 +192,8 @@ class Trajectory:
         self._sampled: list[bool] = []
         self._sequences: list[int] = []
         self._sequence = 0
+        # Tokens of each sequence. The first sequence begins with the prompt.
+        self._tokens = defaultdict[int, list[int]](list, {0: list(prompt)})
         # Routes of the last request of each sequence: they are the routes of the whole sequence before.
         self._experts: dict[int, np.ndarray] = {}
         self._said: list[Message] = []
@@ -207,11 +209,7 @@ class Trajectory:
     @property
     def tokens(self) -> list[int]:
         """Token ids of the current sequence: its prompt and all its messages."""
-        return self._tokens_of(self._sequence)
-
-    def _tokens_of(self, sequence: int) -> list[int]:
-        own = [token for token, number in zip(self._token_ids, self._sequences, strict=True) if number == sequence]
-        return own if sequence else [*self._prompt, *own]
+        return list(self._tokens[self._sequence])
 
     @property
     def room(self) -> int:
@@ -220,7 +218,7 @@ class Trajectory:
 
     def room_of_each(self, num_responses: int) -> int:
         """Largest number of tokens of each of several next responses, beside the copies of the tokens before them."""
-        return (self.room - (num_responses - 1) * len(self.tokens)) // num_responses
+        return (self.room - (num_responses - 1) * len(self._tokens[self._sequence])) // num_responses
 
     def start(self, start: Start) -> bool:
         """Replace the prompt of the row by messages of the environment.
@@ -228,7 +226,8 @@ class Trajectory:
         Returns:
             False if the conversation has too few tokens for the responses.
         """
-        self._start, self._prompt = replace(start, messages=_whole(start.messages)), list(start.tokens)
+        self._start = replace(start, messages=_whole(start.messages))
+        self._tokens[0] = list(start.tokens)
         self._request = replace(self._request, prompt=self._start.messages)
         return self.room_of_each(start.num_responses) > 0
 
@@ -253,9 +252,10 @@ class Trajectory:
 
     def _respond(self, response: Generations, text: str, max_turns: int, place: int, before: Sequence[int]) -> Turn:
         if place:
-            self._add_tokens(before, sequence=1 + max(self._sequences, default=0))
+            self._add_tokens(before, sequence=1 + max(self._tokens))
         token_ids = response.token_ids.tolist()
         self._token_ids += token_ids
+        self._tokens[self._sequence] += token_ids
         self._sampled_ids.extend(token_ids)
         self._log_probs += response.log_probs.tolist()
         self._versions += response.policy_versions.tolist()
@@ -301,7 +301,7 @@ class Trajectory:
         self._counts.update(reply.counts)
         self._turn_rewards[-1] += reply.reward
         self._answered(reply.work)
-        copied = len(self._tokens_of(reply.sequence)) + len(reply.tokens)
+        copied = len(self._tokens[reply.sequence]) + len(reply.tokens)
         if len(reply.tokens) + (reply.num_responses - 1) * copied + reply.num_responses > self.room:
             self._finish_reason = "length"
             return False
@@ -313,6 +313,7 @@ class Trajectory:
     def _add_tokens(self, tokens: Sequence[int], sequence: int) -> None:
         """Add tokens to a sequence that the policy does not learn."""
         self._token_ids += tokens
+        self._tokens[sequence] += tokens
         self._log_probs += [0.0] * len(tokens)
         self._versions += [self._versions[-1] if self._versions else 0] * len(tokens)
         self._sampled += [False] * len(tokens)
@@ -384,9 +385,11 @@ class Trajectory:
         """Return the routes of all sequences, one sequence after the other, as `SequenceRows` orders the tokens."""
         if not self._experts:
             return []
-        lengths = Counter({0: len(self._prompt)}) + Counter(self._sequences)
         nothing = next(iter(self._experts.values()))[:0]
-        parts = [padded_routes(self._experts.get(number, nothing), lengths[number]) for number in sorted(lengths)]
+        parts = [
+            padded_routes(self._experts.get(number, nothing), len(tokens))
+            for number, tokens in sorted(self._tokens.items())
+        ]
         return [np.concatenate(parts)]
 
 
