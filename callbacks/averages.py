@@ -12,7 +12,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
-from rl_plugins.config.settings import ABOVE_0_TO_BELOW_1, AT_LEAST_1, FROM_0_TO_BELOW_1, check_ranges
+from rl_plugins.config.models import ReferenceConfig
+from rl_plugins.config.settings import ABOVE_0_TO_BELOW_1, AT_LEAST_1, check_ranges
 from rl_plugins.errors import ConfigError
 from rl_plugins.plain_file import load_plain
 from rl_plugins.stages.clock import clock
@@ -194,7 +195,7 @@ class ReferenceUpdate(Callback):
         if model not in _REMEDIES:
             raise ConfigError(f"ReferenceUpdate(model={model!r}): use one of {', '.join(_REMEDIES)}")
         check_ranges(int, AT_LEAST_1, every=every)
-        check_ranges(float, FROM_0_TO_BELOW_1, keep=keep)
+        ReferenceConfig.check_fields(keep=keep)
         self._model, self._every, self._keep = model, every, keep
         self._last_step = -1
 

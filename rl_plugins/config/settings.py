@@ -108,16 +108,16 @@ class Range:
         return f"must be {words_of(wanted)}; {self.demand}" if is_number else self.demand
 
 
-def check_ranges(wanted: type, allowed: Range, /, **options: object) -> None:
-    """Check numbers against one range.
+def check_ranges(wanted: object, allowed: Range, /, **options: object) -> None:
+    """Check values against one range.
 
     Args:
-        wanted: `int` or `float`.
-        allowed: range of the numbers.
-        options: numbers by name.
+        wanted: type hint of the values, such as `int` or `float`.
+        allowed: range of the values.
+        options: values by name.
 
     Raises:
-        ConfigError: A number is not finite, or is out of the range. The message begins with the name of the number.
+        ConfigError: A number is not finite, or a value is out of the range. The message begins with the name.
     """
     for name, value in options.items():
         if fault := allowed.fault(value, wanted):
@@ -202,11 +202,19 @@ class Settings:
         Raises:
             ConfigError: A value is out of its range.
         """
-        for name, (hint, allowed) in _ranges(cast(Hashable, type(self))).items():
-            value = getattr(self, name)
-            is_missing = isinstance(value, str) and value == MISSING
-            if not is_missing and (fault := allowed.fault(value, hint)):
-                raise ConfigError(f"{name}={shown(value)}: {fault}")
+        self.check_fields(**{name: getattr(self, name) for name in _ranges(cast(Hashable, type(self)))})
+
+    @classmethod
+    def check_fields(cls, **values: object) -> None:
+        """Check values by the ranges of the fields with the same names, for a function with a few of the fields.
+
+        Raises:
+            ConfigError: A value is out of its range. The message begins with the name of the field.
+        """
+        ranges = _ranges(cast(Hashable, cls))
+        for name, value in values.items():
+            if not (isinstance(value, str) and value == MISSING):
+                check_ranges(*ranges[name], **{name: value})
 
 
 @cache

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.config.settings import AT_LEAST_1, FROM_0_TO_1, SECONDS, check_ranges
+from rl_plugins.config.data import DataConfig
+from rl_plugins.config.models import RewardConfig
+from rl_plugins.config.sampling import EnvironmentOptions
 from rl_plugins.data.chat_template import check_chat_template
 from rl_plugins.environments.agent_process import AgentTask
 from rl_plugins.environments.endpoint import Endpoint, check_host
@@ -89,10 +91,15 @@ class AgentEnvironment:
         max_failure_rate: float = 0.0,
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
-        check_ranges(int, AT_LEAST_1, max_turns=max_turns, max_sequences=max_sequences)
-        check_ranges(int, AT_LEAST_1, max_objects=max_objects, max_prompt_tokens=max_prompt_tokens)
-        check_ranges(float, SECONDS, deadline_s=deadline_s, load_timeout_s=load_timeout_s)
-        check_ranges(float, FROM_0_TO_1, max_failure_rate=max_failure_rate)
+        EnvironmentOptions.check_fields(
+            max_turns=max_turns,
+            max_sequences=max_sequences,
+            max_objects=max_objects,
+            deadline_s=deadline_s,
+            load_timeout_s=load_timeout_s,
+        )
+        DataConfig.check_fields(max_prompt_tokens=max_prompt_tokens)
+        RewardConfig.check_fields(max_failure_rate=max_failure_rate)
         check_host(endpoint_host)
         if not isinstance(agent, str | Mapping) and not callable(agent):
             raise ConfigError(

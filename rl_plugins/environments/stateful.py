@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_plugins.config.settings import AT_LEAST_1, FROM_0_TO_1, SECONDS, check_ranges
+from rl_plugins.config.data import DataConfig
+from rl_plugins.config.models import RewardConfig
+from rl_plugins.config.sampling import EnvironmentOptions
 from rl_plugins.environments.object_host import ObjectHost
 from rl_plugins.environments.object_process import ObjectTask
 from rl_plugins.rewards.limits import WorkerLimits
@@ -83,16 +85,15 @@ class StatefulEnvironment:
         max_failure_rate: float = 0.0,
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
-        check_ranges(
-            int,
-            AT_LEAST_1,
+        EnvironmentOptions.check_fields(
             max_turns=max_turns,
             max_objects=max_objects,
             max_observation_tokens=max_observation_tokens,
-            max_prompt_tokens=max_prompt_tokens,
+            deadline_s=deadline_s,
+            load_timeout_s=load_timeout_s,
         )
-        check_ranges(float, SECONDS, deadline_s=deadline_s, load_timeout_s=load_timeout_s)
-        check_ranges(float, FROM_0_TO_1, max_failure_rate=max_failure_rate)
+        DataConfig.check_fields(max_prompt_tokens=max_prompt_tokens)
+        RewardConfig.check_fields(max_failure_rate=max_failure_rate)
         self.max_turns, self.max_failure_rate = max_turns, max_failure_rate
         self.max_observation_tokens, self.max_prompt_tokens = max_observation_tokens, max_prompt_tokens
         self.template_options = dict(template_options or {})

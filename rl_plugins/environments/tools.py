@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.config.settings import AT_LEAST_1, SECONDS, check_ranges
+from rl_plugins.config.sampling import EnvironmentOptions
 from rl_plugins.data.tool_messages import ToolMessages
 from rl_plugins.environments.tool_host import Result, ToolHost
 from rl_plugins.environments.tool_process import ToolTask
@@ -90,8 +90,9 @@ class ToolEnvironment:
         pass_env: Sequence[str] = (),
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
-        check_ranges(int, AT_LEAST_1, max_turns=max_turns, max_characters=max_characters)
-        check_ranges(float, SECONDS, deadline_s=deadline_s, load_timeout_s=load_timeout_s)
+        EnvironmentOptions.check_fields(
+            max_turns=max_turns, max_characters=max_characters, deadline_s=deadline_s, load_timeout_s=load_timeout_s
+        )
         if max_turns < 2:
             raise ConfigError(f"max_turns={max_turns}: the policy responds again after a call: set 2 or more")
         if not tools:

@@ -25,15 +25,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_plugins.config.judge import key_variables
-from rl_plugins.config.settings import (
-    AT_LEAST_1,
-    FROM_0_TO_1,
-    NOT_NEGATIVE,
-    PROCESSES,
-    SECONDS,
-    SECONDS_OR_0,
-    check_ranges,
-)
+from rl_plugins.config.models import RewardConfig
+from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE, SECONDS, SECONDS_OR_0, check_ranges
 from rl_plugins.control_characters import without_controls
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
 from rl_plugins.rewards.calling import check_requests, check_routes
@@ -85,11 +78,10 @@ class RewardPool:
             ConfigError: An option is out of range, or a variable of `pass_env` does not exist.
         """
         check_ranges(int, AT_LEAST_1, num_workers=num_workers, chunk_size=chunk_size)
-        check_ranges(int, PROCESSES, num_workers=num_workers)
-        check_ranges(float, SECONDS, deadline_s=deadline_s, start_timeout_s=start_timeout_s)
+        RewardConfig.check_fields(num_workers=num_workers, deadline_s=deadline_s, max_failure_rate=max_failure_rate)
+        check_ranges(float, SECONDS, start_timeout_s=start_timeout_s)
         check_ranges(float, SECONDS_OR_0, grace_s=grace_s)
         check_ranges(float, NOT_NEGATIVE, gpus_per_worker=gpus_per_worker)
-        check_ranges(float, FROM_0_TO_1, max_failure_rate=max_failure_rate)
         self.reward_config = plain(reward_config)
         check_routes(self.reward_config, ())
         self.deadline_s, self.max_failure_rate, self.chunk_size = deadline_s, max_failure_rate, chunk_size

@@ -51,6 +51,17 @@ def test_settings_refuse_values_that_are_no_finite_numbers(value: Any) -> None:
             Record(**{name: value})
 
 
+def test_check_fields_refuses_values_out_of_the_ranges_of_a_record() -> None:
+    Record.check_fields(count=3, share=None, word="b")
+    for values, message in (
+        ({"count": 0}, "count=0: must be at least 1"),
+        ({"count": 1, "share": -1}, "share=-1: must be 0 or more, or null"),
+        ({"word": "c"}, "word=c: use one of a, b"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{message}$"):
+            Record.check_fields(**values)
+
+
 def test_settings_take_numbers_of_numpy_and_refuse_fractions_for_whole_numbers() -> None:
     numbers: Any = np.int64(3), np.float32(0.5)
     Record(count=numbers[0], share=numbers[1], plain=3)
