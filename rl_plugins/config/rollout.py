@@ -76,6 +76,9 @@ class EngineOptions(Settings):
             (CUDA, colocated), or `nccl` (CUDA, split).
         generate_timeout_s: deadline for the sampling of one step, in seconds.
         update_timeout_s: deadline for each call of a weight update, in seconds.
+        max_num_seqs: largest number of responses sampled at once by an engine; null is 256, or 1024 on GPUs.
+        vllm: further arguments of vLLM's engine (`vllm.EngineArgs`), such as `max_num_batched_tokens`,
+            `kv_cache_dtype`, `quantization`, `speculative_config` or `compilation_config`.
     """
 
     prefix_caching: bool = True
@@ -85,6 +88,18 @@ class EngineOptions(Settings):
     transport: Annotated[str, one_of("auto", "shared_memory", "gloo", "ipc", "nccl")] = "auto"
     generate_timeout_s: Annotated[float, SECONDS] = 1800.0
     update_timeout_s: Annotated[float, SECONDS] = 300.0
+    max_num_seqs: Annotated[int | None, or_null(AT_LEAST_1)] = None
+    vllm: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check all settings.
+
+        Raises:
+            ConfigError: A setting is out of its range, or `vllm` has an argument that vLLM does not know, or that the
+                package sets.
+        """
+        super().__post_init__()
+        check_engine_arguments(self.vllm)
 
 
 @dataclass
@@ -104,7 +119,6 @@ class RolloutConfig(EngineOptions):
         lora: weights sent to vLLM for a policy with an adapter: `adapter`, which the engine adds to the weights of
             `model.path` at every token, or `merged`, all weights with the adapter merged into them. A vision-language
             model needs `merged`, or `model.lora.target_modules=language-model`.
-        max_num_seqs: largest number of responses sampled at once by an engine; null is 256, or 1024 on GPUs.
         gpu_memory_utilization: share of a GPU's memory for weights and KV cache (CUDA); null is 0.6, or 0.1 less for
             each frozen model that stays on the workers' GPUs while the engine samples, but at least 0.4
             (`strategy.offload.reference` and so on); or 0.4 if states of a trained model stay on the GPU
@@ -116,8 +130,6 @@ class RolloutConfig(EngineOptions):
         stall_timeout_s: longest time without an answer, in seconds; null is 120. On GPUs, where the first batch of an
             engine compiles kernels, the time is at least 900 before the first samples. An engine without an answer for
             longer is lost: it is started again, and the other engines get its prompts.
-        vllm: further arguments of vLLM's engine (`vllm.EngineArgs`), such as `max_num_batched_tokens`,
-            `kv_cache_dtype`, `quantization`, `speculative_config` or `compilation_config`.
     """
 
     engine: Annotated[str, one_of("vllm", "transformers")] = "vllm"
@@ -125,22 +137,10 @@ class RolloutConfig(EngineOptions):
     dtype: Annotated[str | None, one_of(None, "float32", "bfloat16", "float16")] = None
     sleep: Annotated[str | None, one_of(None, "kv_cache", "all", "none")] = None
     lora: Annotated[str, one_of("merged", "adapter")] = "adapter"
-    max_num_seqs: Annotated[int | None, or_null(AT_LEAST_1)] = None
     gpu_memory_utilization: Annotated[float | None, or_null(ABOVE_0_TO_1)] = None
     bucket_mb: Annotated[int | None, or_null(AT_LEAST_1)] = None
     ready_timeout_s: Annotated[float | None, or_null(SECONDS)] = None
     stall_timeout_s: Annotated[float | None, or_null(SECONDS)] = None
-    vllm: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Check all settings.
-
-        Raises:
-            ConfigError: A setting is out of its range, or `vllm` has an argument that vLLM does not know, or that the
-                package sets.
-        """
-        super().__post_init__()
-        check_engine_arguments(self.vllm)
 
     @property
     def quantizes(self) -> bool:

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from rl_plugins.config.rollout import ADAPTER_RANKS, EngineOptions, check_engine_arguments, default_max_num_seqs
-from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, SECONDS, one_of, or_null
+from rl_plugins.config.rollout import ADAPTER_RANKS, EngineOptions, default_max_num_seqs
+from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, SECONDS, one_of
 from rl_plugins.errors import ConfigError
 
 CPU_ENVIRONMENT = {
@@ -51,7 +51,6 @@ class VLLMConfig(EngineOptions):
         device: `cpu` or `cuda`.
         dtype: dtype of weights and activations. The trainer's dtype gives the smallest log-prob gap.
         max_model_len: largest length of prompt plus response, in tokens.
-        max_num_seqs: largest number of responses sampled at once; None is 256, or 1024 on GPUs.
         gpu_memory_utilization: share of a GPU's memory for weights and KV cache (CUDA).
         threads: number of threads of each process of the engine (CPU).
         enforce_eager: True to disable CUDA graphs.
@@ -63,7 +62,6 @@ class VLLMConfig(EngineOptions):
         bucket_mb: memory for weights in transit, in MiB.
         ready_timeout_s: deadline for the start of the engine, in seconds.
         stall_timeout_s: longest time without an answer, in seconds. See `first_stall_timeout_s`.
-        vllm: further arguments of vLLM's engine.
         trust_remote_code: run Python code that the model's config.json names (`auto_map`) in the engine.
         return_experts: return the experts of a mixture's tokens, for a replay of routes in training (CUDA).
     """
@@ -72,7 +70,6 @@ class VLLMConfig(EngineOptions):
     device: Annotated[str, one_of("cpu", "cuda")] = "cpu"
     dtype: str = "float32"
     max_model_len: Annotated[int, AT_LEAST_1] = 1024
-    max_num_seqs: Annotated[int | None, or_null(AT_LEAST_1)] = field(default=None, kw_only=True)
     gpu_memory_utilization: Annotated[float, ABOVE_0_TO_1] = field(default=0.5, kw_only=True)
     threads: Annotated[int, AT_LEAST_1] = 1
     enforce_eager: bool = False
@@ -81,7 +78,6 @@ class VLLMConfig(EngineOptions):
     bucket_mb: Annotated[int, AT_LEAST_1] = 64
     ready_timeout_s: Annotated[float, SECONDS] = 300.0
     stall_timeout_s: Annotated[float, SECONDS] = 120.0
-    vllm: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     return_experts: bool = False
 
@@ -107,7 +103,6 @@ class VLLMConfig(EngineOptions):
                 "sleep=all frees the weights, and an update of the adapter alone does not send the weights: use "
                 "sleep=kv_cache, or lora_rank=0"
             )
-        check_engine_arguments(self.vllm)
         if fixed := sorted(self.vllm.keys() & CPU_ARGUMENTS.keys() if on_cpu else ()):
             raise ConfigError(f"vllm.{fixed[0]}: engines on CPU have a value of their own: leave it out")
         if self.lora_rank > ADAPTER_RANKS[-1]:
