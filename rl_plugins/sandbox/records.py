@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from rl_plugins.config.settings import AT_LEAST_1, SECONDS, check_ranges
+from rl_plugins.config.settings import AT_LEAST_1, SECONDS, Settings
 
 Limit = Literal["", "cpu", "wall", "memory", "output", "processes"]
 """Limit that ended a program; empty if the program ended by itself."""
@@ -18,7 +18,7 @@ class SandboxError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class SandboxLimits:
+class SandboxLimits(Settings):
     """Limits of one program and all of its processes.
 
     Attributes:
@@ -32,24 +32,14 @@ class SandboxLimits:
         output_kb: size of the standard output, and of the standard error, in KiB.
     """
 
-    cpu_s: float = 5.0
-    wall_s: float = 10.0
-    memory_mb: int = 512
-    disk_mb: int = 64
-    file_mb: int = 64
-    processes: int = 32
-    open_files: int = 64
-    output_kb: int = 1024
-
-    def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ConfigError: A limit is out of its range.
-        """
-        check_ranges(float, SECONDS, cpu_s=self.cpu_s, wall_s=self.wall_s)
-        whole = {field.name: getattr(self, field.name) for field in fields(self) if not field.name.endswith("_s")}
-        check_ranges(int, AT_LEAST_1, **whole)
+    cpu_s: Annotated[float, SECONDS] = 5.0
+    wall_s: Annotated[float, SECONDS] = 10.0
+    memory_mb: Annotated[int, AT_LEAST_1] = 512
+    disk_mb: Annotated[int, AT_LEAST_1] = 64
+    file_mb: Annotated[int, AT_LEAST_1] = 64
+    processes: Annotated[int, AT_LEAST_1] = 32
+    open_files: Annotated[int, AT_LEAST_1] = 64
+    output_kb: Annotated[int, AT_LEAST_1] = 1024
 
 
 @dataclass(frozen=True)
