@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.commands.main import number, output_path
+from rl_plugins.config.data import DataConfig
 from rl_plugins.config.settings import AT_LEAST_1
 from rl_plugins.control_characters import without_controls
-from rl_plugins.data.formats import FORMATS, RowKeys
+from rl_plugins.data.formats import FORMATS
 from rl_plugins.data.prepare import calculator, game, programs
 from rl_plugins.data.prepare.conversion import (
     add_conversion_arguments,
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from rl_plugins.data.validation import Findings
 
 _MAX_SHOWN = 50
+_KEYS = [option for option in fields(DataConfig) if option.name.endswith("_key")]
+"""Options under `data` that name the columns beside the prompt."""
 _TASKS = {
     **TASKS,
     "calculator": agent_task(
@@ -135,7 +138,7 @@ def _add_validate(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=[*FORMATS], default="prompts", help="format of the rows (default: %(default)s)"
     )
-    for key in fields(RowKeys):
+    for key in _KEYS:
         parser.add_argument(
             f"--{key.name.replace('_', '-')}", default=key.default, help=f"like the option data.{key.name}"
         )
@@ -230,7 +233,7 @@ def _command(
 def _validate(options: Namespace) -> int:
     from rl_plugins.data.validation import validate
 
-    keys = RowKeys(**{key.name: getattr(options, key.name) for key in fields(RowKeys)})
+    keys = DataConfig(**{key.name: getattr(options, key.name) for key in _KEYS})
     findings = validate(
         options.train,
         options.test,

@@ -12,11 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
+from rl_plugins.config.data import DataConfig
 from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Row, check_row
 from rl_plugins.errors import RowError
 
 STEP_SEPARATOR = "\n"
 """Text at the end of every step of a response but the last, by default."""
+LABEL_KEY = "label"
+"""Dotted key of the label of a judged response, if `data.label_key` is null."""
 
 # Values under dotted keys -----------------------------------------------------------------------------------------
 
@@ -175,29 +178,6 @@ def separated_steps(steps: Sequence[str], separator: str = STEP_SEPARATOR) -> li
 
 
 @dataclass(frozen=True)
-class RowKeys:
-    """Dotted keys of the values beside the prompt; names and defaults equal the options under `data`.
-
-    Attributes:
-        response_key: response to learn (SFT), or to judge.
-        chosen_key: better response of a pair.
-        rejected_key: worse response of a pair.
-        margin_key: difference in quality of a pair; None if the data has no margins.
-        label_key: true if a judged response is good.
-        steps_key: steps of a response.
-        labels_key: labels of the steps.
-    """
-
-    response_key: str = "reward_model.ground_truth"
-    chosen_key: str = "chosen"
-    rejected_key: str = "rejected"
-    margin_key: str | None = None
-    label_key: str = "label"
-    steps_key: str = "extra_info.steps"
-    labels_key: str = "extra_info.labels"
-
-
-@dataclass(frozen=True)
 class Format:
     """A kind of data file.
 
@@ -208,10 +188,10 @@ class Format:
     """
 
     columns: Sequence[str]
-    read: Callable[[Row, RowKeys, str], Any]
+    read: Callable[[Row, DataConfig, str], Any]
     responses: Callable[[Any], Sequence[Sequence[str]]]
 
-    def check(self, row: Row, keys: RowKeys, location: str) -> None:
+    def check(self, row: Row, keys: DataConfig, location: str) -> None:
         """Check a row.
 
         Raises:
@@ -235,7 +215,9 @@ FORMATS = {
     ),
     "judged": Format(
         UNSCORED_COLUMNS,
-        lambda row, keys, location: read_judged(row, keys.response_key, keys.label_key, location),
+        lambda row, keys, location: read_judged(
+            row, keys.response_key, LABEL_KEY if keys.label_key is None else keys.label_key, location
+        ),
         lambda judged: [judged[:1]],
     ),
     "steps": Format(

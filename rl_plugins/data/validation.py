@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rl_plugins.config.data import DataConfig
 from rl_plugins.data.chat_template import TemplateCheck, TemplateRefusal, refused_messages
 from rl_plugins.data.content_parts import with_texts
-from rl_plugins.data.formats import FORMATS, RowKeys
+from rl_plugins.data.formats import FORMATS
 from rl_plugins.data.image_prompts import ImagePromptEncoder, has_image_processor, tokenizer_of
 from rl_plugins.data.images import IMAGES, check_places, has_images, in_parts, read_images
 from rl_plugins.data.parquet import LocatedRow, ParquetRows, Row
@@ -98,7 +99,7 @@ def validate(
     test: Sequence[Path],
     *,
     kind: str,
-    keys: RowKeys,
+    keys: DataConfig,
     tokenizer: Processor | None = None,
     max_prompt_tokens: int | None = None,
 ) -> Findings:
@@ -108,7 +109,7 @@ def validate(
         train: paths of the training files.
         test: paths of the held-out files.
         kind: name of the rows' format in `FORMATS`.
-        keys: dotted keys of the values beside the prompt.
+        keys: options with the dotted keys of the values beside the prompt.
         tokenizer: tokenizer with a chat template, or processor of a vision-language model, to measure prompts and to
             find prompts the template refuses; None for neither.
         max_prompt_tokens: largest number of tokens of a prompt; longer prompts are counted.
@@ -209,7 +210,7 @@ class _PromptCheck:
 
 
 def _good_rows(
-    path: str, kind: str, keys: RowKeys, check: _PromptCheck, findings: Findings
+    path: str, kind: str, keys: DataConfig, check: _PromptCheck, findings: Findings
 ) -> Iterator[tuple[int, Row]]:
     """Yield the good rows with their numbers; add the bad rows to the findings."""
     try:

@@ -328,20 +328,10 @@ class _Rows:
     """
 
     def __init__(self, rows: PromptRows, kind: str, needed: int, config: RecipeConfig) -> None:
-        from rl_plugins.data.formats import FORMATS, RowKeys
+        from rl_plugins.data.formats import FORMATS
 
-        data = config.data
-        self._keys = RowKeys(
-            response_key=data.response_key,
-            chosen_key=data.chosen_key,
-            rejected_key=data.rejected_key,
-            margin_key=data.margin_key,
-            label_key=data.label_key or "",
-            steps_key=data.steps_key,
-            labels_key=data.labels_key,
-        )
         self.rows, self._format, self._needed, self._config = rows, FORMATS[kind], needed, config
-        self._limits = {"data.max_prompt_tokens": data.max_prompt_tokens}
+        self._limits = {"data.max_prompt_tokens": config.data.max_prompt_tokens}
         # Characters of the longest response of each row.
         self._response_characters: list[int] = []
         if kind == "prompts":
@@ -353,7 +343,7 @@ class _Rows:
 
     def _responses(self, row: Row, location: str) -> Sequence[Sequence[str]]:
         try:
-            return self._format.responses(self._format.read(row, self._keys, location))
+            return self._format.responses(self._format.read(row, self._config.data, location))
         except RowError as error:
             named = (_KEY.sub(r"data.\g<0>", text) for text in (error.field, error.reason))
             raise RowError(error.where, *named) from None

@@ -11,12 +11,14 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from rl_plugins.data.formats import FORMATS, RowKeys, find
+from rl_plugins.config.data import DataConfig
+from rl_plugins.data.formats import FORMATS, find
 from rl_plugins.data.prepare.files import Record, read_records, read_saved, saved_splits
 from rl_plugins.errors import ConfigError, RowError
 
@@ -118,6 +120,11 @@ class Conversion:
         """Recipe for the file, with the options that name the columns."""
         return _RECIPES[self.names.kind] + (" data.margin_key=margin" if self.names.margin else "")
 
+    @cached_property
+    def _keys(self) -> DataConfig:
+        margin_key = "margin" if self.names.margin else None
+        return DataConfig(response_key="response", margin_key=margin_key, steps_key="steps", labels_key="labels")
+
     def row(self, record: Record, split: str, index: int, location: str) -> dict[str, Any]:
         """Return the row of a record.
 
@@ -152,11 +159,9 @@ class Conversion:
             **found,
         }
         kind = self.names.kind
-        margin_key = "margin" if self.names.margin else None
-        keys = RowKeys("response", margin_key=margin_key, steps_key="steps", labels_key="labels")
         if kind == "prompts" and truth is None:
             raise RowError(location, f"--ground-truth={self.names.ground_truth!r}", "holds nothing (null)")
-        FORMATS[kind].check(row, keys, location)
+        FORMATS[kind].check(row, self._keys, location)
         if kind == "steps":
             row["labels"] = [None if label is None else float(label) for label in row["labels"]]
         return row

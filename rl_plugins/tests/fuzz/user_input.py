@@ -19,8 +19,9 @@ from safetensors.numpy import save
 
 from rl_plugins.commands.main import parse_arguments
 from rl_plugins.config.checks import check_batch, check_options
+from rl_plugins.config.data import DataConfig
 from rl_plugins.config.recipe import RecipeConfig, parse_config
-from rl_plugins.data.formats import FORMATS, RowKeys
+from rl_plugins.data.formats import FORMATS
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.prepare.files import read_records
 from rl_plugins.errors import CheckpointError
@@ -41,7 +42,7 @@ _ROW: dict[str, Any] = {
     "extra_info": {"index": 0, "steps": ["1", "2"], "labels": [1.0, None]},
     "chosen": "42", "rejected": "41", "margin": 0.5, "label": True,
 }  # fmt: skip
-_KEYS = RowKeys(margin_key="margin")
+_KEYS = DataConfig(margin_key="margin")
 _MODEL = {
     "model_type": "qwen2", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "rope_scaling": {"factor": 2.0},
@@ -54,8 +55,8 @@ _ALGORITHM: dict[str, Any] = {
     **{
         name: {"_target_": f"rl_plugins.algorithms.{module}", **options}
         for name, module, options in (
-            ("kl", "algorithm.KLConfig", {"coefficient": 0.1, "target": 0.1, "horizon": 100.0, "estimator": "k3"}),
-            ("entropy", "algorithm.EntropyConfig", {"coefficient": 0.1, "target": 0.5, "rate": 0.01, "maximum": 1.0}),
+            ("kl", "regularization.KLConfig", {"coefficient": 0.1, "target": 0.1, "horizon": 100.0, "estimator": "k3"}),
+            ("entropy", "regularization.EntropyConfig", {"coefficient": 0.1, "target": 0.5, "rate": 0.1, "maximum": 1}),
             ("modifiers", "algorithm.LossModifiers", {"off_policy_mask": 0.1, "top_entropy": 0.5, "positive_nll": 1}),
             ("shaping", "reward_shaping.RewardShaping", {"clip": [-1.0, 1.0], "length_factor": 0.1}),
             ("group_filter", "filtering.GroupFilter", {"low": 0.1, "high": 0.9, "max_batches": 3, "oversampling": 2}),
