@@ -163,7 +163,8 @@ def record_step() -> Recorder:
     """Return the calls of the second step of GRPO with a tiny policy."""
     from lightning.pytorch import Trainer
 
-    from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+    from rl_plugins.algorithms.algorithm import Algorithm
+    from rl_plugins.algorithms.regularization import KLConfig
     from rl_plugins.config.sampling import SamplingConfig
     from rl_plugins.data.datamodule import PromptDataModule
     from rl_plugins.data.prepare.tasks import addition_rows

@@ -28,8 +28,8 @@ PUBLIC: dict[str, dict[str, str]] = {
     },
     "Algorithms": {
         "Algorithm": "algorithms.algorithm",
-        "KLConfig": "algorithms.algorithm",
-        "EntropyConfig": "algorithms.algorithm",
+        "KLConfig": "algorithms.regularization",
+        "EntropyConfig": "algorithms.regularization",
         "LossModifiers": "algorithms.algorithm",
         "RewardShaping": "algorithms.reward_shaping",
         "OverlongPenalty": "algorithms.reward_shaping",

@@ -1,11 +1,11 @@
 # Written by docs/api_page.py.
 from rl_plugins.algorithms.algorithm import Algorithm as Algorithm
-from rl_plugins.algorithms.algorithm import EntropyConfig as EntropyConfig
-from rl_plugins.algorithms.algorithm import KLConfig as KLConfig
 from rl_plugins.algorithms.algorithm import LossModifiers as LossModifiers
 from rl_plugins.algorithms.constraint import CostConstraint as CostConstraint
 from rl_plugins.algorithms.filtering import GroupFilter as GroupFilter
 from rl_plugins.algorithms.filtering import Resampling as Resampling
+from rl_plugins.algorithms.regularization import EntropyConfig as EntropyConfig
+from rl_plugins.algorithms.regularization import KLConfig as KLConfig
 from rl_plugins.algorithms.reward_shaping import OverlongPenalty as OverlongPenalty
 from rl_plugins.algorithms.reward_shaping import RewardShaping as RewardShaping
 from rl_plugins.algorithms.rollout_correction import Rejection as Rejection

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import NoneType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -38,19 +38,10 @@ from rl_plugins.algorithms.policy_losses.modifiers import (
     positive_nll,
 )
 from rl_plugins.algorithms.registry import function_of
-from rl_plugins.algorithms.regularization import (
-    KL_ESTIMATORS,
-    AdaptiveEntropy,
-    AdaptiveKL,
-    EntropyController,
-    FixedCoefficient,
-    KLController,
-    kl_in_reward,
-)
+from rl_plugins.algorithms.regularization import KL_ESTIMATORS, EntropyConfig, KLConfig, kl_in_reward
 from rl_plugins.algorithms.reward_shaping import RewardShaping
 from rl_plugins.algorithms.rollout_correction import ROLLOUT_CORRECTIONS, RolloutCorrection
 from rl_plugins.config.settings import (
-    ABOVE_0,
     ABOVE_0_OR_NULL,
     ABOVE_0_TO_1,
     AT_LEAST_1,
@@ -61,70 +52,6 @@ from rl_plugins.config.settings import (
     shown,
 )
 from rl_plugins.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class KLConfig(Settings):
-    """KL term, which keeps the policy near the reference.
-
-    Attributes:
-        coefficient: weight of the KL term; 0 needs no reference model.
-        placement: `loss` (added to the policy loss) or `reward` (subtracted from each token's reward).
-        estimator: name in `KL_ESTIMATORS`.
-        target: KL towards which the coefficient is adapted, in nats; None keeps the coefficient fixed.
-        horizon: number of sequences; the larger, the slower the coefficient adapts.
-    """
-
-    coefficient: Annotated[float, NOT_NEGATIVE] = 0.0
-    placement: Literal["loss", "reward"] = "loss"
-    estimator: str = "k3"
-    target: Annotated[float | None, ABOVE_0_OR_NULL] = None
-    horizon: Annotated[float, ABOVE_0] = 10_000.0
-
-    def controller(self) -> KLController:
-        """Build the controller of the coefficient."""
-        if self.target is None:
-            return FixedCoefficient(self.coefficient)
-        return AdaptiveKL(self.coefficient, self.target, self.horizon)
-
-
-@dataclass(frozen=True)
-class EntropyConfig(Settings):
-    """Bonus for the policy's entropy.
-
-    Attributes:
-        coefficient: weight of the bonus in the loss.
-        target: entropy towards which the weight is adapted, in nats per token; None keeps the weight fixed.
-        rate: step of the adaptation.
-        minimum: smallest adapted weight.
-        maximum: largest adapted weight.
-    """
-
-    coefficient: float = 0.0
-    target: float | None = None
-    rate: Annotated[float, NOT_NEGATIVE] = 0.005
-    minimum: float = 0.0
-    maximum: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ConfigError: a number is out of its range, or an adapted weight begins outside of its bounds.
-        """
-        super().__post_init__()
-        self.controller()
-
-    @property
-    def active(self) -> bool:
-        """True if the bonus has a weight at the start or can get one later."""
-        return self.coefficient != 0 or self.target is not None
-
-    def controller(self) -> EntropyController:
-        """Build the controller of the coefficient."""
-        if self.target is None:
-            return FixedCoefficient(self.coefficient)
-        return AdaptiveEntropy(self.coefficient, self.target, self.rate, self.minimum, self.maximum)
 
 
 @dataclass(frozen=True)

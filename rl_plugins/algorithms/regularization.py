@@ -11,14 +11,14 @@ Source: http://joschu.net/blog/kl-approx.html.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rl_plugins.config.settings import NOT_NEGATIVE, check_ranges
+from rl_plugins.config.settings import ABOVE_0, ABOVE_0_OR_NULL, NOT_NEGATIVE, Settings
 from rl_plugins.errors import ConfigError
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
@@ -177,21 +177,24 @@ class AdaptiveKL:
     One step changes the weight by at most 20% of n / horizon, with n sequences in the step.
 
     Attributes:
-        coefficient: weight at the start, then the adapted weight.
-        target: target KL.
-        horizon: number of sequences; the larger, the slower the weight changes.
+        config: weight at the start, target and horizon.
+        coefficient: adapted weight.
 
     Source: https://arxiv.org/abs/1909.08593, section 2.2.
     """
 
-    coefficient: float
-    target: float = 0.1
-    horizon: float = 10_000.0
+    config: KLConfig
+    coefficient: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with the configured weight."""
+        self.coefficient = self.config.coefficient
 
     def update(self, measured_kl: float, num_sequences: int) -> None:
         """Compute `coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon`."""
-        error = max(-0.2, min(0.2, measured_kl / self.target - 1))
-        self.coefficient *= 1 + error * num_sequences / self.horizon
+        assert self.config.target is not None
+        error = max(-0.2, min(0.2, measured_kl / self.config.target - 1))
+        self.coefficient *= 1 + error * num_sequences / self.config.horizon
 
     def state_dict(self) -> dict[str, float]:
         """Return the adapted weight."""
@@ -210,37 +213,25 @@ class AdaptiveEntropy:
     step to `minimum`.
 
     Attributes:
-        coefficient: weight at the start, then the adapted weight.
-        target: target entropy, in nats per token.
-        rate: step of the weight.
-        minimum: smallest adapted weight.
-        maximum: largest adapted weight.
+        config: weight at the start, target, rate and bounds.
+        coefficient: adapted weight.
 
     Source: Skywork-OR1, https://arxiv.org/abs/2505.22312, adaptive entropy control.
     """
 
-    coefficient: float
-    target: float
-    rate: float = 0.005
-    minimum: float = 0.0
-    maximum: float = 1.0
+    config: EntropyConfig
+    coefficient: float = field(init=False)
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            ConfigError: `rate` is negative, or `coefficient` is outside of `minimum` and `maximum`.
-        """
-        check_ranges(float, NOT_NEGATIVE, rate=self.rate)
-        if not self.minimum <= self.coefficient <= self.maximum:
-            raise ConfigError(
-                f"coefficient={self.coefficient}: must be from minimum={self.minimum} to maximum={self.maximum}"
-            )
+        """Begin with the configured weight."""
+        self.coefficient = self.config.coefficient
 
     def update(self, measured_entropy: float) -> None:
         """Set `coefficient +- rate`, within `minimum` and `maximum`; exactly on target the weight stays."""
-        direction = (measured_entropy < self.target) - (measured_entropy > self.target)
-        self.coefficient = max(self.minimum, min(self.maximum, self.coefficient + direction * self.rate))
+        target = self.config.target
+        assert target is not None
+        direction = (measured_entropy < target) - (measured_entropy > target)
+        self.coefficient = self._bounded(self.coefficient + direction * self.config.rate)
 
     def state_dict(self) -> dict[str, float]:
         """Return the adapted weight."""
@@ -248,4 +239,70 @@ class AdaptiveEntropy:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore the adapted weight, within the configured range."""
-        self.coefficient = max(self.minimum, min(self.maximum, state["coefficient"]))
+        self.coefficient = self._bounded(state["coefficient"])
+
+    def _bounded(self, coefficient: float) -> float:
+        return max(self.config.minimum, min(self.config.maximum, coefficient))
+
+
+@dataclass(frozen=True)
+class KLConfig(Settings):
+    """KL term, which keeps the policy near the reference.
+
+    Attributes:
+        coefficient: weight of the KL term; 0 needs no reference model.
+        placement: `loss` (added to the policy loss) or `reward` (subtracted from each token's reward).
+        estimator: name in `KL_ESTIMATORS`.
+        target: KL towards which the coefficient is adapted, in nats; None keeps the coefficient fixed.
+        horizon: number of sequences; the larger, the slower the coefficient adapts.
+    """
+
+    coefficient: Annotated[float, NOT_NEGATIVE] = 0.0
+    placement: Literal["loss", "reward"] = "loss"
+    estimator: str = "k3"
+    target: Annotated[float | None, ABOVE_0_OR_NULL] = None
+    horizon: Annotated[float, ABOVE_0] = 10_000.0
+
+    def controller(self) -> KLController:
+        """Build the controller of the coefficient."""
+        return FixedCoefficient(self.coefficient) if self.target is None else AdaptiveKL(self)
+
+
+@dataclass(frozen=True)
+class EntropyConfig(Settings):
+    """Bonus for the policy's entropy.
+
+    Attributes:
+        coefficient: weight of the bonus in the loss.
+        target: entropy towards which the weight is adapted, in nats per token; None keeps the weight fixed.
+        rate: step of the adaptation.
+        minimum: smallest adapted weight.
+        maximum: largest adapted weight.
+    """
+
+    coefficient: float = 0.0
+    target: float | None = None
+    rate: Annotated[float, NOT_NEGATIVE] = 0.005
+    minimum: float = 0.0
+    maximum: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ConfigError: a number is out of its range, or an adapted weight begins outside of its bounds.
+        """
+        super().__post_init__()
+        if self.target is not None and not self.minimum <= self.coefficient <= self.maximum:
+            raise ConfigError(
+                f"coefficient={self.coefficient}: must be from minimum={self.minimum} to maximum={self.maximum}"
+            )
+
+    @property
+    def active(self) -> bool:
+        """True if the bonus has a weight at the start or can get one later."""
+        return self.coefficient != 0 or self.target is not None
+
+    def controller(self) -> EntropyController:
+        """Build the controller of the coefficient."""
+        return FixedCoefficient(self.coefficient) if self.target is None else AdaptiveEntropy(self)

@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from integration_tests.gpu.without_vllm.cases import Place, need
 from integration_tests.rewards import shortness
-from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.regularization import KLConfig
 from rl_plugins.config.models import LoraConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.datamodule import PromptDataModule

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, local_counts
-from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.policy_losses.clipped import gmpo
-from rl_plugins.algorithms.regularization import AdaptiveKL, FixedCoefficient
+from rl_plugins.algorithms.regularization import AdaptiveKL, FixedCoefficient, KLConfig
 from rl_plugins.algorithms.rollout_correction import Rejection, RolloutCorrection, rejection_mask
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.algorithms.batches import Batch, make_batch
@@ -150,7 +150,8 @@ def test_algorithm_needs_and_kl_controller_follow_the_configuration() -> None:
     assert Algorithm(correction="token_tis").needs == {"old_log_probs_BT"}
     assert Algorithm(correction="bypass").needs == frozenset()
     assert KLConfig(coefficient=0.1).controller() == FixedCoefficient(0.1)
-    assert KLConfig(coefficient=0.1, target=0.2, horizon=5.0).controller() == AdaptiveKL(0.1, 0.2, 5.0)
+    adaptive = KLConfig(coefficient=0.1, target=0.2, horizon=5.0)
+    assert adaptive.controller() == AdaptiveKL(adaptive)
 
 
 @for_each(

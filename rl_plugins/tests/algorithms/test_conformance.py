@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts
-from rl_plugins.algorithms.algorithm import Algorithm, EntropyConfig, KLConfig, LossModifiers
+from rl_plugins.algorithms.algorithm import Algorithm, LossModifiers
 from rl_plugins.algorithms.inputs import required_inputs
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, WITH_RATIO
 from rl_plugins.algorithms.policy_losses.modifiers import top_entropy_mask
+from rl_plugins.algorithms.regularization import EntropyConfig, KLConfig
 from rl_plugins.algorithms.rollout_correction import ROLLOUT_CORRECTIONS, RolloutCorrection
 from rl_plugins.data.experience import Experience
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs

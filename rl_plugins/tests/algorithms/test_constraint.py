@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.constraint import (
     CostConstraint,
     LagrangeMultiplier,
@@ -17,6 +17,7 @@ from rl_plugins.algorithms.constraint import (
     costs_as_rewards,
 )
 from rl_plugins.algorithms.filtering import GroupFilter, Resampling
+from rl_plugins.algorithms.regularization import KLConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.algorithms.reference import safe_rlhf as reference
 from rl_plugins.tests.algorithms.reference.inputs import make_inputs

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rl_plugins.algorithms.algorithm import Algorithm, EntropyConfig, KLConfig, LossModifiers
+from rl_plugins.algorithms.algorithm import Algorithm, LossModifiers
 from rl_plugins.algorithms.constraint import CostConstraint
 from rl_plugins.algorithms.filtering import GroupFilter, Resampling
+from rl_plugins.algorithms.regularization import EntropyConfig, KLConfig
 from rl_plugins.algorithms.reward_shaping import OverlongPenalty, RewardShaping
 from rl_plugins.algorithms.rollout_correction import Rejection, RolloutCorrection
 from rl_plugins.errors import ConfigError

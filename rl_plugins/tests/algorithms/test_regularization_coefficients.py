@@ -7,8 +7,10 @@ import pytest
 from rl_plugins.algorithms.regularization import (
     AdaptiveEntropy,
     AdaptiveKL,
+    EntropyConfig,
     EntropyController,
     FixedCoefficient,
+    KLConfig,
     KLController,
 )
 from rl_plugins.tests.algorithms.reference import basics as reference
@@ -17,7 +19,7 @@ from rl_plugins.tests.loops import for_each
 
 @for_each("measured", [0.0, 0.05, 0.09, 0.1, 0.11, 0.5, -1.0])
 def test_adaptive_kl_coefficient_agrees_with_the_formula(measured: float) -> None:
-    controller = AdaptiveKL(0.2, target=0.1, horizon=100.0)
+    controller = AdaptiveKL(KLConfig(0.2, target=0.1, horizon=100.0))
     expected = 0.2
     for sequences in (10, 64):
         controller.update(measured, sequences)
@@ -26,9 +28,9 @@ def test_adaptive_kl_coefficient_agrees_with_the_formula(measured: float) -> Non
 
 
 def test_adaptive_kl_restores_and_fixed_coefficient_keeps_the_value() -> None:
-    adaptive = AdaptiveKL(0.2)
+    adaptive = AdaptiveKL(KLConfig(0.2, target=0.1))
     adaptive.update(1.0, 500)
-    resumed = AdaptiveKL(0.2)
+    resumed = AdaptiveKL(KLConfig(0.2, target=0.1))
     resumed.load_state_dict(adaptive.state_dict())
     assert resumed.coefficient == adaptive.coefficient != 0.2
     fixed: KLController = FixedCoefficient(0.5)
@@ -38,7 +40,8 @@ def test_adaptive_kl_restores_and_fixed_coefficient_keeps_the_value() -> None:
 
 
 def test_adaptive_entropy_steps_towards_the_target() -> None:
-    controller: EntropyController = AdaptiveEntropy(0.1, target=0.5, rate=0.04, minimum=0.03, maximum=0.15)
+    config = EntropyConfig(0.1, target=0.5, rate=0.04, minimum=0.03, maximum=0.15)
+    controller: EntropyController = AdaptiveEntropy(config)
     measured = [0.4, 0.1, 0.5, 0.6, 9.0, 0.7, 0.8]
     expected = [0.14, 0.15, 0.15, 0.11, 0.07, 0.03, 0.03]
     for entropy, coefficient in zip(measured, expected, strict=True):
@@ -47,12 +50,12 @@ def test_adaptive_entropy_steps_towards_the_target() -> None:
 
 
 def test_adaptive_entropy_restores_and_fixed_coefficient_keeps_the_value() -> None:
-    adaptive = AdaptiveEntropy(0.1, target=0.5)
+    adaptive = AdaptiveEntropy(EntropyConfig(0.1, target=0.5))
     adaptive.update(0.2)
-    resumed = AdaptiveEntropy(0.1, target=0.5)
+    resumed = AdaptiveEntropy(EntropyConfig(0.1, target=0.5))
     resumed.load_state_dict(adaptive.state_dict())
     assert resumed.coefficient == adaptive.coefficient != 0.1
-    narrower = AdaptiveEntropy(0.1, target=0.5, maximum=0.101)
+    narrower = AdaptiveEntropy(EntropyConfig(0.1, target=0.5, maximum=0.101))
     narrower.load_state_dict(adaptive.state_dict())
     assert narrower.coefficient == 0.101
     fixed: EntropyController = FixedCoefficient(0.5)
@@ -69,6 +72,6 @@ def test_adaptive_entropy_restores_and_fixed_coefficient_keeps_the_value() -> No
         ({"maximum": 0.05}, "coefficient=0.1: must be from minimum=0.0 to maximum=0.05"),
     ],
 )
-def test_adaptive_entropy_refuses_bad_options(options: dict[str, float], message: str) -> None:
+def test_entropy_config_refuses_bad_options(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AdaptiveEntropy(0.1, target=0.5, **options)
+        EntropyConfig(0.1, target=0.5, **options)

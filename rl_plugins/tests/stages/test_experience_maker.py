@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from rl_plugins.algorithms.algorithm import Algorithm, EntropyConfig, KLConfig, LossModifiers
+from rl_plugins.algorithms.algorithm import Algorithm, LossModifiers
 from rl_plugins.algorithms.filtering import GroupFilter
+from rl_plugins.algorithms.regularization import EntropyConfig, KLConfig
 from rl_plugins.algorithms.reward_shaping import OverlongPenalty, RewardShaping
 from rl_plugins.algorithms.rollout_correction import RolloutCorrection
 from rl_plugins.callbacks.averages import ReferenceUpdate

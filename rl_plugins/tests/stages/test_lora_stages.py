@@ -13,7 +13,8 @@ from lightning.pytorch import LightningModule
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.regularization import KLConfig
 from rl_plugins.callbacks.averages import ReferenceUpdate
 from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig

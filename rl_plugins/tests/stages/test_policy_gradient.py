@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rl_plugins.algorithms.aggregation import AGGREGATIONS
-from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.regularization import KLConfig
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned

@@ -14,8 +14,9 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.constraint import CostConstraint
+from rl_plugins.algorithms.regularization import KLConfig
 from rl_plugins.config.models import CriticConfig, OptimizerConfig, RewardModelConfig
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.models.tiny import build_model

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.regularization import KLConfig
 from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization

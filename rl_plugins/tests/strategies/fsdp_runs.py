@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.regularization import KLConfig
 from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import CheckpointError, StorageError

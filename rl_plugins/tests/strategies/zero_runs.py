@@ -15,7 +15,8 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.regularization import KLConfig
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig, no_adapter
 from rl_plugins.config.sampling import SamplingConfig

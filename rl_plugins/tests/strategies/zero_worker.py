@@ -13,7 +13,8 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from rl_plugins.algorithms.algorithm import Algorithm, KLConfig
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.regularization import KLConfig
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import CheckpointError, StorageError
