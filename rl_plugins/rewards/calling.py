@@ -140,7 +140,10 @@ class RewardFunction:
             elif isinstance(outcome, SoftDeadline):
                 scores += [failed("timeout", f"{self.name}: no result within {deadline_s} s")] * len(call)
             elif isinstance(outcome, MemoryError):
-                message = f"{self.name}: a reward worker may take no more memory: need less, or raise reward.memory_mb"
+                message = (
+                    f"{self.name}: a reward worker may take no more memory: need less, or raise memory_mb (in a "
+                    "recipe: reward.memory_mb)"
+                )
                 scores += [failed("memory", message)] * len(call)
             else:
                 scores += read_scores(outcome, self.name, len(call) if self.batched else None)

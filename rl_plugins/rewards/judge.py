@@ -99,13 +99,13 @@ class Judge(CompositeReward):
             self.config = judge_config(config)
             self._template = _read_template(self.config)
         except ConfigError as error:
-            raise ConfigError(f"reward.judge.{error}") from None
+            raise ConfigError(f"config of the judge (in a recipe: reward.judge): {error}") from None
         addresses = [str(self.config.url)] if self.config.url else list(urls)
         for name, value in {"url": addresses, "model": self.config.model}.items():
             if not value:
                 raise ConfigError(
-                    f"reward.judge.{name} is missing: a judge needs reward.judge.url, the address of its server, and "
-                    "reward.judge.model, the name of its model there (in Python: JudgeConfig); or "
+                    f"{name} of JudgeConfig (in a recipe: reward.judge.{name}) is missing: a judge needs url, the "
+                    "address of its server, and model, the name of its model there; or in a recipe "
                     "placement.judge.actors=1, an engine of the run for a judge without address"
                 )
         limits = RequestLimits(
@@ -204,7 +204,9 @@ class Judge(CompositeReward):
         text = " ".join(answer.text.split())
         shown = repr(text if len(text) <= 200 else f"...{text[-200:]}")
         if answer.was_cut:
-            return f"the answer was cut before its score: raise reward.judge.max_tokens: {shown}"
+            return (
+                f"the answer was cut before its score: raise max_tokens (in a recipe: reward.judge.max_tokens): {shown}"
+            )
         if (score := read_score(answer.text)) is not None:
             return f"the score {score:g} is not from {self.config.low:g} to {self.config.high:g}: {shown}"
         return f'the answer has no score, neither {{"score": 1}} nor Score: 1: {shown}'
@@ -244,14 +246,15 @@ def _as_score(outcome: object, deadline_s: float | None) -> Score:
 def _read_key(variable: str | None) -> str | None:
     if variable is None:
         return None
+    option = f"key_variable={variable} (in a recipe: reward.judge.key_variable)"
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ConfigError(
-            f"reward.judge.key_variable={variable}: the environment has no such variable: set the variable to the key "
-            "before the start, or leave the option out"
+            f"{option}: the environment has no such variable: set the variable to the key before the start, or leave "
+            "the option out"
         )
     if not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"reward.judge.key_variable={variable}: the key has characters that no header may have")
+        raise ConfigError(f"{option}: the key has characters that no header may have")
     return key
 
 

@@ -39,13 +39,16 @@ _AWAY = (429, 502, 503, 504)
 _SHOWN = 200
 _ENDPOINT = "/chat/completions"
 _WAYS_OUT = {
-    401: "set reward.judge.key_variable to the name of the environment variable with the key",
-    403: "set reward.judge.key_variable to the name of the environment variable with a key for this model",
-    404: "give the address up to /v1 as reward.judge.url, and a model of the server as reward.judge.model",
-    400: "if the server does not know a field of the request, use reward.judge.response_format=none, or "
-    "reward.judge.request={FIELD: null}",
+    401: "set key_variable (in a recipe: reward.judge.key_variable) to the name of the environment variable with the "
+    "key",
+    403: "set key_variable (in a recipe: reward.judge.key_variable) to the name of the environment variable with a key "
+    "for this model",
+    404: "give the address up to /v1 as url, and a model of the server as model (in a recipe: reward.judge.url and "
+    "reward.judge.model)",
+    400: "if the server does not know a field of the request, set response_format to none, or the field in request to "
+    "null (in a recipe: reward.judge.response_format, reward.judge.request)",
 }
-_OTHER_WAY_OUT = "correct the options of reward.judge"
+_OTHER_WAY_OUT = "correct the options of JudgeConfig (in a recipe: reward.judge)"
 
 Kind = Literal["refused", "fault", "away"]
 
@@ -172,15 +175,21 @@ class JudgeServer:
             while (start := self._next_start) > time.monotonic():
                 if start >= stop:
                     raise NoAnswer(
-                        f"{self.url} was not asked in time: reward.judge.requests_per_minute, or Retry-After of the "
-                        f"server, allows the next request in {start - time.monotonic():.0f} s: raise reward.deadline_s",
+                        f"{self.url} was not asked in time: requests_per_minute (in a recipe: "
+                        "reward.judge.requests_per_minute), or Retry-After of the server, allows the next request in "
+                        f"{start - time.monotonic():.0f} s: raise deadline_s of the rewards (in a recipe: "
+                        "reward.deadline_s)",
                         is_late=True,
                         requests=requests,
                     )
                 await asyncio.sleep(start - time.monotonic())
             if time.monotonic() >= stop:
-                message = f"{self.url} was not asked in time: other questions took all of reward.deadline_s"
-                raise NoAnswer(message, is_late=True, requests=requests)
+                raise NoAnswer(
+                    f"{self.url} was not asked in time: other questions took all of deadline_s of the rewards (in a "
+                    "recipe: reward.deadline_s)",
+                    is_late=True,
+                    requests=requests,
+                )
             self._next_start = time.monotonic() + 60.0 / self._limits.per_minute
 
     async def _post(
@@ -250,7 +259,8 @@ class JudgeServer:
         left_s = self._away_since + self._limits.wait_s - now
         if left_s > 0 and now >= self._next_log:
             logger.warning(
-                "Waiting for the judge: %s %s. The run waits for %.0f s more (reward.judge.wait_s=%g)",
+                "Waiting for the judge: %s %s. The run waits for %.0f s more (wait_s=%g, in a recipe: "
+                "reward.judge.wait_s)",
                 self.url, reason, left_s, self._limits.wait_s,
             )  # fmt: skip
             self._next_log = now + _LOG_S

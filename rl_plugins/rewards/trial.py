@@ -75,7 +75,10 @@ class RewardTrial:
         def late() -> str:
             if not worker.loading:
                 return f"did not start within {worker.start_timeout_s:g} s: try again when the machine has less work"
-            return f"was not loaded within {load_timeout_s:g} s: load less at the start, or raise reward.load_timeout_s"
+            return (
+                f"was not loaded within {load_timeout_s:g} s: load less at the start, or raise load_timeout_s (in a "
+                "recipe: reward.load_timeout_s)"
+            )
 
         self._receive(
             worker,
@@ -151,7 +154,9 @@ class RewardTrial:
     def _missing_secret(self, message: str) -> str:
         """Return the way out if a message names a withheld variable."""
         names = [name for name in withheld_names(os.environ, self._limits.passed) if name in message]
-        return f"; rewards get this secret with reward.pass_env=[{','.join(names)}]" if names else ""
+        if not names:
+            return ""
+        return f"; rewards get this secret with pass_env=[{','.join(names)}] (in a recipe: reward.pass_env)"
 
 
 def trial_deadline_s(reward_config: Mapping[str, Any], deadline_s: float) -> float:

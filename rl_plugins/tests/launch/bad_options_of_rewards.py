@@ -20,7 +20,7 @@ REWARD_CHECKS: dict[str, list[Case]] = {
             ["exact_mach", "did you mean 'exact_match'"],
         ),
         (["reward=file", "reward.functions.default.path=gone.py"], ["gone.py", "does not exist"]),
-        (["reward=judge"], ["reward.judge.url is missing", "reward.judge.model"]),
+        (["reward=judge"], ["url of JudgeConfig (in a recipe: reward.judge.url) is missing", "model, the name"]),
         (["placement.judge.actors=1"], ["placement.judge.actors=1: no reward of the run asks a judge without address"]),
         (
             [*JUDGE, "reward.judge.model=model", "placement.judge.actors=1"],
@@ -53,7 +53,10 @@ REWARD_CHECKS: dict[str, list[Case]] = {
             ["the reward fails on a sample of data_source 'addition'"],
         ),
         ([*JUDGE, "reward.judge.votes=0"], ["reward.judge.votes=0: must be from 1 to 100"]),
-        ([*JUDGE, "reward.judge.key_variable=NO_KEY"], ["reward.judge.key_variable=NO_KEY", "no such variable"]),
+        (
+            [*JUDGE, "reward.judge.key_variable=NO_KEY"],
+            ["key_variable=NO_KEY (in a recipe: reward.judge.key_variable)", "no such variable"],
+        ),
         ([*JUDGE, "reward.judge.template_file=gone.txt"], ["gone.txt", "the file cannot be read"]),
         ([*JUDGE, "reward.judge.wait_s=1000"], ["reward.deadline_s=900 is below the 1060 s"]),
         (

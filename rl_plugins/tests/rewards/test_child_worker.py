@@ -52,7 +52,7 @@ def test_child_workers_blame_the_culprits_of_a_chunk_alone(
 def test_child_worker_fails_a_sample_that_takes_too_much_memory(obeying_pool: RewardPool) -> None:
     scores = obeying_pool.score(requests("a", "grow", "allocate", "bb"))
     assert outcomes(scores) == [1.0, "memory", "memory", 2.0]
-    assert "raise reward.memory_mb" in scores[1].message and "obey" in scores[1].message
+    assert "raise memory_mb (in a recipe: reward.memory_mb)" in scores[1].message and "obey" in scores[1].message
 
 
 def test_child_worker_that_cannot_be_interrupted_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

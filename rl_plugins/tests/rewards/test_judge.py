@@ -114,7 +114,7 @@ def test_judge_needs_more_than_half_of_the_votes(stub: JudgeStub) -> None:
         (Said(None), "has no score"),
         (Said('{"score": 11}'), "the score 11 is not from 0 to 10"),
         (Said('{"score": NaN}'), "the score nan is not from 0 to 10"),
-        (Said('{"reason": "Well', reason="length"), "raise reward.judge.max_tokens"),
+        (Said('{"reason": "Well', reason="length"), "raise max_tokens (in a recipe: reward.judge.max_tokens)"),
     ],
 )
 def test_judge_counts_an_unreadable_answer_as_failure_with_an_example(said: Said, message: str) -> None:
@@ -203,10 +203,16 @@ def test_judge_is_a_part_of_a_sum(stub: JudgeStub) -> None:
 @for_each(
     ("options", "message"),
     [
-        ({}, "reward.judge.url is missing"),
-        ({"url": "http://h/v1"}, "reward.judge.model is missing"),
-        ({"url": "http://h/v1", "modle": "m"}, "reward.judge.modle: a judge has no such option: did you mean model?"),
-        ({"url": "h:80", "model": "m"}, "reward.judge.url=h:80: must be an address such as"),
+        ({}, "url of JudgeConfig (in a recipe: reward.judge.url) is missing: a judge needs url"),
+        ({"url": "http://h/v1"}, "model of JudgeConfig (in a recipe: reward.judge.model) is missing"),
+        (
+            {"url": "http://h/v1", "modle": "m"},
+            "(in a recipe: reward.judge): modle: a judge has no such option: did you mean",
+        ),
+        (
+            {"url": "h:80", "model": "m"},
+            "config of the judge (in a recipe: reward.judge): url=h:80: must be an address",
+        ),
         ({"url": "http://h/v1", "model": "m", "key_variable": "NO_KEY"}, "the environment has no such variable"),
         ({"url": "http://h/v1", "model": "m", "template_file": "/no/file"}, "template_file=/no/file: the file cannot"),
     ],
@@ -282,7 +288,7 @@ def test_reward_workers_get_the_key_of_a_judge_and_no_other_secret(
 @for_each(
     ("said", "message"),
     [
-        (Said(status=401, body=f"wrong key {KEY}"), "the status 401 (wrong key ***): set reward.judge.key_variable"),
+        (Said(status=401, body=f"wrong key {KEY}"), "the status 401 (wrong key ***): set key_variable"),
         (Said(status=404, body="no model"), "the status 404 (no model): give the address up to /v1"),
         (Said("Nice."), "the answer has no score"),
     ],

@@ -72,8 +72,8 @@ def test_ask_waits_as_long_as_retry_after_with_all_questions(stub: JudgeStub) ->
 
 def test_ask_refuses_at_once_and_names_the_way_out(stub: JudgeStub) -> None:
     for status, way_out in {
-        401: "reward.judge.key_variable", 403: "reward.judge.key_variable", 404: "reward.judge.url",
-        400: "reward.judge.response_format=none", 413: "correct the options of reward.judge",
+        401: "set key_variable (in a recipe: reward.judge.key_variable)", 403: "with a key for this model",
+        404: "up to /v1 as url", 400: "set response_format to none", 413: "correct the options of JudgeConfig",
     }.items():  # fmt: skip
         stub.requests.clear()
         stub.say(Said(status=status, body=f"Incorrect key {KEY}:\n" + "x" * 1000))
@@ -114,7 +114,11 @@ def test_ask_waits_for_a_server_that_starts_later(caplog: pytest.LogCaptureFixtu
     assert all(isinstance(outcome, JudgeReply) and outcome.requests > 1 for outcome in outcomes) and len(outcomes) == 3
     waits = [record.getMessage() for record in caplog.records]
     assert len(waits) == 2, waits
-    assert "cannot be reached" in waits[0] and "reward.judge.wait_s=600" in waits[0] and "answers again" in waits[1]
+    assert (
+        "cannot be reached" in waits[0]
+        and "(wait_s=600, in a recipe: reward.judge.wait_s)" in waits[0]
+        and "answers again" in waits[1]
+    )
 
 
 def test_ask_gives_up_when_the_common_wait_is_over(stub: JudgeStub) -> None:
@@ -154,7 +158,8 @@ def test_ask_keeps_the_number_of_requests_per_minute(stub: JudgeStub) -> None:
     assert time.monotonic() - started >= 4 * 60 / 1200
     slow = ask(stub.url, questions=3, per_minute=1, time_s=30)
     assert [isinstance(outcome, JudgeReply) for outcome in slow].count(True) == 1
-    assert all("reward.judge.requests_per_minute" in str(outcome) for outcome in slow if isinstance(outcome, NoAnswer))
+    said = [str(outcome) for outcome in slow if isinstance(outcome, NoAnswer)]
+    assert all("requests_per_minute (in a recipe: reward.judge.requests_per_minute)" in text for text in said)
 
 
 def test_ask_keeps_the_number_of_concurrent_requests(stub: JudgeStub) -> None:

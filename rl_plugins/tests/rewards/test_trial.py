@@ -61,7 +61,7 @@ def test_check_reward_returns_the_score_or_raises_the_cause() -> None:
         # Alarms end the loop, or else the trial kills the process.
         ("deny", "within 0.3 s"),
         ("deaf", "obey did not return within 0.3 s and could not be interrupted: give its own waits a deadline"),
-        ("grow", "memory: .*raise reward.memory_mb"),
+        ("grow", r"memory: .*raise memory_mb \(in a recipe"),
         ("bytes", "raised: .*'score' is of type bytes, not a number"),
         ("orphan", "obey ended with exit status 0 in place of a score"),
     ],
@@ -75,7 +75,7 @@ def test_reward_trial_tells_a_fault_of_a_call_in_one_line(solution: str, message
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("import time; time.sleep(600)", "was not loaded within 1 s: load less at the start, or raise reward.load_tim"),
+        ("import time; time.sleep(600)", "was not loaded within 1 s: load less at the start, or raise load_timeout_s"),
         ("import os; os._exit(0)", "ended with exit status 0 while the reward was loaded: a reward must not end"),
         ("import sys; sys.exit(0)", "its file failed: SystemExit: 0"),
         ("import os; os.abort()", "was ended by the signal SIGABRT while the reward was loaded"),
@@ -95,7 +95,7 @@ def test_reward_trial_names_the_secret_that_a_reward_needs(tmp_path: Path, monke
     monkeypatch.setenv("JUDGE_API_KEY", "x")
     (tmp_path / "mine.py").write_text("import os\ndef f(solution_str): return float(bool(os.environ['JUDGE_API_KEY']))")
     config = {"path": str(tmp_path / "mine.py"), "name": "f"}
-    assert fault(config, "x").endswith("rewards get this secret with reward.pass_env=[JUDGE_API_KEY]")
+    assert fault(config, "x").endswith("this secret with pass_env=[JUDGE_API_KEY] (in a recipe: reward.pass_env)")
     with RewardTrial(config, pass_env=["JUDGE_API_KEY"]) as trial:
         assert trial.score(request("x")).value == 1.0
 
