@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from rl_plugins.data.sequence_with_slices import SequenceWithSlices
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import StorageError
 
 
 class MappedRows(SequenceWithSlices[Mapping[str, Any]]):
@@ -38,7 +38,7 @@ class MappedRows(SequenceWithSlices[Mapping[str, Any]]):
             schema: schema of every batch; files may have different schemas.
 
         Raises:
-            ConfigError: the disk is full.
+            StorageError: the disk is full.
         """
         sizes = []
         with _named_full_disk(), tempfile.NamedTemporaryFile(prefix="rl_plugins_rows_") as file:
@@ -83,7 +83,7 @@ class MappedLists(SequenceWithSlices[list[Any]]):
         lengths: int64 [N], length of each list.
 
     Raises:
-        ConfigError: the disk is full.
+        StorageError: the disk is full.
     """
 
     def __init__(self, lists: Iterable[Sequence[float]], dtype: type[np.generic] = np.int32) -> None:
@@ -118,7 +118,7 @@ def _named_full_disk() -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        raise ConfigError(
+        raise StorageError(
             f"{tempfile.gettempdir()}: the disk is full. Every worker writes its rows and token ids to this folder: "
             "make room (about the size of the uncompressed data per worker), or name another folder with TMPDIR"
         ) from error

@@ -158,6 +158,7 @@ def load_rows(source: Paths | RowSource, columns: Sequence[str] = COLUMNS) -> Pr
     Raises:
         ConfigError: a file or a column is missing, a row is malformed, or a data set has no length. The message names
             the file, the row and the column.
+        StorageError: the disk with the folder for temporary files is full.
     """
     if isinstance(source, str | os.PathLike):
         return _open_files([source], columns)

@@ -12,7 +12,7 @@ import pytest
 
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import load_rows
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, StorageError
 
 
 def test_load_rows_returns_the_rows_of_all_files_in_any_access_order(row, tmp_path):
@@ -70,7 +70,7 @@ def test_load_rows_and_ragged_name_a_full_disk(row, write_rows, monkeypatch):
     monkeypatch.setattr(tempfile, "TemporaryFile", Full)
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", Full)
     for make in (lambda: load_rows(path), lambda: MappedLists([[1]])):
-        with pytest.raises(ConfigError, match=r"the disk is full.* name another folder with TMPDIR"):
+        with pytest.raises(StorageError, match=r"the disk is full.* name another folder with TMPDIR"):
             make()
 
 
