@@ -17,7 +17,7 @@ from integration_tests.resident import change, hold_after, inside, running_engin
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.image_prompts import ImagePromptEncoder, load_processor
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.lora import MergedWeightSource, adapter_off, add_adapter
 from rl_plugins.rollout.engine import GroupRequest
@@ -157,5 +157,5 @@ def test_submit_refuses_a_prompt_with_other_tokens_than_the_engine_makes(
     images = requests[1].images
     wrong = GroupRequest(7, [*requests[1].prompt[:3], *requests[1].prompt], 1, images=images)
     engine.submit([wrong], SamplingConfig(max_tokens=2))
-    with pytest.raises(ConfigError, match=r"vLLM makes \d+ tokens of a prompt with images, and the processor of the"):
+    with pytest.raises(DataError, match=r"vLLM makes \d+ tokens of a prompt with images, and the processor of the"):
         engine.collect([7], 1)

@@ -52,7 +52,7 @@ class EngineLoop:
             adapter: vLLM's request of a LoRA adapter, or None.
 
         Raises:
-            ConfigError: the engine makes other tokens of the images than the policy's processor.
+            DataError: the engine makes other tokens of the images than the policy's processor.
         """
         added: list[str] = []
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.images import PromptImages
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import DataError
 from rl_plugins.rollout.engine import Generations, padded_routes
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def engine_input(renderer: BaseRenderer, request: EngineRequest) -> Any:
         request: the request.
 
     Raises:
-        ConfigError: vLLM makes other tokens of the images than the policy's processor.
+        DataError: vLLM makes other tokens of the images than the policy's processor.
     """
     from vllm.inputs.engine import tokens_input
 
@@ -55,9 +55,10 @@ def engine_input(renderer: BaseRenderer, request: EngineRequest) -> Any:
     }
     found: Any = renderer.process_for_engine(prompt, time.time())
     if found["prompt_token_ids"] != request.prompt:
-        raise ConfigError(
+        raise DataError(
             f"vLLM makes {len(found['prompt_token_ids'])} tokens of a prompt with images, and the processor of the "
-            f"policy makes {len(request.prompt)} tokens, or other tokens: use rollout.engine=transformers"
+            f"policy makes {len(request.prompt)} tokens, or other tokens: use TransformersRollout (in a recipe: "
+            "rollout.engine=transformers)"
         )
     return found
 

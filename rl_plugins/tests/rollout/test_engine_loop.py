@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from rl_plugins.data.images import PromptImages
+from rl_plugins.errors import DataError
 from rl_plugins.rollout.vllm.actor import VLLMActor
 from rl_plugins.rollout.vllm.engine_loop import EngineLoop
 from rl_plugins.rollout.vllm.requests import EngineRequest
@@ -82,6 +84,16 @@ async def give_turns() -> None:
 
 async def result_of(task: asyncio.Task[Any]) -> Any:
     return await asyncio.wait_for(task, patient(60))
+
+
+def test_start_adds_no_request_if_the_engine_makes_other_tokens_of_the_images() -> None:
+    llm: Any = LLM()
+    llm.renderer = SimpleNamespace(process_for_engine=lambda prompt, now: {"prompt_token_ids": [1, 9]})
+    loop = EngineLoop(llm)
+    with_images = EngineRequest([1, 9, 9], None, PromptImages({}, [], [1, 9], 3))
+    with pytest.raises(DataError, match=r"makes 2 tokens .* makes 3 tokens, .*TransformersRollout \(in a recipe: "):
+        loop.start({"text": EngineRequest([1], None), "images": with_images})
+    assert llm.requests == [] and not loop.busy
 
 
 def test_hold_pauses_an_engine_with_requests_and_no_step_is_taken_until_go_on() -> None:
