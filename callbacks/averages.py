@@ -136,9 +136,9 @@ def read_average(checkpoint: Path, shapes: Mapping[str, torch.Size]) -> dict[str
     names = [name for name in averages[0] if name in shapes] if averages else []
     if any(averages[0][name].dim() > 1 and averages[0][name].shape[1:] != shapes[name][1:] for name in names):
         raise ConfigError(
-            f"the average in {checkpoint} is split by tensor parallelism (strategy.tensor_parallel), and the parts "
-            "cannot be joined here: resume the run (run.resume=true) and let it end; the folder policy/ then has the "
-            "average"
+            f"the average in {checkpoint} is split by tensor parallelism (tensor_parallel of the strategy), and "
+            "the parts cannot be joined here: resume the run (in a recipe: run.resume=true) and let it end; the folder "
+            "policy/ then has the average"
         )
     return {name: _join_shards([average[name] for average in averages], shapes[name]) for name in names}
 
@@ -166,10 +166,10 @@ def _validates_in_training(trainer: Trainer) -> bool:
 
 
 _REMEDIES = {
-    REFERENCE: "a KL penalty (algorithm.kl.coefficient)",
-    TEACHER: "a distillation (algorithm=on_policy_distillation)",
+    REFERENCE: "a KL penalty, KLConfig(coefficient=...) (in a recipe: algorithm.kl.coefficient)",
+    TEACHER: "a distillation (in a recipe: algorithm=on_policy_distillation)",
 }
-"""For each model that can follow the policy, the option that needs the model."""
+"""For each model that can follow the policy, the part of the algorithm that needs the model."""
 
 
 class ReferenceUpdate(Callback):
@@ -204,13 +204,13 @@ class ReferenceUpdate(Callback):
         if self._model == REFERENCE and getattr(pl_module, "reference_is_base", False):
             raise ConfigError(
                 "ReferenceUpdate: the reference is the policy with its adapter off, so it cannot follow the "
-                "policy: remove the callback (reference.update_every=0), or give the stage a reference of its own "
-                "(reference.path: another folder of the same model)"
+                "policy: remove the callback (in a recipe: reference.update_every=0), or give the stage a reference of "
+                "its own with reference=..., another folder of the same model (in a recipe: reference.path)"
             )
         if not isinstance(pl_module, HasNamedModels) or self._model not in pl_module.named_models():
             raise ConfigError(
                 f"ReferenceUpdate: the stage has no {self._model} model: use {_REMEDIES[self._model]}, or remove the "
-                f"callback ({self._model}.update_every=0)"
+                f"callback (in a recipe: {self._model}.update_every=0)"
             )
 
     @override

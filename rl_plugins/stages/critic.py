@@ -272,8 +272,9 @@ class CriticLearner:
         if not file.is_file():
             raise CheckpointError(
                 f"{folder} holds no critic that was trained on a pool of its own: if the critic was trained in the "
-                "workers, set placement.critic.actors=0; if the checkpoint no longer keeps its critic "
-                "(critic.keep_checkpoints), resume from a newer checkpoint"
+                "workers, give the stage no CriticPool (in a recipe: placement.critic.actors=0); if the checkpoint no "
+                "longer keeps its critic (keep_models of PolicyCheckpoint, in a recipe: critic.keep_checkpoints), "
+                "resume from a newer checkpoint"
             )
         state = load_plain(file, device=self._device)
         shapes, saved_shapes = (

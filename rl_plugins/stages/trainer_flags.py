@@ -73,7 +73,8 @@ def check_trainer(trainer: Trainer) -> None:
         if isinstance(callback, LearningRateFinder):
             raise ConfigError(
                 "LearningRateFinder (Tuner.lr_find) compares the losses of single batches, and the loss of an RL step "
-                "says nothing about progress: compare runs with other rates, such as --multirun optimizer.lr=1e-6,1e-5"
+                "says nothing about progress: compare runs with other rates of OptimizerConfig(lr=...) (in a recipe: "
+                "--multirun optimizer.lr=1e-6,1e-5)"
             )
         if isinstance(callback, BatchSizeFinder):
             raise ConfigError(

@@ -156,7 +156,7 @@ def _tensors_of(model: PreTrainedModel, meta: WeightMeta) -> list[CheckpointTens
         if not is_range or (has_rows and part.shape[-1] != probed):
             raise ConfigError(
                 f"{meta.name} of {type(model).__name__} has another layout in checkpoints, so vLLM cannot get the "
-                "weight: set rollout.engine=transformers"
+                "weight: use TransformersRollout (in a recipe: rollout.engine=transformers)"
             )
         part_shape = (*part.shape[:-1], width) if has_rows else tuple(part.shape)
         tensors.append(CheckpointTensor(name, part_shape, int(flat[0]) // probed * width))

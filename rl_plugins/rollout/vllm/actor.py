@@ -441,8 +441,9 @@ class VLLMActor:
                 raise ConfigError(
                     f"{self._config.memory_option}: the rollout engine needs {needed / _GIB:.1f} GiB for "
                     f"{' and '.join(tags or ['weights', 'kv_cache'])}, but training leaves {free / _GIB:.1f} GiB of "
-                    "the GPU free: lower the option, set strategy.offload.policy=while_sampling, or raise "
-                    "rollout.tensor_parallel_size"
+                    "the GPU free: lower the setting, give the strategy offload={'policy': 'while_sampling'}, or raise "
+                    "tensor_parallel_size (in a recipe: strategy.offload.policy=while_sampling, "
+                    "rollout.tensor_parallel_size)"
                 )
         self._llm.wake_up(tags)
         if self._unusable is None:

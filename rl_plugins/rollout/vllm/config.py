@@ -141,10 +141,12 @@ class VLLMConfig(EngineOptions):
 
     @property
     def memory_option(self) -> str:
-        """Option for the memory of the engine on a GPU (CUDA), and its value, for messages."""
+        """Setting for the memory of the engine on a GPU (CUDA), its value, and its option in a recipe, for messages."""
         if self.kv_cache_bytes is not None:
-            return f"rollout.vllm.kv_cache_memory_bytes={self.kv_cache_bytes}"
-        return f"rollout.gpu_memory_utilization={self.gpu_memory_utilization:g}"
+            setting, value = "vllm.kv_cache_memory_bytes", str(self.kv_cache_bytes)
+        else:
+            setting, value = "gpu_memory_utilization", f"{self.gpu_memory_utilization:g}"
+        return f"{setting}={value} (in a recipe: rollout.{setting})"
 
     def needed_bytes(self, total_bytes: int) -> float:
         """Return the free bytes of a GPU that the engine needs at least: its KV cache, or its share of the memory."""

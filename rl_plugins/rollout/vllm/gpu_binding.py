@@ -73,8 +73,9 @@ def lacking_room(gpus: Mapping[int, RankGPU], config: VLLMConfig) -> str:
             return (
                 f"{config.memory_option}: the rollout engine of training worker {rank} needs "
                 f"{needed / _GIB:.1f} of the {gpu.total_bytes / _GIB:.1f} GiB of GPU {gpu.gpu}, but training and other "
-                f"processes leave {gpu.free_bytes / _GIB:.1f} GiB free: lower the option, set "
-                "strategy.offload.policy=while_sampling, or end the processes that nvidia-smi shows"
+                f"processes leave {gpu.free_bytes / _GIB:.1f} GiB free: lower the setting, give the strategy "
+                "offload={'policy': 'while_sampling'} (in a recipe: strategy.offload.policy=while_sampling), or end "
+                "the processes that nvidia-smi shows"
             )
     return ""
 

@@ -67,7 +67,7 @@ def refusal(model: str, folder: str, error: ValueError) -> ConfigError:
                 reason = f"the class {architecture} needs a package that is not installed ({missing})"
     return ConfigError(
         f"{model}: vLLM does not start: {reason.removeprefix('Value error, ')}: change the model or the option, "
-        "install the package, or use rollout.engine=transformers"
+        "install the package, or use TransformersRollout (in a recipe: rollout.engine=transformers)"
     )
 
 

@@ -130,7 +130,7 @@ class VLLMToolParser:
     def _reads(self, name: str, example: str) -> bool:
         try:
             parser, request = self._build(name, [_SCHEMA])
-        # A parser for other tokenizers.
+        # The code of vLLM's parsers raises exceptions of any class for a tokenizer of another family.
         except Exception:
             return False
         return _extracted(parser, request, example) == [ToolCall(_TOOL, _ARGUMENTS)]

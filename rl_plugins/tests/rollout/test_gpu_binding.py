@@ -144,7 +144,8 @@ def test_lacking_room_names_the_needed_and_the_free_memory_of_a_gpu() -> None:
     # A given KV cache is in place of the share.
     assert lacking_room({3: full}, engine(0.4, kv_cache_memory_bytes=12 * gib)) == ""
     reason = lacking_room({3: full}, engine(0.4, kv_cache_memory_bytes=13 * gib))
-    assert reason.startswith(f"rollout.vllm.kv_cache_memory_bytes={13 * gib}: ") and "needs 13.0 of the 80.0" in reason
+    setting = f"vllm.kv_cache_memory_bytes={13 * gib} (in a recipe: rollout.vllm.kv_cache_memory_bytes): "
+    assert reason.startswith(setting) and "needs 13.0 of the 80.0" in reason
 
 
 @pytest.mark.parametrize(("started", "error"), [(False, ConfigError), (True, RuntimeError)])

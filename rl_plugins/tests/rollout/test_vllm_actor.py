@@ -134,12 +134,12 @@ def test_wake_up_names_the_memory_that_the_engine_needs_and_that_training_leaves
 ) -> None:
     actor = start(sleep="all", gpu_memory_utilization=0.6)
     actor._llm.to_wake = (30 * 2**30, 12 * 2**30)
-    with pytest.raises(ConfigError, match=r"utilization=0\.6: .* needs 30\.0 GiB for kv_cache, .* leaves 12\.0 GiB"):
+    with pytest.raises(ConfigError, match=r"utilization=0\.6 .* needs 30\.0 GiB for kv_cache, .* leaves 12\.0 GiB"):
         asyncio.run(actor.wake_up(["kv_cache"]))
     assert "wake_up" not in " ".join(actor._llm.calls)
     actor = start(sleep="all", vllm={"kv_cache_memory_bytes": 20 * 2**30})
     actor._llm.to_wake = (30 * 2**30, 12 * 2**30)
-    with pytest.raises(ConfigError, match=r"^rollout\.vllm\.kv_cache_memory_bytes=21474836480: the rollout engine"):
+    with pytest.raises(ConfigError, match=r"^vllm\.kv_cache_memory_bytes=21474836480 \(in a recipe: rollout\.vllm"):
         asyncio.run(actor.wake_up(["kv_cache"]))
 
 

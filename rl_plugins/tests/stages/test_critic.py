@@ -172,7 +172,7 @@ def test_critic_learner_load_refuses_a_checkpoint_without_this_critic(tmp_path: 
     learner = CriticLearner(training())
     with pytest.raises(CheckpointError, match=r"holds no critic .* pool of its own: .*placement\.critic\.actors=0"):
         learner.load(tmp_path)
-    with pytest.raises(CheckpointError, match=r"critic\.keep_checkpoints\), resume from a newer"):
+    with pytest.raises(CheckpointError, match=r"keep_models .*critic\.keep_checkpoints\), resume from a newer"):
         learner.load(tmp_path)
     learner.save(tmp_path)
     with pytest.raises(CheckpointError, match=r"not of this critic: .*lora_A"):
