@@ -8,10 +8,16 @@ answers alone.
 from __future__ import annotations
 
 from benchmarks.agent_recipes import measure_agent, read_setting
-from rl_plugins.data.prepare.calculator import SIZES, answer_rows, calculator_splits
+from rl_plugins.data.prepare.calculator import SIZES, calculator_splits
+from rl_plugins.data.prepare.files import RowList
 
 SHOWN = {"held-out reward": "reward"}
 WITHOUT_TOOL = ["environment=reply", "environment.tools=[]"]
+
+
+def answer_rows(rows: RowList) -> RowList:
+    """Return a row for SFT for each product: the answer without a tool."""
+    return [{**row, "extra_info": {"response": row["reward_model"]["ground_truth"]}} for row in rows]
 
 
 def main() -> None:

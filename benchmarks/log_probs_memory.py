@@ -36,10 +36,12 @@ def whole_logits(model: Any, ids_BS: Tensor, width: int) -> Tensor:
 
 def logits_of_the_response(model: Any, ids_BS: Tensor, width: int) -> Tensor:
     """Return log-probs as for models that change their logits after the head."""
-    from rl_plugins.models.log_probs import token_log_probs
+    from rl_plugins.models.token_distributions import ColumnSpec, distribution_columns
 
     logits_BTV = model(input_ids=ids_BS, use_cache=False, logits_to_keep=width + 1).logits
-    return token_log_probs(logits_BTV, ids_BS.roll(-1, dims=1)[:, -width - 1 :]).log_probs_BT[:, :-1]
+    next_tokens_BT = ids_BS.roll(-1, dims=1)[:, -width - 1 :]
+    columns_NC = distribution_columns(logits_BTV.flatten(0, 1), next_tokens_BT.flatten(), ColumnSpec())
+    return columns_NC[:, 0].view_as(next_tokens_BT)[:, :-1]
 
 
 def hidden_by_chunks(model: Any, ids_BS: Tensor, width: int) -> Tensor:

@@ -1,9 +1,9 @@
 """Regularization of the policy: the KL to the reference, and the coefficients of the KL and of the entropy bonus.
 
-`KL(policy || reference)` is estimated from the log-probabilities of sampled tokens, or computed exactly. In the loss,
-only `k2` and the straight-through forms (names that end in `+`) have the gradient of the reverse KL on on-policy
-samples; the expected gradient of `k1` is zero. In the reward, `k1`, `k2` and `k3` are all sound. A coefficient is
-fixed, or adapted to a measure of each RL step.
+`KL(policy || reference)` is estimated from the log-probabilities of sampled tokens. In the loss, only `k2` and the
+straight-through forms (names that end in `+`) have the gradient of the reverse KL on on-policy samples; the expected
+gradient of `k1` is zero. In the reward, `k1`, `k2` and `k3` are all sound. A coefficient is fixed, or adapted to a
+measure of each RL step.
 
 Source: http://joschu.net/blog/kl-approx.html.
 """
@@ -16,7 +16,6 @@ from typing import Annotated, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from rl_plugins.config.settings import ABOVE_0, ABOVE_0_OR_NULL, NOT_NEGATIVE, Settings
 from rl_plugins.errors import ConfigError
@@ -65,49 +64,6 @@ KL_ESTIMATORS: dict[str, KLEstimator] = {
     "k3+": with_gradient_of_k2(k3),
     "abs+": with_gradient_of_k2(absolute),
 }
-
-
-def full_kl(*, logits_NV: Tensor, ref_logits_NV: Tensor, chunk_tokens: int = 1024) -> Tensor:
-    """Compute the exact `KL(p || p_ref) = sum_v p(v) (log p(v) - log p_ref(v))` of each token's distributions.
-
-    The computation runs in float32 (float64 for float64 logits) on `chunk_tokens` tokens at a time, and again in the
-    backward pass: besides the logits and their gradients, only one chunk in float32 is in memory. An entry of the
-    vocabulary that the policy excludes (logit -inf) adds nothing; with an entry that only the reference excludes, the
-    KL is infinite.
-
-    Args:
-        logits_NV: logits of the policy, with gradient if needed.
-        ref_logits_NV: logits of the reference over the same vocabulary.
-        chunk_tokens: number of tokens in a chunk, at least 1.
-
-    Returns:
-        KL of each token, [N].
-
-    Raises:
-        ValueError: the shapes differ, or `chunk_tokens` is below 1.
-    """
-    if logits_NV.shape != ref_logits_NV.shape:
-        raise ValueError(
-            f"logits_NV {tuple(logits_NV.shape)} and ref_logits_NV {tuple(ref_logits_NV.shape)} differ in shape: cut "
-            "both to the common vocabulary"
-        )
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1")
-    chunks = zip(torch.split(logits_NV, chunk_tokens), torch.split(ref_logits_NV, chunk_tokens), strict=True)
-    return torch.cat(
-        [checkpoint(_full_kl_of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-    )
-
-
-def _full_kl_of_chunk(logits_NV: Tensor, ref_logits_NV: Tensor) -> Tensor:
-    dtype = torch.promote_types(logits_NV.dtype, torch.float32)
-    log_probs_NV = logits_NV.to(dtype).log_softmax(dim=-1)
-    ref_log_probs_NV = ref_logits_NV.to(dtype).log_softmax(dim=-1)
-    probs_NV = log_probs_NV.exp()
-    # Masked before the subtraction: 0 * (-inf + inf) and its derivative would be NaN.
-    possible_NV = probs_NV > 0
-    difference_NV = torch.where(possible_NV, log_probs_NV, 0) - torch.where(possible_NV, ref_log_probs_NV, 0)
-    return (probs_NV * difference_NV).sum(dim=-1)
 
 
 def kl_in_reward(

@@ -74,9 +74,9 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
-    """Return a curve of at most `width` characters. Each character shows the mean of an equal share of the values."""
-    count = min(width, len(values))
+def sparkline(values: Sequence[float]) -> str:
+    """Return a curve of at most `_WIDTH` characters. Each character shows the mean of an equal share of the values."""
+    count = min(_WIDTH, len(values))
     edges = [round(index * len(values) / count) for index in range(count + 1)]
     means = [fmean(values[start:stop]) for start, stop in pairwise(edges)]
     low, high = min(means), max(means)

@@ -32,7 +32,6 @@ _MOST_BYTES = 16 * 2**20
 """Largest body of a call. A context of a million tokens has some 5 MiB."""
 _CLOSE_S = 10.0
 """Longest wait for the end of the server, in seconds."""
-_CLOSED = "the endpoint is closed"
 
 
 @dataclass(frozen=True)

@@ -94,11 +94,6 @@ class ObjectHost:
         """Number of the process that has loaded the class."""
         return self._process.pid
 
-    @property
-    def num_objects(self) -> int:
-        """Number of objects whose processes have not ended."""
-        return len(self._objects)
-
     def open(self, key: int, row: Mapping[str, Any]) -> None:
         """Start an object and its first call (`reset`), without waiting.
 

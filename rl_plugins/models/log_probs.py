@@ -72,31 +72,6 @@ class ResponseLogProbs:
         return ResponseLogProbs(**{name: function(value) for name, value in columns.items() if value is not None})
 
 
-def token_log_probs(
-    logits_BTV: Tensor,
-    tokens_BT: Tensor,
-    temperature: float = 1.0,
-    *,
-    sum_pi_squared: bool = False,
-    entropy_gradient: bool = False,
-) -> ResponseLogProbs:
-    """Compute log-probs of tokens under `softmax(logits / temperature)`, and the entropy of each distribution.
-
-    The conversion of the logits to float32 (float64 stays float64) is done block by block, again in backward. Logits
-    should be contiguous: other logits are copied whole, in their own dtype.
-
-    Args:
-        logits_BTV: Logits of the distributions.
-        tokens_BT: Ids of the tokens.
-        temperature: Divisor of the logits.
-        sum_pi_squared: Return `sum_pi_squared_BT`.
-        entropy_gradient: Give `entropy_BT` a gradient.
-    """
-    columns = ColumnSpec(temperature, sum_pi_squared, entropy_gradient)
-    columns_NC = distribution_columns(logits_BTV.reshape(-1, logits_BTV.shape[-1]), tokens_BT.reshape(-1), columns)
-    return _by_name(columns_NC.view(*tokens_BT.shape, -1), columns)
-
-
 def response_log_probs(
     model: Callable[..., Any],
     *,
@@ -236,7 +211,7 @@ def _fused_columns(head: nn.Linear, hidden_NH: Tensor, tokens_N: Tensor) -> Tens
         return fused_log_probs(*inputs, tokens_N)[:, None]
 
 
-def _by_name(columns_BTC: Tensor, columns: ColumnSpec, *, entropy: bool = True) -> ResponseLogProbs:
+def _by_name(columns_BTC: Tensor, columns: ColumnSpec, *, entropy: bool) -> ResponseLogProbs:
     """Name the columns of `distribution_columns`.
 
     Their order is log-prob, entropy, sum of squared probabilities (optional), `top_k` log-probs, `top_k` ids, and the

@@ -188,8 +188,7 @@ class GroupQueue:
                 "prompt": group.prompt.state(),
                 "batch_index": group.batch_index,
                 "position": group.position,
-                # The name in the checkpoints of earlier runs.
-                "begun": group.started_version,
+                "started_version": group.started_version,
                 "generations": vars(group.generations) if isinstance(group.generations, Generations) else None,
             }
             for group in self._groups.values()
@@ -212,7 +211,7 @@ class GroupQueue:
         self._groups, self._tickets = {}, 0
         for state in saved if own else saved[rank::world_size]:
             generations = None if state["generations"] is None else Generations(**state["generations"])
-            started_version = None if generations is None else state["begun"]
+            started_version = None if generations is None else state["started_version"]
             prompt = PromptBatch.from_state(state["prompt"])
             self.add(Group(prompt, state["batch_index"], state["position"], started_version, generations))
         return f"{len(self)} groups of each worker's queue, {self.num_finished} of them sampled"

@@ -54,12 +54,5 @@ def call_rows(rows: RowList) -> RowList:
     return taught
 
 
-def answer_rows(rows: RowList) -> RowList:
-    """Return a row for SFT for each product: the answer without a tool."""
-    return [
-        _row(row["prompt"], row["reward_model"]["ground_truth"], row["reward_model"]["ground_truth"]) for row in rows
-    ]
-
-
 def _row(prompt: list[dict[str, str]], answer: int | str, response: str) -> dict[str, Any]:
     return prompt_row(prompt, str(answer), data_source="products", ability="math", response=response)

@@ -81,6 +81,6 @@ def test_show_prints_control_characters_of_samples_as_pictures(run, capsys):
 
 def test_sparkline_averages_neighbours():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert sparkline([1.0, 1.0]) == "▁▁" and len(sparkline(list(range(1000)), 20)) == 20
+    assert sparkline([1.0, 1.0]) == "▁▁" and len(sparkline(list(range(1000)))) == 20
     # A peak is averaged with the values beside the peak, not dropped.
-    assert sparkline([0.0] * 50 + [100.0] + [0.0] * 49, 10)[5] == "█"
+    assert sparkline([0.0] * 50 + [100.0] + [0.0] * 49)[10] == "█"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rl_plugins.data.prepare.calculator import ARGUMENT, TOOL, answer_rows, calculator_splits
+from rl_plugins.data.prepare.calculator import ARGUMENT, TOOL, calculator_splits
 from rl_plugins.environments.calculator import calc
 from rl_plugins.tests.cases import case
 
@@ -41,4 +41,3 @@ def test_call_rows_teach_the_call_and_the_answer_of_each_product() -> None:
     assert json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>")) == expected
     assert [message["role"] for message in answer["prompt"]] == ["user", "assistant", "tool"]
     assert answer["prompt"][2]["content"] == answer["extra_info"]["response"] == product
-    assert answer_rows(splits["train"])[0]["extra_info"]["response"] == product

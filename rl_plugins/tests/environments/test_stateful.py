@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from typing_extensions import override
@@ -25,7 +26,7 @@ from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
-from rl_plugins.tests.patience import patient
+from rl_plugins.tests.patience import patient, wait_until
 from rl_plugins.tests.rewards.test_conversations import Scripted
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.stages.test_scheduled_sampler import Loader
@@ -209,8 +210,10 @@ def test_drop_closes_the_objects_of_conversations() -> None:
         talk = talk_with(environment, Scripted(COUNTING))
         about = ScoringRequest("s", "", "5", {}, [{"role": "user", "content": "count"}])
         talk.submit([Opening(7, tokenizer.encode("row"), 5, about=about)], SamplingConfig(num_samples=3))
+        loader = psutil.Process(environment.host.pid)
+        wait_until(lambda: len(loader.children()) == 3, "all objects have started")
         talk.drop([7])
-        while environment.host.num_objects:
+        while loader.children():
             assert environment.host.answers(0.1) == {}
         assert talk.collect((), 0) == {}
 

@@ -12,7 +12,6 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-import rl_plugins.recipes
 from rl_plugins.config.recipe import RecipeConfig, written
 from rl_plugins.errors import ConfigError, RunStopped
 from rl_plugins.launch import pipeline
@@ -205,10 +204,6 @@ def test_pipeline_main_names_the_option_that_resumes_the_pipeline(
         pipeline_main("sft_rm_ppo")
     said = capsys.readouterr()
     assert exit_.value.code == status and message in (said.out + said.err).splitlines()[-1]
-
-
-def reward_names() -> list[str]:
-    return sorted(file.stem for file in Path(rl_plugins.recipes.__path__[0], "conf", "reward").glob("*.yaml"))
 
 
 @pytest.mark.parametrize(

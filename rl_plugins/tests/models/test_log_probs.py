@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_plugins.data.experience import Experience, computed
 from rl_plugins.models import token_distributions
-from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs, token_log_probs
+from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
 from rl_plugins.models.tiny import build_model
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models.memory import LargestNewTensor, at_once
@@ -25,46 +25,10 @@ def plain(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, T
 
 
 def random_logits(batch: int = 5, length: int = 7, vocabulary: int = 31) -> tuple[Tensor, Tensor]:
+    """Return logits that predict the tokens, and one position more."""
     generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(batch, length, vocabulary, generator=generator, dtype=torch.float64)
+    logits = 3 * torch.randn(batch, length + 1, vocabulary, generator=generator, dtype=torch.float64)
     return logits, torch.randint(vocabulary, (batch, length), generator=generator)
-
-
-@for_each("entropy_gradient", [False, True])
-@for_each("temperature", [1.0, 0.7, 2.5])
-@for_each("rows", [1, 2, 8, 34, 35, 100])
-def test_token_log_probs_of_any_chunk_size_equal_log_softmax(
-    monkeypatch: pytest.MonkeyPatch, rows: int, temperature: float, entropy_gradient: bool
-) -> None:
-    logits, tokens = random_logits()
-    monkeypatch.setattr(token_distributions, "logits_at_once", at_once(rows * logits.shape[-1] + 3))
-    logits.requires_grad_()
-    weights = torch.rand(tokens.shape, dtype=torch.float64)
-    chunked = token_log_probs(logits, tokens, temperature, sum_pi_squared=True, entropy_gradient=entropy_gradient)
-    assert chunked.sum_pi_squared_BT is not None and not chunked.sum_pi_squared_BT.requires_grad
-    share = 0.4 if entropy_gradient else 0.0
-    (gradient,) = torch.autograd.grad(
-        (weights * chunked.log_probs_BT + share * computed(chunked.entropy_BT)).sum(), logits
-    )
-    expected, entropy = plain(logits, tokens, temperature)
-    (expected_gradient,) = torch.autograd.grad((weights * expected + share * entropy).sum(), logits)
-    torch.testing.assert_close(chunked.log_probs_BT, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(computed(chunked.entropy_BT), entropy, rtol=1e-12, atol=1e-12, check_stride=False)
-    squares = (logits / temperature).softmax(dim=-1).square().sum(dim=-1)
-    torch.testing.assert_close(chunked.sum_pi_squared_BT, squares, rtol=1e-12, atol=1e-12)
-    assert computed(chunked.entropy_BT).requires_grad == entropy_gradient
-
-
-def test_token_log_probs_of_bfloat16_logits_are_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, tokens = random_logits()
-    low = logits.bfloat16()
-    monkeypatch.setattr(token_distributions, "logits_at_once", at_once(4 * logits.shape[-1]))
-    chunked = token_log_probs(low, tokens, 0.7)
-    assert chunked.log_probs_BT.dtype == torch.float32
-    expected, entropy = plain(low.double(), tokens, 0.7)
-    torch.testing.assert_close(chunked.log_probs_BT.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(computed(chunked.entropy_BT).double(), entropy, rtol=1e-5, atol=1e-5)
 
 
 class Logits(torch.nn.Module):
@@ -76,6 +40,59 @@ class Logits(torch.nn.Module):
 
     def forward(self, *, logits_to_keep: int, **inputs: Any) -> Any:
         return type("Output", (), {"logits": self.logits})
+
+
+def log_probs_of_logits(model: Logits, tokens: Tensor, temperature: float, **options: bool) -> ResponseLogProbs:
+    """Compute numbers of the logits of a model, all of which but the last of each sample predict a token."""
+    ids = nn.functional.pad(tokens, (1, 0))
+    return response_log_probs(
+        model,
+        input_ids_BS=ids,
+        attention_mask_BS=torch.ones_like(ids),
+        position_ids_BS=torch.arange(ids.shape[1]).expand_as(ids),
+        response_width=tokens.shape[1],
+        temperature=temperature,
+        **options,
+    )
+
+
+@for_each("entropy_gradient", [False, True])
+@for_each("temperature", [1.0, 0.7, 2.5])
+@for_each("rows", [1, 2, 8, 39, 40, 100])
+def test_log_probs_of_logits_of_any_chunk_size_equal_log_softmax(
+    monkeypatch: pytest.MonkeyPatch, rows: int, temperature: float, entropy_gradient: bool
+) -> None:
+    logits, tokens = random_logits()
+    monkeypatch.setattr(token_distributions, "logits_at_once", at_once(rows * logits.shape[-1] + 3))
+    model = Logits(logits)
+    logits.requires_grad_()
+    weights = torch.rand(tokens.shape, dtype=torch.float64)
+    chunked = log_probs_of_logits(model, tokens, temperature, sum_pi_squared=True, entropy_gradient=entropy_gradient)
+    assert chunked.sum_pi_squared_BT is not None and not chunked.sum_pi_squared_BT.requires_grad
+    share = 0.4 if entropy_gradient else 0.0
+    (gradient,) = torch.autograd.grad(
+        (weights * chunked.log_probs_BT + share * computed(chunked.entropy_BT)).sum(), model.logits
+    )
+    predicting = logits[:, :-1]
+    expected, entropy = plain(predicting, tokens, temperature)
+    (expected_gradient,) = torch.autograd.grad((weights * expected + share * entropy).sum(), logits)
+    torch.testing.assert_close(chunked.log_probs_BT, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(computed(chunked.entropy_BT), entropy, rtol=1e-12, atol=1e-12, check_stride=False)
+    squares = (predicting / temperature).softmax(dim=-1).square().sum(dim=-1)
+    torch.testing.assert_close(chunked.sum_pi_squared_BT, squares, rtol=1e-12, atol=1e-12)
+    assert computed(chunked.entropy_BT).requires_grad == entropy_gradient
+
+
+def test_log_probs_of_bfloat16_logits_are_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, tokens = random_logits()
+    low = logits.bfloat16()
+    monkeypatch.setattr(token_distributions, "logits_at_once", at_once(4 * logits.shape[-1]))
+    chunked = log_probs_of_logits(Logits(low), tokens, 0.7)
+    assert chunked.log_probs_BT.dtype == torch.float32
+    expected, entropy = plain(low[:, :-1].double(), tokens, 0.7)
+    torch.testing.assert_close(chunked.log_probs_BT.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(computed(chunked.entropy_BT).double(), entropy, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -47,21 +47,6 @@ def estimate(name: str, difference: float) -> float:
     raise ValueError(name)
 
 
-def full_kl(*, logits_NV: Floats, ref_logits_NV: Floats) -> Floats:
-    """Sum over the vocabulary of p (log p - log p_ref)."""
-    kl_N = np.zeros(len(logits_NV))
-    for n in range(len(kl_N)):
-        log_p_V, log_q_V = log_softmax(logits_NV[n]), log_softmax(ref_logits_NV[n])
-        kl_N[n] = math.fsum(math.exp(p) * (p - q) for p, q in zip(log_p_V, log_q_V, strict=True))
-    return kl_N
-
-
-def log_softmax(logits_V: Floats) -> list[float]:
-    largest = float(max(logits_V))
-    total = largest + math.log(math.fsum(math.exp(logit - largest) for logit in logits_V))
-    return [float(logit) - total for logit in logits_V]
-
-
 def kl_in_reward(
     *,
     token_level_scores_BT: Floats,
