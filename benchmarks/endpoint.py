@@ -32,8 +32,8 @@ from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.environments.agent import AgentEnvironment
 from rl_plugins.environments.endpoint import listening_on
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
-from rl_plugins.rewards import ScoringRequest
 from rl_plugins.rewards.conversations import Conversations, Opening
+from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.rollout.engine import GroupRequest
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 

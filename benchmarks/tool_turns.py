@@ -19,8 +19,9 @@ from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.environments.calculator import calc
 from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.models.tiny import build_tokenizer
-from rl_plugins.rewards import InlineScorer, ScoringRequest
 from rl_plugins.rewards.conversations import Conversations, Opening
+from rl_plugins.rewards.inline import InlineScorer
+from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.transformers_engine import SynchronousGroups
 

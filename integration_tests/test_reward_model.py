@@ -16,8 +16,9 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.launch.scorer import scorer_of
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
-from rl_plugins.rewards import RewardPool, ScoringRequest
 from rl_plugins.rewards.model import ModelReward
+from rl_plugins.rewards.pool import RewardPool
+from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.tests.patience import patient, wait_until
 
 pytestmark = pytest.mark.usefixtures("running_ray")

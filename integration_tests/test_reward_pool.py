@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import ray
 
-from rl_plugins.errors import ConfigError, DataError, DeadlineExceeded
-from rl_plugins.rewards import RewardError, RewardPool, Score, ScoringRequest, failure_counts
+from rl_plugins.errors import ConfigError, DataError, DeadlineExceeded, RewardError
+from rl_plugins.rewards.pool import RewardPool
+from rl_plugins.rewards.records import Score, ScoringRequest, failure_counts
 from rl_plugins.tests.patience import patient
 
 pytestmark = pytest.mark.usefixtures("running_ray")

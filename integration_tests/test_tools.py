@@ -16,8 +16,9 @@ from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import TOOL_CHAT_TEMPLATE, build_tokenizer
-from rl_plugins.rewards import InlineScorer, ScoringRequest
 from rl_plugins.rewards.conversations import Conversations, Opening
+from rl_plugins.rewards.inline import InlineScorer
+from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.rollout.engine import Generations, RemoteSamples
 from rl_plugins.rollout.tool_calls import ToolCall
 from rl_plugins.rollout.vllm.client import VLLMRollout

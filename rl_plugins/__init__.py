@@ -113,6 +113,12 @@ PUBLIC: dict[str, dict[str, str]] = {
         "StepProgress": "callbacks.progress",
         "TargetReward": "callbacks.target_reward",
     },
+    "Tracking": {
+        "JsonLinesLogger": "tracking.loggers",
+        "MLflowTracking": "tracking.loggers",
+        "RunDescription": "tracking.run",
+        "RunFolder": "run_folder",
+    },
     "Errors": {
         "UserError": "errors",
         "ConfigError": "errors",

@@ -73,6 +73,7 @@ from rl_plugins.rewards.records import ScoringRequest as ScoringRequest
 from rl_plugins.rollout.transformers_engine import TransformersRollout as TransformersRollout
 from rl_plugins.rollout.vllm.client import VLLMRollout as VLLMRollout
 from rl_plugins.rollout.vllm.config import VLLMConfig as VLLMConfig
+from rl_plugins.run_folder import RunFolder as RunFolder
 from rl_plugins.sandbox.records import SandboxError as SandboxError
 from rl_plugins.sandbox.records import SandboxLimits as SandboxLimits
 from rl_plugins.sandbox.records import SandboxResult as SandboxResult
@@ -91,6 +92,9 @@ from rl_plugins.strategies.ray import RayFSDPStrategy as RayFSDPStrategy
 from rl_plugins.strategies.ray import RayZeroStrategy as RayZeroStrategy
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy as SingleDeviceRolloutStrategy
 from rl_plugins.strategies.zero import ZeroStrategy as ZeroStrategy
+from rl_plugins.tracking.loggers import JsonLinesLogger as JsonLinesLogger
+from rl_plugins.tracking.loggers import MLflowTracking as MLflowTracking
+from rl_plugins.tracking.run import RunDescription as RunDescription
 
 __version__: str
 PUBLIC: dict[str, dict[str, str]]

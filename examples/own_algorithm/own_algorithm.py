@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.algorithm import Algorithm
+import rl_plugins as rl
 
 
 def median_baseline(
@@ -35,7 +35,7 @@ def penalized_ratio(
 
 
 @dataclass(frozen=True)
-class MedianPenalty(Algorithm):
+class MedianPenalty(rl.Algorithm):
     """Algorithm with both functions and the options of every algorithm."""
 
     advantage: Any = median_baseline

@@ -68,7 +68,7 @@ def check_trainer(trainer: Trainer) -> None:
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ConfigError(
                 f"{type(callback).__name__} copies the whole module before its models are loaded and sharded, and the "
-                "rollout engine would not see its weights: use rl_plugins.callbacks.averages.PolicyAverage"
+                "rollout engine would not see its weights: use rl.PolicyAverage"
             )
         if isinstance(callback, LearningRateFinder):
             raise ConfigError(

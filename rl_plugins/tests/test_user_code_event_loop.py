@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from rl_plugins import user_code
-from rl_plugins.rewards import InlineScorer, ScoringRequest
+from rl_plugins.rewards.inline import InlineScorer
+from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.tests.patience import patient
 from rl_plugins.user_code import run_concurrently, run_in_event_loop
 

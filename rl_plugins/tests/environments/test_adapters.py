@@ -27,7 +27,7 @@ from rl_plugins.environments.agent import AgentEnvironment
 from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.models.tiny import TOOL_CHAT_TEMPLATE, build_model, build_tokenizer
-from rl_plugins.rewards import InlineScorer
+from rl_plugins.rewards.inline import InlineScorer
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy

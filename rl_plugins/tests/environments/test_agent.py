@@ -23,8 +23,8 @@ from rl_plugins.environments.agent import AgentEnvironment
 from rl_plugins.environments.endpoint import Received
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
-from rl_plugins.rewards import ScoringRequest
 from rl_plugins.rewards.conversations import Conversations, Opening
+from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.rollout.engine import Generations, GroupRequest
 from rl_plugins.rollout.transformers_engine import TransformersRollout

@@ -12,8 +12,8 @@ from rl_plugins.environments.gymnasium_text import GymnasiumText
 from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.step_result import StepResult
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards import ScoringRequest
 from rl_plugins.rewards.conversations import Opening
+from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.tests.environments.test_stateful import SAMPLING, Scripted, talk_with, tokenizer
 from rl_plugins.tests.patience import patient

@@ -15,8 +15,8 @@ from rl_plugins.environments.openenv_text import OpenEnvText
 from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.step_result import StepResult
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards import ScoringRequest
 from rl_plugins.rewards.conversations import Opening
+from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.tests.environments.openenv_conversation import ROW, play
 from rl_plugins.tests.environments.openenv_server import GuessingServer, guessing_server
 from rl_plugins.tests.environments.test_gymnasium_text import Walker

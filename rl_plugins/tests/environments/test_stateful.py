@@ -19,8 +19,9 @@ from rl_plugins.environments.object_conversations import StatefulConversations
 from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
-from rl_plugins.rewards import InlineScorer, ScoringRequest
 from rl_plugins.rewards.conversations import Conversations, Opening
+from rl_plugins.rewards.inline import InlineScorer
+from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.transformers_engine import TransformersRollout

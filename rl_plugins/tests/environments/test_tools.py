@@ -15,8 +15,9 @@ from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import TOOL_CHAT_TEMPLATE, build_model, build_tokenizer, save_tiny_policy
-from rl_plugins.rewards import InlineScorer, ScoringRequest
 from rl_plugins.rewards.conversations import Conversations, Opening
+from rl_plugins.rewards.inline import InlineScorer
+from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.tool_calls import read_call
 from rl_plugins.rollout.transformers_engine import TransformersRollout

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rl_plugins.config.judge import JudgeConfig
-from rl_plugins.rewards import ScoringRequest
+from rl_plugins.rewards.records import ScoringRequest
 
 KEY = "sk-very-secret"
 

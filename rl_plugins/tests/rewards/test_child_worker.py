@@ -13,8 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.rewards import RewardError, RewardPool, Score, ScoringRequest, pool
+from rl_plugins.errors import ConfigError, RewardError
+from rl_plugins.rewards import pool
+from rl_plugins.rewards.pool import RewardPool
+from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.tests.patience import patient, wait_until
 
 HERE = "rl_plugins.tests.rewards.sample_rewards"
@@ -123,7 +125,8 @@ def test_child_worker_gets_no_function_that_cannot_be_imported() -> None:
 
 PROGRAM = f"""
 import sys
-from rl_plugins.rewards import RewardPool, ScoringRequest
+from rl_plugins.rewards.pool import RewardPool
+from rl_plugins.rewards.records import ScoringRequest
 pool = RewardPool({{"_target_": "{HERE}.obey"}}, num_workers=1, deadline_s=1000)
 print(pool._workers[0]._process.pid, flush=True)
 pool.score([ScoringRequest("s", "deaf", "", {{}})])
@@ -146,7 +149,8 @@ def test_breakpoint_in_a_child_worker_opens_the_debugger_without_deadline(tmp_pa
         "import pdb\ndef f(solution_str):\n    breakpoint()\n    return len(solution_str)\n"
     )
     program = f"""
-from rl_plugins.rewards import RewardPool, ScoringRequest
+from rl_plugins.rewards.pool import RewardPool
+from rl_plugins.rewards.records import ScoringRequest
 config = dict(path={str(tmp_path / "debugged.py")!r}, name="f")
 with RewardPool(config, num_workers=1, deadline_s=1.0, grace_s=0.5) as p:
     print("SCORE", p.score([ScoringRequest("s", "abc", None, dict())])[0].value)

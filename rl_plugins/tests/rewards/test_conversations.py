@@ -14,10 +14,11 @@ from typing_extensions import override
 
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig, Schedule
-from rl_plugins.errors import ConfigError, EngineLost
+from rl_plugins.errors import ConfigError, EngineLost, RewardError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
-from rl_plugins.rewards import InlineScorer, RewardError, ScoringRequest
 from rl_plugins.rewards.conversations import Conversations, Opening
+from rl_plugins.rewards.inline import InlineScorer
+from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.rewards.replies import ReplyingReward
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
 from rl_plugins.rollout.transformers_engine import TransformersRollout

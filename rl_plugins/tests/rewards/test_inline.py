@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.errors import ConfigError, DataError
-from rl_plugins.rewards import InlineScorer, RewardError, RewardPool, ScoringRequest
-from rl_plugins.rewards.inline import default_scorer
+from rl_plugins.errors import ConfigError, DataError, RewardError
+from rl_plugins.rewards.inline import InlineScorer, default_scorer
+from rl_plugins.rewards.pool import RewardPool
+from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.tests.patience import patient
 
 HERE = "rl_plugins.tests.rewards.sample_rewards"
@@ -51,15 +52,17 @@ def test_inline_scorer_refuses_an_unknown_data_source() -> None:
         InlineScorer({"math": {"_target_": f"{HERE}.length"}}).score([request("a")])
 
 
-def test_rewards_package_imports_no_heavy_module() -> None:
-    code = "import sys, rl_plugins.rewards; print(sorted({'ray', 'torch', 'sympy', 'numpy'} & set(sys.modules)))"
+def test_scorers_and_judges_import_no_heavy_module() -> None:
+    modules = ", ".join(f"rl_plugins.rewards.{name}" for name in ("inline", "pool", "judge", "judge_server", "trial"))
+    code = f"import sys, {modules}; print(sorted({{'ray', 'torch', 'sympy', 'numpy'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
 
 def test_inline_scorer_sets_no_deadline_at_a_breakpoint(tmp_path: object) -> None:
     program = f"""
-from rl_plugins.rewards import InlineScorer, ScoringRequest
+from rl_plugins.rewards.inline import InlineScorer
+from rl_plugins.rewards.records import ScoringRequest
 import pathlib
 path = pathlib.Path({str(tmp_path)!r}) / "debugged.py"
 path.write_text("def f(solution_str):\\n    breakpoint()\\n    return len(solution_str)\\n")

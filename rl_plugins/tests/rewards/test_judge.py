@@ -12,9 +12,11 @@ import pytest
 import rl_plugins as rl
 from rl_plugins.config.judge import ENGINE_KEY, JudgeConfig, with_engines, with_judges
 from rl_plugins.errors import ConfigError, RewardError
-from rl_plugins.rewards import InlineScorer, RewardPool, Score
 from rl_plugins.rewards import judge as judge_module
+from rl_plugins.rewards.inline import InlineScorer
 from rl_plugins.rewards.judge import Judge
+from rl_plugins.rewards.pool import RewardPool
+from rl_plugins.rewards.records import Score
 from rl_plugins.rewards.trial import RewardTrial, trial_deadline_s
 from rl_plugins.stages.metrics import mean_details, sum_details
 from rl_plugins.tests.loops import for_each

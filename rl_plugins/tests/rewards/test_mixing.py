@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards import InlineScorer, Score, ScoringRequest, mixing
+from rl_plugins.rewards import mixing
 from rl_plugins.rewards.calling import RewardFunction
+from rl_plugins.rewards.inline import InlineScorer
+from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.tests.patience import patient
 
 HERE = "rl_plugins.tests.rewards.sample_rewards"

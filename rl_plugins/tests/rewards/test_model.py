@@ -15,8 +15,9 @@ from benchmarks.tiny_vision import processor, save_tiny_vision
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
-from rl_plugins.rewards import InlineScorer, ScoringRequest
+from rl_plugins.rewards.inline import InlineScorer
 from rl_plugins.rewards.model import ModelReward
+from rl_plugins.rewards.records import ScoringRequest
 
 TARGET = "rl_plugins.rewards.model.ModelReward"
 RESPONSES = ["42", "", "a longer one than the others", "4", "it is 42", "x"]

@@ -15,8 +15,10 @@ from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.models import CriticConfig
 from rl_plugins.data.experience import Experience, computed
 from rl_plugins.errors import RewardError
-from rl_plugins.rewards import InlineScorer, RewardPool, Score, ScoringRequest
 from rl_plugins.rewards.calling import RewardFunction
+from rl_plugins.rewards.inline import InlineScorer
+from rl_plugins.rewards.pool import RewardPool
+from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.stages.sampling import token_level_scores
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.algorithms.reference import advantages as reference

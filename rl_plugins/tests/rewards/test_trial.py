@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards import ScoringRequest, check_reward
-from rl_plugins.rewards.trial import RewardTrial
+from rl_plugins.rewards.records import ScoringRequest
+from rl_plugins.rewards.trial import RewardTrial, check_reward
 from rl_plugins.tests.patience import patient
 
 DEADLINE_S = patient(60)
