@@ -114,9 +114,9 @@ def search(stretches: list[list[int]]) -> dict[str, int]:
             title = " ".join(process.cmdline())
             kinds[str(process.pid)] = next((name for kind, name in KINDS.items() if kind in title), REST)
     program = [sys.executable, memory_search.__file__, *kinds]
-    told = subprocess.run(program, input=json.dumps(stretches), capture_output=True, text=True, check=True)
+    result = subprocess.run(program, input=json.dumps(stretches), capture_output=True, text=True, check=True)
     found: dict[str, int] = {}
-    for pid, count in json.loads(told.stdout).items():
+    for pid, count in json.loads(result.stdout).items():
         found[kinds[pid]] = max(found.get(kinds[pid], 0), count)
     return found
 

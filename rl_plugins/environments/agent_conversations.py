@@ -26,7 +26,7 @@ from rl_plugins.environments.tools import parser_for
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.loading import plain
 from rl_plugins.rewards.records import AGENT_DETAILS, Score, ScoringRequest, failed
-from rl_plugins.rewards.trajectory import LastWords, Reply, Start, Turn
+from rl_plugins.rewards.trajectory import EnvironmentAnswer, Reply, Start, Turn
 from rl_plugins.rewards.turn_times import Work, unix_time
 from rl_plugins.rollout.chat import (
     ChatAnswer,
@@ -88,8 +88,8 @@ class _Answered:
 
 
 @dataclass
-class _AgentTalk:
-    """A trajectory.
+class _TrajectoryState:
+    """State of a trajectory.
 
     Attributes:
         received: call in progress, or the last call; None before the first.
@@ -137,7 +137,7 @@ class AgentConversations:
     ) -> None:
         self._host, self._endpoint, self._tokenizer, self._limits = host, endpoint, tokenizer, limits
         self.max_failure_rate = limits.max_failure_rate
-        self._talks: dict[int, _AgentTalk] = {}
+        self._states: dict[int, _TrajectoryState] = {}
         # Results of agents whose trajectories can end.
         self._results: dict[int, Answer] = {}
         self._tools: OrderedDict[str, _Tools] = OrderedDict()
@@ -146,30 +146,30 @@ class AgentConversations:
         """Start an agent."""
         names = ("data_source", "ground_truth", "extra_info", "prompt")
         row = {**{name: plain(getattr(request, name)) for name in names}, "seed": seed}
-        self._talks[key] = _AgentTalk()
+        self._states[key] = _TrajectoryState()
         api_key = self._endpoint.open(key)
         self._host.open(key, AgentArguments(row=row, base_url=self._endpoint.base_url, api_key=api_key))
 
     def begin(self, key: int, turn: Turn) -> None:
         """Send a response to its agent; refuse the call if the conversation had no room for a response."""
-        talk = self._talks[key]
-        talk.is_sampling = False
-        if turn.number > talk.turns:
-            self._answer(talk, turn)
+        state = self._states[key]
+        state.is_sampling = False
+        if turn.number > state.turns:
+            self._answer(state, turn)
         else:
-            self._refuse(talk, NoRoom("the trajectory has no tokens left: raise max_tokens (sampling.max_tokens)"))
-        talk.answered_at = time.monotonic()
+            self._refuse(state, NoRoom("the trajectory has no tokens left: raise max_tokens (sampling.max_tokens)"))
+        state.answered_at = time.monotonic()
         self._host.go_on(key)
-        if talk.result is not None:
-            self._results[key] = talk.result
+        if state.result is not None:
+            self._results[key] = state.result
 
-    def sampled(self, key: int, responses: Sequence[Sequence[int]]) -> None:
+    def take_tokens(self, key: int, responses: Sequence[Sequence[int]]) -> None:
         """Send the new text of responses in progress to the agent."""
-        talk = self._talks[key]
-        assert talk.received is not None and talk.call is not None and talk.events is not None, "a call streams"
-        events = talk.events.more([self._text_so_far(talk.call, ids) for ids in responses])
+        state = self._states[key]
+        assert state.received is not None and state.call is not None and state.events is not None, "a call streams"
+        events = state.events.more([self._text_so_far(state.call, ids) for ids in responses])
         if events:
-            self._endpoint.send(talk.received, events)
+            self._endpoint.send(state.received, events)
 
     def _text_so_far(self, call: ChatCall, ids: Sequence[int]) -> str:
         parser = self._tools_of(call.tools).parser
@@ -180,20 +180,20 @@ class AgentConversations:
         # The next tokens may complete the last character.
         return text.rstrip("\ufffd")
 
-    def answers(self, wait_s: float) -> Mapping[int, Reply | Score | Start | LastWords]:
+    def answers(self, wait_s: float) -> Mapping[int, EnvironmentAnswer]:
         """Return calls of agents, and the scores of agents that have ended."""
-        answers: dict[int, Reply | Score | Start | LastWords] = {}
+        answers: dict[int, EnvironmentAnswer] = {}
         self._take_calls(answers)
         soon = answers or self._results
         for key, result in self._host.answers(0.0 if soon else wait_s, wake=(self._endpoint.fileno(),)).items():
-            if key in self._talks:
-                talk = self._talks[key]
-                talk.result = result
-                if not talk.is_sampling:
+            if key in self._states:
+                state = self._states[key]
+                state.result = result
+                if not state.is_sampling:
                     self._results[key] = result
         self._take_calls(answers)
         results, self._results = self._results, {}
-        scores = {key: _score(self._limits.name, self._talks[key], result) for key, result in results.items()}
+        scores = {key: _score(self._limits.name, self._states[key], result) for key, result in results.items()}
         self.forget(list(scores))
         return {**answers, **scores}
 
@@ -202,81 +202,77 @@ class AgentConversations:
         self._host.leave(keys)
         for key in keys:
             self._endpoint.end(key)
-            self._talks.pop(key, None)
+            self._states.pop(key, None)
             self._results.pop(key, None)
 
     # Calls ------------------------------------------------------------------------------------------------------
 
-    def _take_calls(self, answers: dict[int, Reply | Score | Start | LastWords]) -> None:
+    def _take_calls(self, answers: dict[int, EnvironmentAnswer]) -> None:
         """Read the calls that have arrived, and add the turns that they begin to `answers`."""
         for received in self._endpoint.take():
-            self._receive(self._talks[received.trajectory], received)
-        for key, talk in self._talks.items():
-            while talk.waiting and not talk.is_sampling:
-                self._take(key, talk, talk.waiting.popleft(), answers)
+            self._receive(self._states[received.trajectory], received)
+        for key, state in self._states.items():
+            while state.waiting and not state.is_sampling:
+                self._take(key, state, state.waiting.popleft(), answers)
 
-    def _receive(self, talk: _AgentTalk, received: Received) -> None:
+    def _receive(self, state: _TrajectoryState, received: Received) -> None:
         """Put a call to the calls that wait. A repeated call takes the place, or gets the answer, of the first."""
         if received.is_repeated:
-            if talk.is_sampling and talk.received is not None and talk.received.body == received.body:
-                talk.received = received
-                if talk.call is not None and talk.call.stream:
-                    talk.events = FORMATS[received.path].events(talk.call)
+            if state.is_sampling and state.received is not None and state.received.body == received.body:
+                state.received = received
+                if state.call is not None and state.call.stream:
+                    state.events = FORMATS[received.path].events(state.call)
                 return
-            for sequence in talk.sequences:
+            for sequence in state.sequences:
                 if sequence.body == received.body:
                     self._endpoint.answer(received, sequence.sent)
                     return
-            talk.waiting = deque(call for call in talk.waiting if call.body != received.body)
-        talk.waiting.append(received)
+            state.waiting = deque(call for call in state.waiting if call.body != received.body)
+        state.waiting.append(received)
 
     def _take(
-        self,
-        key: int,
-        talk: _AgentTalk,
-        received: Received,
-        answers: dict[int, Reply | Score | Start | LastWords],
+        self, key: int, state: _TrajectoryState, received: Received, answers: dict[int, EnvironmentAnswer]
     ) -> None:
         """Read a call, and add the turn of the call to `answers`."""
-        talk.counts["calls"] += 1
+        state.counts["calls"] += 1
         try:
-            call = with_previous(FORMATS[received.path].read(received.body), talk.answered)
-            turn = self._read(talk, call)
+            call = with_previous(FORMATS[received.path].read(received.body), state.answered)
+            turn = self._read(state, call)
         except (Refused, TypeError, ValueError) as error:
             # Templates and tools are not the package's.
             reason = f"the chat template refuses the messages or the tools: {str(error) or type(error).__name__}"
             refused = error if isinstance(error, Refused) else Refused(reason)
-            self._count(talk, refused)
+            self._count(state, refused)
             self._endpoint.refuse(received, str(refused), refused.kind)
             return
         if isinstance(turn, Reply):
             # The agent worked from the last answer to this call, which may have waited for another call since.
-            seconds = max(0.0, received.at - talk.answered_at)
-            turn = replace(turn, work=[Work("agent", unix_time(talk.answered_at), seconds)])
+            seconds = max(0.0, received.at - state.answered_at)
+            turn = replace(turn, work=[Work("agent", unix_time(state.answered_at), seconds)])
         answers[key] = turn
-        talk.received, talk.call, talk.is_sampling = received, call, True
-        talk.events = FORMATS[received.path].events(call) if call.stream else None
+        state.received, state.call, state.is_sampling = received, call, True
+        state.events = FORMATS[received.path].events(call) if call.stream else None
         # The time in which a call waited for the call before is already left out.
-        self._host.pause(key, since=max(received.at, talk.answered_at))
+        self._host.pause(key, since=max(received.at, state.answered_at))
 
-    def _read(self, talk: _AgentTalk, call: ChatCall) -> Start | Reply:
+    def _read(self, state: _TrajectoryState, call: ChatCall) -> Start | Reply:
         """Return the turn that a call begins.
 
         Raises:
             Refused: the call begins one sequence too many, or has too many tokens.
         """
-        if talk.result is not None:
+        if state.result is not None:
             raise Refused("the agent has returned its reward: call the policy before")
         tools = self._tools_of(call.tools)
-        if not talk.turns:
-            self._check_choices(talk, call.num_choices, begins_sequence=True)
+        if not state.turns:
+            self._check_choices(state, call.num_choices, begins_sequence=True)
             return self._first(call, tools)
-        talk.current, new = self._continued(talk, call)
-        self._check_choices(talk, call.num_choices, begins_sequence=talk.current == len(talk.sequences))
-        if talk.current == len(talk.sequences):
+        state.current, new = self._continued(state, call)
+        self._check_choices(state, call.num_choices, begins_sequence=state.current == len(state.sequences))
+        if state.current == len(state.sequences):
             tokens = self._prompt(new, tools)
         else:
-            before = talk.sequences[talk.current]
+            before = state.sequences[state.current]
             try:
                 tokens = tools.following.tokens(before.called, for_template(new), before.last_token)
             except ConfigError as error:
@@ -285,33 +281,33 @@ class AgentConversations:
             new,
             tokens,
             max_tokens=call.max_tokens,
-            sequence=talk.current,
+            sequence=state.current,
             num_responses=call.num_choices,
             reports_tokens=call.stream,
         )
 
-    def _check_choices(self, talk: _AgentTalk, num_choices: int, *, begins_sequence: bool) -> None:
+    def _check_choices(self, state: _TrajectoryState, num_choices: int, *, begins_sequence: bool) -> None:
         """Check that the trajectory may have so many further answers, and sequences of the answers.
 
         Raises:
             Refused: there are too many.
         """
         limit = self._limits.max_turns
-        if talk.turns >= limit:
+        if state.turns >= limit:
             raise NoRoom(
                 f"the policy has given max_turns={limit} answers in the trajectory: raise max_turns "
                 "(environment.max_turns in a recipe)"
             )
-        if talk.turns + num_choices > limit:
+        if state.turns + num_choices > limit:
             raise Refused(
-                f"n={num_choices}: the policy has given {talk.turns} of max_turns={limit} answers in the trajectory: "
+                f"n={num_choices}: the policy has given {state.turns} of max_turns={limit} answers in the trajectory: "
                 "lower n, or raise max_turns (environment.max_turns in a recipe)"
             )
         limit = self._limits.max_sequences
-        if num_choices > 1 and len(talk.sequences) + begins_sequence + num_choices - 1 > limit:
+        if num_choices > 1 and len(state.sequences) + begins_sequence + num_choices - 1 > limit:
             raise Refused(
                 f"n={num_choices}: each choice but the first begins a sequence, and the trajectory has "
-                f"{len(talk.sequences)} of max_sequences={limit} sequences: lower n, or raise max_sequences "
+                f"{len(state.sequences)} of max_sequences={limit} sequences: lower n, or raise max_sequences "
                 "(environment.max_sequences in a recipe)"
             )
 
@@ -328,7 +324,7 @@ class AgentConversations:
         (tokens,) = encode_prompts([for_template(messages)], self._tokenizer, tools.options)
         return tokens
 
-    def _continued(self, talk: _AgentTalk, call: ChatCall) -> tuple[int, Sequence[Message]]:
+    def _continued(self, state: _TrajectoryState, call: ChatCall) -> tuple[int, Sequence[Message]]:
         """Return the number of the sequence that a call continues, or of a new sequence, and the new messages.
 
         Raises:
@@ -336,7 +332,7 @@ class AgentConversations:
         """
         found: dict[int, Sequence[Message]] = {}
         reason = ""
-        for number, sequence in enumerate(talk.sequences):
+        for number, sequence in enumerate(state.sequences):
             try:
                 new = continuation(sequence.messages, call.messages)
             except NotContinued as error:
@@ -350,30 +346,30 @@ class AgentConversations:
             # The longest of the sequences, and the last of the longest.
             number = min(found, key=lambda number: (len(found[number]), -number))
             return number, found[number]
-        if len(talk.sequences) < self._limits.max_sequences:
-            return len(talk.sequences), call.messages
+        if len(state.sequences) < self._limits.max_sequences:
+            return len(state.sequences), call.messages
         raise NotContinued(
-            f"the call continues no earlier call: {reason}. The trajectory has max_sequences={len(talk.sequences)} "
+            f"the call continues no earlier call: {reason}. The trajectory has max_sequences={len(state.sequences)} "
             "sequences: send the earlier messages, the answer without a change, and new messages, or raise "
             "max_sequences (environment.max_sequences in a recipe)"
         )
 
-    def _answer(self, talk: _AgentTalk, turn: Turn) -> None:
+    def _answer(self, state: _TrajectoryState, turn: Turn) -> None:
         """Send a response of the policy to the agent, or several responses as choices."""
-        assert talk.received is not None and talk.call is not None, "a call asked for the response"
-        call, turns = talk.call, (turn, *turn.alternatives)
+        assert state.received is not None and state.call is not None, "a call asked for the response"
+        call, turns = state.call, (turn, *turn.alternatives)
         parsed = [self._parsed(call, one.response) for one in turns]
         choices = [
-            self._choice(talk, call, one, read, place)
+            self._choice(state, call, one, read, place)
             for place, (one, read) in enumerate(zip(turns, parsed, strict=True))
         ]
-        if talk.events is None:
-            sent = HttpAnswer(200, "application/json", FORMATS[talk.received.path].body(call, choices))
+        if state.events is None:
+            sent = HttpAnswer(200, "application/json", FORMATS[state.received.path].body(call, choices))
         else:
-            sent = HttpAnswer(200, _EVENTS, talk.events.whole(choices))
+            sent = HttpAnswer(200, _EVENTS, state.events.whole(choices))
         for one, read, choice in zip(turns, parsed, choices, strict=True):
-            talk.turns += 1
-            talk.counts["malformed"] += read.is_malformed
+            state.turns += 1
+            state.counts["malformed"] += read.is_malformed
             sequence = _Answered(
                 messages=[*call.messages, choice.message],
                 tools=call.tools,
@@ -381,28 +377,30 @@ class AgentConversations:
                     ToolUse(str(use["id"]), name) for use, (name, _) in zip(choice.calls, read.calls, strict=False)
                 ],
                 last_token=one.tokens[-1],
-                body=talk.received.body,
+                body=state.received.body,
                 sent=sent,
             )
             if call.answer_id:
-                talk.answered[call.answer_id] = sequence.messages
+                state.answered[call.answer_id] = sequence.messages
             # Each choice but the first begins a sequence.
-            if one is turn and talk.current < len(talk.sequences):
-                talk.sequences[talk.current] = sequence
+            if one is turn and state.current < len(state.sequences):
+                state.sequences[state.current] = sequence
             else:
-                talk.sequences.append(sequence)
-        if talk.events is None:
-            self._endpoint.answer(talk.received, sent)
-        elif all(choices[place].content.startswith(text) for place, text in talk.events.sent.items()):
-            self._endpoint.answer(talk.received, HttpAnswer(200, _EVENTS, talk.events.rest(choices)))
+                state.sequences.append(sequence)
+        if state.events is None:
+            self._endpoint.answer(state.received, sent)
+        elif all(choices[place].content.startswith(text) for place, text in state.events.sent.items()):
+            self._endpoint.answer(state.received, HttpAnswer(200, _EVENTS, state.events.rest(choices)))
         else:
             reason = "a rollout engine was lost, and the policy has answered again: repeat the call"
-            self._endpoint.refuse(talk.received, reason, "server_error", status=503)
+            self._endpoint.refuse(state.received, reason, "server_error", status=503)
 
-    def _choice(self, talk: _AgentTalk, call: ChatCall, turn: Turn, parsed: ParsedResponse, place: int) -> ChatAnswer:
+    def _choice(
+        self, state: _TrajectoryState, call: ChatCall, turn: Turn, parsed: ParsedResponse, place: int
+    ) -> ChatAnswer:
         """Return a response of the policy as a choice of an answer."""
-        number, content = talk.turns + place, parsed.content
-        said = "" if talk.events is None else talk.events.sent.get(place, "")
+        number, content = state.turns + place, parsed.content
+        said = "" if state.events is None else state.events.sent.get(place, "")
         calls = [
             # Nine letters or digits, which all templates accept.
             {"id": f"c{number:04d}{nth:04d}", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -426,15 +424,15 @@ class AgentConversations:
             return ParsedResponse(decoded(self._tokenizer, ids, skip_special_tokens=True))
         return parser.parsed(ids)
 
-    def _refuse(self, talk: _AgentTalk, refused: Refused) -> None:
-        assert talk.received is not None, "a call is in progress"
-        self._count(talk, refused)
-        self._endpoint.refuse(talk.received, str(refused), refused.kind)
+    def _refuse(self, state: _TrajectoryState, refused: Refused) -> None:
+        assert state.received is not None, "a call is in progress"
+        self._count(state, refused)
+        self._endpoint.refuse(state.received, str(refused), refused.kind)
 
     @staticmethod
-    def _count(talk: _AgentTalk, refused: Refused) -> None:
-        talk.counts["refused"] += 1
-        talk.counts["not_continued"] += isinstance(refused, NotContinued)
+    def _count(state: _TrajectoryState, refused: Refused) -> None:
+        state.counts["refused"] += 1
+        state.counts["not_continued"] += isinstance(refused, NotContinued)
 
     def _tools_of(self, schemas: Sequence[Message]) -> _Tools:
         """Return the parser and the tokens of messages for a list of tools.
@@ -462,12 +460,12 @@ class AgentConversations:
         return _Tools(parser, options, FollowingMessages(self._tokenizer, options))
 
 
-def _score(name: str, talk: _AgentTalk, result: Answer) -> Score:
+def _score(name: str, state: _TrajectoryState, result: Answer) -> Score:
     """Return the score of an agent that has ended, with counts of its calls."""
-    counts = {**talk.counts, "sequences": len(talk.sequences)}
+    counts = {**state.counts, "sequences": len(state.sequences)}
     if result.failure is not None:
         score = failed(result.failure, result.fault)
-    elif not talk.turns:
+    elif not state.turns:
         counts["without_call"] = 1
         score = failed(
             "raised",

@@ -14,15 +14,15 @@ from rl_plugins.environments.step_result import Answer
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.loading import plain
 from rl_plugins.rewards.records import Message, Score, ScoringRequest, both_kinds, failed, finite_score
-from rl_plugins.rewards.trajectory import LastWords, Reply, Start, Turn
+from rl_plugins.rewards.trajectory import EnvironmentAnswer, Reply, ScoreWithMessages, Start, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
-class _Talk:
-    """A conversation with an object.
+class _ConversationState:
+    """State of a conversation with an object.
 
     Attributes:
         turn: last response of the policy; None before the first.
@@ -56,67 +56,67 @@ class StatefulConversations:
         self._host, self._tokenizer, self._limits = host, tokenizer, limits
         self.max_failure_rate = limits.max_failure_rate
         self._turns = TurnTokenizer(tokenizer, limits.template_options)
-        self._talks: dict[int, _Talk] = {}
+        self._states: dict[int, _ConversationState] = {}
 
     def start(self, key: int, request: ScoringRequest, seed: int) -> None:
         """Start an object."""
         names = ("data_source", "ground_truth", "extra_info", "prompt")
-        self._talks[key] = _Talk()
+        self._states[key] = _ConversationState()
         self._host.open(key, {**{name: plain(getattr(request, name)) for name in names}, "seed": seed})
 
     def begin(self, key: int, turn: Turn) -> None:
         """Send a response to its object; ask for the final score if the object has answered the response already."""
-        talk = self._talks[key]
-        talk.turn = turn
+        state = self._states[key]
+        state.turn = turn
         number = 1 + sum(message["role"] == "assistant" for message in turn.request.turns)
-        if number > talk.num_answered:
-            talk.num_answered = number
+        if number > state.num_answered:
+            state.num_answered = number
             content = {"role": "assistant", "content": turn.request.solution_str, "token_ids": turn.response}
             self._host.call(key, "step", content)
         else:
-            self._ask_for_score(key, talk)
+            self._ask_for_score(key, state)
 
-    def answers(self, wait_s: float) -> Mapping[int, Reply | Score | Start | LastWords]:
+    def answers(self, wait_s: float) -> Mapping[int, EnvironmentAnswer]:
         """Return the answers of objects. An object whose conversation has ended is closed."""
-        answers: dict[int, Reply | Score | Start | LastWords] = {}
+        answers: dict[int, EnvironmentAnswer] = {}
         for key, answer in self._host.answers(wait_s).items():
-            if key not in self._talks:
+            if key not in self._states:
                 continue
-            if (read := self._read(key, self._talks[key], answer)) is not None:
+            if (read := self._read(key, self._states[key], answer)) is not None:
                 answers[key] = read
-        self.forget([key for key, answer in answers.items() if isinstance(answer, Score | LastWords)])
+        self.forget([key for key, answer in answers.items() if isinstance(answer, Score | ScoreWithMessages)])
         return answers
 
     def forget(self, keys: Sequence[int]) -> None:
         """Close the objects of conversations."""
         self._host.leave(keys)
         for key in keys:
-            self._talks.pop(key, None)
+            self._states.pop(key, None)
 
-    def _read(self, key: int, talk: _Talk, answer: Answer) -> Reply | Score | Start | LastWords | None:
+    def _read(self, key: int, state: _ConversationState, answer: Answer) -> EnvironmentAnswer | None:
         if answer.failure is not None:
             return failed(answer.failure, answer.fault)
-        if talk.turn is None:
+        if state.turn is None:
             return self._start(answer.messages)
         if answer.reward is not None:
-            talk.reward = (talk.reward or 0.0) + answer.reward
+            state.reward = (state.reward or 0.0) + answer.reward
         if answer.score is not None:
-            return self._scored(talk, answer)
-        if talk.is_ending:
-            return self._without_score(talk)
-        if not talk.turn.request.turns_left:
-            self._ask_for_score(key, talk)
+            return self._scored(state, answer)
+        if state.is_ending:
+            return self._without_score(state)
+        if not state.turn.request.turns_left:
+            self._ask_for_score(key, state)
             return None
         try:
             tokens, was_cut = self._turns.tokens(
-                answer.messages, talk.turn.tokens[-1], self._limits.max_observation_tokens
+                answer.messages, state.turn.tokens[-1], self._limits.max_observation_tokens
             )
         except ConfigError as error:
             return failed("raised", str(error))
         return Reply(answer.messages, tokens, was_cut, reward=answer.reward or 0.0)
 
-    def _ask_for_score(self, key: int, talk: _Talk) -> None:
-        talk.is_ending = True
+    def _ask_for_score(self, key: int, state: _ConversationState) -> None:
+        state.is_ending = True
         self._host.call(key, "score")
 
     def _start(self, messages: Sequence[Message]) -> Start | Score:
@@ -132,18 +132,18 @@ class StatefulConversations:
             )
         return Start(messages, tokens)
 
-    def _scored(self, talk: _Talk, answer: Answer) -> Score | LastWords:
+    def _scored(self, state: _ConversationState, answer: Answer) -> Score | ScoreWithMessages:
         assert answer.score is not None
-        if answer.token_rewards is not None and talk.reward:
+        if answer.token_rewards is not None and state.reward:
             return both_kinds(Score(None))
-        score = finite_score((talk.reward or 0.0) + answer.score, answer.details, answer.token_rewards)
-        return LastWords(score, answer.messages) if answer.messages else score
+        score = finite_score((state.reward or 0.0) + answer.score, answer.details, answer.token_rewards)
+        return ScoreWithMessages(score, answer.messages) if answer.messages else score
 
-    def _without_score(self, talk: _Talk) -> Score:
-        if talk.reward is not None:
-            return finite_score(talk.reward, {})
+    def _without_score(self, state: _ConversationState) -> Score:
+        if state.reward is not None:
+            return finite_score(state.reward, {})
         return failed(
             "raised",
-            f"the conversation ended after {talk.num_answered} turns without a reward: write `async def score(self)`, "
+            f"the conversation ended after {state.num_answered} turns without a reward: write `async def score(self)`, "
             "return a StepResult with a reward for each turn, or raise max_turns (environment.max_turns in a recipe)",
         )

@@ -152,7 +152,7 @@ class _Loader:
                         self._kill(pid)
 
     def _start(self, number: int) -> None:
-        ours, theirs = Pipe()
+        host_connection, copy_connection = Pipe()
         parent = os.getpid()
         try:
             pid = os.fork()
@@ -160,14 +160,16 @@ class _Loader:
             self._report(ended=number, reason=f"could not be started: {error}")
             return
         if not pid:
-            _run_copy(parent, theirs, self._task, self._name, self._loaded, close=[self._connection, ours])
+            _run_copy(
+                parent, copy_connection, self._task, self._name, self._loaded, close=[self._connection, host_connection]
+            )
         with suppress(OSError):
             os.setpgid(pid, pid)
         self._copies[os.pidfd_open(pid)] = (number, pid)
         self._report(started=number)
-        send_handle(self._connection, ours.fileno(), os.getppid())
-        ours.close()
-        theirs.close()
+        send_handle(self._connection, host_connection.fileno(), os.getppid())
+        host_connection.close()
+        copy_connection.close()
 
     def _reap(self, descriptor: int) -> None:
         number, pid = self._copies.pop(descriptor)

@@ -190,7 +190,7 @@ def _keeping_faults(function: Callable[..., Any], faults: list[Exception]) -> Ca
         try:
             value = function(*args, **options)
             return await value if inspect.isawaitable(value) else value
-        # The border to the code of the environment; the package goes on with a 0.
+        # The code of the environment may raise any exception, and verifiers replaces the exception by a reward of 0.
         except Exception as error:
             faults.append(error)
             raise

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from rl_plugins.config.judge import asks_engine, with_engines
 from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.errors import ConfigError, RowError
-from rl_plugins.launch.agent import check_agent
+from rl_plugins.launch.agent_environment import check_agent
 from rl_plugins.launch.instantiation import training_data
-from rl_plugins.launch.stateful import check_stateful
-from rl_plugins.launch.tools import check_tools
+from rl_plugins.launch.stateful_environment import check_stateful
+from rl_plugins.launch.tool_environment import check_tools
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from rl_plugins.config.recipe import RecipeConfig, parse_config, written
 from rl_plugins.config.sampling import EnvironmentConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.agent import agent_environment
-from rl_plugins.launch.stateful import stateful_environment
-from rl_plugins.launch.tools import tool_environment
+from rl_plugins.launch.agent_environment import agent_environment
+from rl_plugins.launch.stateful_environment import stateful_environment
+from rl_plugins.launch.tool_environment import tool_environment
 from rl_plugins.redaction import REMOVED
 
 if TYPE_CHECKING:

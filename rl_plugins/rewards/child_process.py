@@ -36,13 +36,13 @@ class ChildProcess:
     """
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
-        self.connection, theirs = Pipe()
-        with theirs:
-            start = f"enter({module!r}, {theirs.fileno()}, {os.getpid()})"
+        self.connection, child_connection = Pipe()
+        with child_connection:
+            start = f"enter({module!r}, {child_connection.fileno()}, {os.getpid()})"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {_IMPORT}; {start}"],
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_connection.fileno()],
                 # Not a session, which Linux would schedule as a group of its own: the process could wait for long.
                 process_group=0,
             )

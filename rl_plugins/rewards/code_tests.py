@@ -333,8 +333,9 @@ def same_output(given: str, wanted: str, tolerance: float) -> bool:
     if given_lines == wanted_lines:
         return True
     return len(given_lines) == len(wanted_lines) and all(
-        len(mine) == len(right) and all(_same_word(a, b, tolerance) for a, b in zip(mine, right, strict=True))
-        for mine, right in zip(given_lines, wanted_lines, strict=True)
+        len(line) == len(wanted_line)
+        and all(_same_word(word, wanted_word, tolerance) for word, wanted_word in zip(line, wanted_line, strict=True))
+        for line, wanted_line in zip(given_lines, wanted_lines, strict=True)
     )
 
 
@@ -360,7 +361,7 @@ def _close(given: float, wanted: float, tolerance: float) -> bool:
 def _same_value(given: object, wanted: object, tolerance: float) -> bool:
     if isinstance(given, list) and isinstance(wanted, list):
         return len(given) == len(wanted) and all(
-            _same_value(mine, right, tolerance) for mine, right in zip(given, wanted, strict=True)
+            _same_value(value, wanted_value, tolerance) for value, wanted_value in zip(given, wanted, strict=True)
         )
     if isinstance(given, dict) and isinstance(wanted, dict):
         right = {str(key): value for key, value in wanted.items()}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
-from rl_plugins.rewards.trajectory import Ending, LastWords, Reply, Start, Trajectory, Turn
+from rl_plugins.rewards.trajectory import Ending, EnvironmentAnswer, Reply, ScoreWithMessages, Start, Trajectory, Turn
 from rl_plugins.rollout.engine import (
     Generations,
     GroupRequest,
@@ -58,7 +58,7 @@ class Environment(Protocol):
             turn: the response.
         """
 
-    def answers(self, wait_s: float) -> Mapping[int, Reply | Score | Start | LastWords]:
+    def answers(self, wait_s: float) -> Mapping[int, EnvironmentAnswer]:
         """Return the finished answers by key; wait at most `wait_s` seconds for the first."""
 
     def forget(self, keys: Sequence[int]) -> None:
@@ -83,7 +83,7 @@ class StartingEnvironment(Environment, Protocol):
 class WatchingEnvironment(Environment, Protocol):
     """Sees the tokens of responses while the policy responds, if the rollout engine reports tokens."""
 
-    def sampled(self, key: int, responses: Sequence[Sequence[int]]) -> None:
+    def take_tokens(self, key: int, responses: Sequence[Sequence[int]]) -> None:
         """Take the tokens so far of the responses to a `Reply` or a `Start` with `reports_tokens`.
 
         Args:
@@ -278,7 +278,7 @@ class Conversations:
         next_turns: list[tuple[GroupRequest, SamplingConfig]] = []
         for key, answer in answers.items():
             trajectory, turn = self._answering.pop(key)
-            if isinstance(answer, Score | LastWords):
+            if isinstance(answer, Score | ScoreWithMessages):
                 trajectory.end(answer)
             elif trajectory.start(answer) if isinstance(answer, Start) else trajectory.observe(answer):
                 next_turns.append(self._next_turn(trajectory, turn, answer))
@@ -293,7 +293,7 @@ class Conversations:
         for own, responses in self._engine.tokens_so_far(reporting).items():
             # The responses may be finished.
             if turn := self._asked.get(own):
-                self._environment.sampled(turn.trajectories[0].key, responses)
+                self._environment.take_tokens(turn.trajectories[0].key, responses)
 
     def _begin(self, trajectory: Trajectory, asked: _Asked, turn: Turn) -> None:
         self._answering[trajectory.key] = (trajectory, asked)

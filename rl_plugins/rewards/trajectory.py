@@ -103,7 +103,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class LastWords:
+class ScoreWithMessages:
     """Score of an environment with messages that the policy does not answer. Tables show the messages.
 
     Attributes:
@@ -113,6 +113,10 @@ class LastWords:
 
     score: Score
     messages: Sequence[Message]
+
+
+EnvironmentAnswer = Reply | Score | Start | ScoreWithMessages
+"""Answer of an environment to a response, or to the start of a conversation."""
 
 
 @dataclass(frozen=True)
@@ -320,9 +324,9 @@ class Trajectory:
         self._sequence = sequence
         self._sequences += [sequence] * len(tokens)
 
-    def end(self, answer: Score | LastWords) -> None:
+    def end(self, answer: Score | ScoreWithMessages) -> None:
         """End the conversation with the score, or the failure, of the environment."""
-        score, messages = (answer.score, answer.messages) if isinstance(answer, LastWords) else (answer, ())
+        score, messages = (answer.score, answer.messages) if isinstance(answer, ScoreWithMessages) else (answer, ())
         score = self._fitting(score)
         if self._turn_rewards:
             self._turn_rewards[-1] += (score.value or 0.0) - sum(self._turn_rewards)

@@ -85,19 +85,19 @@ class Namespaces:
         self._start()
 
     def _start(self) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = f"{theirs.fileno()}, {os.getpid()}, {self._visible!r}, {_ROOT_PATH!r}"
+        self._control, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        arguments = f"{server_socket.fileno()}, {os.getpid()}, {self._visible!r}, {_ROOT_PATH!r}"
         text = (
             f"import sys; sys.path.insert(0, {_ROOT_PATH!r}); from rl_plugins.sandbox.server import serve; "
             f"serve({arguments})()"
         )
-        with theirs:
+        with server_socket:
             self._process = subprocess.Popen(
                 [sys.executable, "-s", "-P", "-c", text],
                 env=environment_of_programs(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_socket.fileno()],
                 start_new_session=True,
                 cwd="/",
             )
@@ -163,14 +163,14 @@ class Namespaces:
             EOFError: The supervisor of the program, or the server, ended.
             SandboxError: The sandbox failed in another way.
         """
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                self._send(theirs)
-            ours.settimeout(job.limits.wall_s + GRACE_S)
+        own_socket, supervisor_socket = socket.socketpair()
+        with own_socket:
+            with supervisor_socket:
+                self._send(supervisor_socket)
+            own_socket.settimeout(job.limits.wall_s + GRACE_S)
             try:
-                ours.sendall(job_bytes(job))
-                with ours.makefile("rb") as file:
+                own_socket.sendall(job_bytes(job))
+                with own_socket.makefile("rb") as file:
                     return read_answer(file.read)
             except TimeoutError:
                 raise SandboxError("the sandbox gave no outcome in time") from None

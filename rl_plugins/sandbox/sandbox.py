@@ -22,7 +22,7 @@ from typing import Any
 from rl_plugins.config.settings import AT_LEAST_1, check_ranges
 from rl_plugins.errors import ConfigError
 from rl_plugins.python_file import nearest
-from rl_plugins.sandbox.elsewhere import RemoteSandbox, bubblewrap, container, unprotected
+from rl_plugins.sandbox.external import RemoteSandbox, bubblewrap, container, unprotected
 from rl_plugins.sandbox.namespaces import Namespaces
 from rl_plugins.sandbox.records import Backend, SandboxError, SandboxJob, SandboxLimits, SandboxResult
 

@@ -228,7 +228,7 @@ def _supervise(channel: int, temporary: Sequence[str]) -> Program:
     if reaper == 0:
         os.close(channel)
         return _reap(job, pipes)
-    pipes.keep_ours()
+    pipes.close_program_ends()
 
     def end_all() -> None:
         os.kill(reaper, signal.SIGKILL)

@@ -125,26 +125,26 @@ class Pipes:
 
     def become_standard(self) -> None:
         """Make the program's ends the standard streams of this process, and close all other descriptors."""
-        for number, (_, theirs) in enumerate((self.stdin, self.stdout, self.stderr)):
-            os.dup2(theirs, number)
+        for number, (_, program_end) in enumerate((self.stdin, self.stdout, self.stderr)):
+            os.dup2(program_end, number)
         status = self.status[1]
         os.closerange(3, status)
         os.closerange(status + 1, max(status + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
 
-    def keep_ours(self) -> None:
+    def close_program_ends(self) -> None:
         """Close the program's ends."""
-        for _, theirs in (self.stdin, self.stdout, self.stderr, self.status):
-            os.close(theirs)
+        for _, program_end in (self.stdin, self.stdout, self.stderr, self.status):
+            os.close(program_end)
 
-    def keep_theirs(self) -> None:
+    def close_supervisor_ends(self) -> None:
         """Close the supervisor's ends."""
-        for ours, _ in (self.stdin, self.stdout, self.stderr, self.status):
-            os.close(ours)
+        for supervisor_end, _ in (self.stdin, self.stdout, self.stderr, self.status):
+            os.close(supervisor_end)
 
 
 def become_program(pipes: Pipes) -> None:
     """Fork the program from this process, which becomes the reaper. Only the program returns."""
-    pipes.keep_theirs()
+    pipes.close_supervisor_ends()
     child = os.fork()
     if child == 0:
         return
@@ -395,7 +395,7 @@ def main() -> None:
             os.setsid()
             become_program(pipes)
             _execute(job, folder, pipes, libc)
-        pipes.keep_ours()
+        pipes.close_program_ends()
         outcome = Supervision(pipes, reaper, job["limits"], stdin, 0).run(lambda: _end_all(reaper))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

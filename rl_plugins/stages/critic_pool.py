@@ -32,7 +32,7 @@ from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.errors import UserError
 from rl_plugins.models.pool import ModelPool, spread
 from rl_plugins.models.pool_actor import Arrays, PoolConfig, process_name
-from rl_plugins.stages.critic import FIELDS, CriticLearner, CriticTraining, Learnt
+from rl_plugins.stages.critic_training import FIELDS, CriticLearner, CriticTraining, Learnt
 from rl_plugins.stages.metrics import TokenMetrics
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from typing import Any
 
 from rl_plugins.config.models import CriticConfig
 from rl_plugins.data.experience import Experience, computed
-from rl_plugins.stages.critic import FIELDS, ValueObjective, explained_variance
 from rl_plugins.stages.critic_pool import CriticPool
+from rl_plugins.stages.critic_training import FIELDS, ValueObjective, explained_variance
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import TokenMetrics
 from rl_plugins.stages.optimizer import Optimize

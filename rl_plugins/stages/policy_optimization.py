@@ -28,8 +28,8 @@ from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.rewards.inline import Reward
 from rl_plugins.router_replay import RouterReplay
 from rl_plugins.stages.arguments import StageArguments
-from rl_plugins.stages.critic import CriticTraining, value_objective
 from rl_plugins.stages.critic_pool import CriticPool
+from rl_plugins.stages.critic_training import CriticTraining, value_objective
 from rl_plugins.stages.critics import Critic
 from rl_plugins.stages.experience_maker import ExperienceMaker
 from rl_plugins.stages.metrics import LearningSignal

@@ -1,4 +1,4 @@
-"""The samples of a step: sampled, scored, and chosen as the algorithm wants."""
+"""The samples of a step: sampled, scored, and chosen by the group filter and the resampling of the algorithm."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Rollouts:
                 return buffer.take(groups[:wanted], self._updates_per_step)
             if taken >= group_filter.max_batches * num_groups:
                 raise DataError(
-                    f"step {step + 1}: {taken * world_size} prompts gave {len(groups)} groups that teach something, "
+                    f"step {step + 1}: {taken * world_size} prompts gave {len(groups)} groups to train on, "
                     f"and the step needs {wanted}: the prompts are too easy or too hard for this policy. Change the "
                     "data, widen algorithm.group_filter, raise its max_batches, or raise num_samples"
                 )

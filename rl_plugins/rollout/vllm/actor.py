@@ -39,7 +39,7 @@ class RequestBarrier:
 
     def __init__(self) -> None:
         self._waiting: dict[int, Requests] = {}
-        self._begun: asyncio.Future[None] | None = None
+        self._start: asyncio.Future[None] | None = None
 
     async def join(
         self, rank: int, ranks: Sequence[int], requests: Requests, begin: Callable[[Requests], None]
@@ -52,19 +52,19 @@ class RequestBarrier:
             requests: requests of the caller.
             begin: function that starts requests. The last rank to join calls `begin` with the requests of all ranks.
         """
-        if self._begun is None:
-            self._begun = asyncio.get_running_loop().create_future()
-        begun, self._waiting[rank] = self._begun, requests
+        if self._start is None:
+            self._start = asyncio.get_running_loop().create_future()
+        start, self._waiting[rank] = self._start, requests
         if len(self._waiting) == len(ranks):
-            by_rank, self._waiting, self._begun = self._waiting, {}, None
+            by_rank, self._waiting, self._start = self._waiting, {}, None
             try:
                 begin({name: request for member in sorted(by_rank) for name, request in by_rank[member].items()})
             except BaseException as error:
-                begun.set_exception(error)
+                start.set_exception(error)
             else:
-                begun.set_result(None)
+                start.set_result(None)
         # Shielded, because the deadline of one rank must not cancel the barrier of the other ranks.
-        await asyncio.shield(begun)
+        await asyncio.shield(start)
 
     def missing(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks without requests in the barrier."""
@@ -72,9 +72,9 @@ class RequestBarrier:
 
     def cancel(self) -> None:
         """Cancel the wait of all ranks and remove their requests."""
-        if self._begun is not None:
-            self._begun.cancel()
-        self._waiting, self._begun = {}, None
+        if self._start is not None:
+            self._start.cancel()
+        self._waiting, self._start = {}, None
 
 
 class VLLMActor:

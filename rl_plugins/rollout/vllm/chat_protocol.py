@@ -191,7 +191,7 @@ class ChatEvents:
         for index, text in enumerate(texts):
             sent = self.sent.get(index, "")
             if len(text) > len(sent) and text.startswith(sent):
-                parts += self._begun(index)
+                parts += self._first_parts(index)
                 parts.append(_part(index, DeltaMessage(content=text[len(sent) :])))
                 self.sent[index] = text
         return self._written(self._chunks(parts))
@@ -205,7 +205,7 @@ class ChatEvents:
         parts: list[ChatCompletionResponseStreamChoice] = []
         for index, one in enumerate(choices):
             sent = self.sent.get(index, "")
-            parts += [*self._begun(index), *_last_parts(self._call, index, one, one.content[len(sent) :])]
+            parts += [*self._first_parts(index), *_last_parts(self._call, index, one, one.content[len(sent) :])]
         chunks = self._chunks(parts)
         if self._call.token_ids:
             chunks[0].prompt_token_ids = list(choices[0].prompt_ids)
@@ -219,8 +219,8 @@ class ChatEvents:
         again._shared = self._shared
         return again.rest(choices)
 
-    def _begun(self, index: int) -> list[ChatCompletionResponseStreamChoice]:
-        """Return the first part of a choice, if no part has been returned."""
+    def _first_parts(self, index: int) -> list[ChatCompletionResponseStreamChoice]:
+        """Return the first part of a choice; empty if a part has been returned."""
         if index in self.sent:
             return []
         self.sent[index] = ""

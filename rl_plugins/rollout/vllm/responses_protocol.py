@@ -173,7 +173,7 @@ class ResponseEvents:
         (text,), sent = texts, self.sent.get(0, "")
         if len(text) <= len(sent) or not text.startswith(sent):
             return b""
-        events = [*self._begun(), *self._of(DeltaMessage(content=text[len(sent) :]))]
+        events = [*self._first_events(), *self._of(DeltaMessage(content=text[len(sent) :]))]
         self.sent[0] = text
         return self._written(events)
 
@@ -184,7 +184,7 @@ class ResponseEvents:
             choices: the answer. The text begins with the text in `sent`.
         """
         (answer,) = choices
-        events, text = self._begun(), answer.content[len(self.sent.get(0, "")) :]
+        events, text = self._first_events(), answer.content[len(self.sent.get(0, "")) :]
         events += self._of(DeltaMessage(content=text)) if text else []
         for place, one in enumerate(answer.calls):
             function = DeltaFunctionCall(name=one["function"]["name"], arguments=one["function"]["arguments"])
@@ -200,8 +200,8 @@ class ResponseEvents:
         """Return all events, for a client that asks again."""
         return ResponseEvents(self._call).rest(choices)
 
-    def _begun(self) -> list[Any]:
-        """Return the first events, if no event has been returned."""
+    def _first_events(self) -> list[Any]:
+        """Return the first events; empty if an event has been returned."""
         if self.sent:
             return []
         self.sent[0] = ""

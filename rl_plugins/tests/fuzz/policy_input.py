@@ -17,7 +17,7 @@ from rl_plugins.rewards.code_tests import read_tests
 from rl_plugins.rewards.judge_answers import read_score
 from rl_plugins.rollout.chat import Refused, for_template
 from rl_plugins.rollout.tool_calls import read_call
-from rl_plugins.sandbox.elsewhere import RemoteSandbox
+from rl_plugins.sandbox.external import RemoteSandbox
 from rl_plugins.sandbox.records import SandboxError
 from rl_plugins.tests.fuzz.inputs import TEXTS, VALUES, as_json, changed, damaged
 from rl_plugins.tests.fuzz.target import Target

@@ -10,7 +10,7 @@ import torch
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.rewards.records import Score, ScoringRequest
-from rl_plugins.rewards.trajectory import LastWords, Reply, Start, Trajectory
+from rl_plugins.rewards.trajectory import Reply, ScoreWithMessages, Start, Trajectory
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.stages.sequence_rows import SequenceRows
 
@@ -61,7 +61,7 @@ def test_messages_of_an_ending_have_whole_characters() -> None:
     trajectory.respond([Generations.from_responses([[3]], [[0.0]], ["stop"], 0)], ["5"], 9)
     assert trajectory.observe(Reply([half], [4]))
     turn = trajectory.respond([Generations.from_responses([[3]], [[0.0]], ["stop"], 0)], ["6"], 9)
-    trajectory.end(LastWords(Score(1.0), [half]))
+    trajectory.end(ScoreWithMessages(Score(1.0), [half]))
     whole, ending = {**half, "content": "a\ufffd"}, trajectory.ending
     assert ending is not None and ending.prompt == turn.request.prompt == [whole]
     assert [ending.said[1], ending.said[-1], turn.request.turns[1]] == [whole] * 3

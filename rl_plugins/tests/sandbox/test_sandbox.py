@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.sandbox import elsewhere, namespaces
+from rl_plugins.sandbox import external, namespaces
 from rl_plugins.sandbox.records import SandboxError, SandboxLimits
 from rl_plugins.sandbox.sandbox import CodeSandbox
 from rl_plugins.tests.loops import for_each
@@ -256,7 +256,7 @@ def test_machine_without_namespaces_is_refused_with_the_way_out(monkeypatch: pyt
         raise SandboxError("the kernel refused: new namespaces: Operation not permitted")
 
     monkeypatch.setattr("rl_plugins.sandbox.sandbox.Namespaces", fail)
-    monkeypatch.setattr(elsewhere.shutil, "which", lambda name: None)
+    monkeypatch.setattr(external.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError) as error:
         CodeSandbox()
     assert str(error.value) == (

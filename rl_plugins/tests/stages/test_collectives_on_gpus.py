@@ -12,12 +12,12 @@ from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.models import CriticConfig, LoraConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.ranks import Ranks
-from rl_plugins.stages.critic import CriticLearner
+from rl_plugins.stages.critic_training import CriticLearner
 from rl_plugins.tests.fake_cuda import CPU, CUDA
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned, canned_labels, canned_preferences
 from rl_plugins.tests.stages.fake_gpu import training_on_fake_gpu
-from rl_plugins.tests.stages.test_critic import learn, trained_in_workers, training
+from rl_plugins.tests.stages.test_critic_training import learn, trained_in_workers, training
 
 
 def optimize_policy(rank: int, algorithm: Algorithm, updates: int) -> Counter[str]:

@@ -24,7 +24,7 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError, DataError, RewardError
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_model, build_tokenizer
-from rl_plugins.stages.critic import explained_variance
+from rl_plugins.stages.critic_training import explained_variance
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.rollouts import ModelScorer
 from rl_plugins.strategies.contract import Strategy

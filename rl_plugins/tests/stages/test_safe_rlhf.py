@@ -20,12 +20,12 @@ from rl_plugins.algorithms.regularization import KLConfig
 from rl_plugins.config.models import CriticConfig, OptimizerConfig, RewardModelConfig
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.models.tiny import build_model
-from rl_plugins.stages.critic import CriticLearner, CriticTraining, value_objective
+from rl_plugins.stages.critic_training import CriticLearner, CriticTraining, value_objective
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.algorithms.reference import safe_rlhf as reference
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
-from rl_plugins.tests.stages.test_critic import gap, learn, weights_of
+from rl_plugins.tests.stages.test_critic_training import gap, learn, weights_of
 from rl_plugins.tests.stages.test_experience_maker import save_reward_model
 
 BETA, LAM, STEPS = 0.05, 0.9, 3

@@ -20,7 +20,7 @@ from rl_plugins.data.preferences import PairBatch
 from rl_plugins.data.process_rewards import ProcessRewardBatch
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.scalar_head import load_scalar_head
-from rl_plugins.stages.critic import CriticLearner, CriticTraining, ValueObjective
+from rl_plugins.stages.critic_training import CriticLearner, CriticTraining, ValueObjective
 from rl_plugins.stages.process_rewards import ProcessRewardConfig
 from rl_plugins.stages.reward_modeling import RewardModeling
 from rl_plugins.strategies.fsdp import FSDPStrategy

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 import rl_plugins.rollout.vllm.chat_protocol
 import rl_plugins.rollout.vllm.tool_parser  # noqa: F401
 from rl_plugins.data.parquet import Row
-from rl_plugins.launch.agent import check_agent
+from rl_plugins.launch.agent_environment import check_agent
 from rl_plugins.models.tiny import build_tokenizer
 from rl_plugins.tests.launch.configurations import configured, message_of
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.argument_errors import errors_with_options, options_in
-from rl_plugins.launch.stateful import check_alone
+from rl_plugins.launch.stateful_environment import check_alone
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

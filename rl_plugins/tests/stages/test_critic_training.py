@@ -16,8 +16,8 @@ from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import CheckpointError
 from rl_plugins.models.pool_actor import PoolConfig
-from rl_plugins.stages.critic import CriticLearner, CriticTraining, Learnt, ValueObjective
 from rl_plugins.stages.critic_pool import CriticActor
+from rl_plugins.stages.critic_training import CriticLearner, CriticTraining, Learnt, ValueObjective
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned

@@ -110,21 +110,21 @@ def _try_out(environment: StatefulEnvironment, request: ScoringRequest, tokenize
     from rl_plugins.environments.object_conversations import StatefulConversations
     from rl_plugins.rewards.trajectory import Start, Turn
 
-    talk = StatefulConversations(environment.host, tokenizer, environment)
-    talk.start(0, request, seed=0)
-    answer = _next_answer(talk, request)
+    conversations = StatefulConversations(environment.host, tokenizer, environment)
+    conversations.start(0, request, seed=0)
+    answer = _next_answer(conversations, request)
     if isinstance(answer, Start):
         asked = replace(
             request, solution_str=_NO_ANSWER, prompt=list(answer.messages), turns_left=environment.max_turns - 1
         )
-        talk.begin(0, Turn(asked, answer.tokens, 0))
-        _next_answer(talk, request)
+        conversations.begin(0, Turn(asked, answer.tokens, 0))
+        _next_answer(conversations, request)
 
 
-def _next_answer(talk: StatefulConversations, request: ScoringRequest) -> object:
+def _next_answer(conversations: StatefulConversations, request: ScoringRequest) -> object:
     from rl_plugins.rewards.records import Score
 
-    while not (answers := talk.answers(1.0)):
+    while not (answers := conversations.answers(1.0)):
         pass
     (answer,) = answers.values()
     if isinstance(answer, Score) and answer.failure is not None:

@@ -1,4 +1,4 @@
-"""Sandboxes from elsewhere: the command of a container, bubblewrap, or a server with HTTP."""
+"""External sandboxes: the command of a container, bubblewrap, or a server with HTTP."""
 
 from __future__ import annotations
 
