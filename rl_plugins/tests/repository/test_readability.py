@@ -13,7 +13,7 @@ LIMITS = {"what": 2.0, "that": 7.0, "they": 5.0, "it": 13.0, "indirect starts %"
 TESTS = ("rl_plugins/tests", "integration_tests")
 STRUCTURE = {
     "longest module": 480,
-    "modules with one importer in their room": 33,
+    "modules with one importer in their room": 34,
     "inheritance depth": 3,
     "methods of PolicyOptimization": 45,
     "parameters annotated as Any %": 1.5,
