@@ -1,6 +1,7 @@
-"""Figures of how the source reads: `python -m rl_plugins.tests.readability` prints prose, structure and imports.
+"""Figures of how source and pages read: `python -m rl_plugins.tests.readability` prints prose, structure and imports.
 
-Prose is docstrings and comments. A rate is a number of words in a thousand. Tests are left out.
+Prose is docstrings, comments and the text of Markdown pages. A rate is a number of words in a thousand. Tests are left
+out.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ STAGE = "PolicyOptimization"
 
 _WORD = re.compile(r"[A-Za-z']+")
 _CODE = re.compile(r"`[^`]*`")
+_FENCED_BLOCK = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+_MADE_TABLE = re.compile(r"<!-- (\w+) -->.*?<!-- end \1 -->", re.DOTALL)
+_LINK_TARGET = re.compile(r"\]\([^)]*\)")
 _ARGUMENT = re.compile(r"^\s{4,}\*{0,2}\w+(?: \([^)]*\))?: +(\S+)", re.MULTILINE)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass
 class Prose:
-    """Counts of the words of docstrings and comments."""
+    """Counts of the words of docstrings, comments and pages."""
 
     words: Counter[str] = field(default_factory=Counter)
     docstrings: int = 0
@@ -51,6 +55,12 @@ class Prose:
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             if token.type == tokenize.COMMENT:
                 self._add_words(token.string.lstrip("# "))
+
+    def add_page(self, text: str) -> None:
+        """Count a Markdown page, without blocks of code, tables made by commands, and targets of links."""
+        for left_out in (_MADE_TABLE, _FENCED_BLOCK, _LINK_TARGET):
+            text = left_out.sub("", text)
+        self._add_words(text)
 
     def _add_docstring(self, docstring: str) -> None:
         self._add_words(docstring)
@@ -173,6 +183,15 @@ class Source:
         return sorted(name for name, definitions in self.classes.items() if len(definitions) > 1)
 
 
+def prose_of_pages(root: Path) -> dict[str, Prose]:
+    """Return the prose of each Markdown page in the folder of the repository and in docs."""
+    pages = {}
+    for file in [*sorted(root.glob("*.md")), *sorted((root / "docs").glob("*.md"))]:
+        pages[str(file.relative_to(root))] = counts = Prose()
+        counts.add_page(file.read_text(encoding="utf-8"))
+    return pages
+
+
 def room_of(path: str) -> str:
     """Return the room of a module: the top-level folder, or the folder in `rl_plugins`."""
     parts = Path(path).parts
@@ -208,6 +227,9 @@ def main() -> None:
     print(f"{'room':<14}" + "".join(f"{column:>21}" for column in columns))
     for room, counts in [*sorted(prose.items()), ("all", everything)]:
         print(f"{room:<14}" + "".join(f"{value:>21.1f}" for value in counts.figures().values()))
+    print(f"\n{'page':<26}" + "".join(f"{name:>8}" for name in WORDS))
+    for page, counts in prose_of_pages(ROOT).items():
+        print(f"{page:<26}" + "".join(f"{counts.figures()[name]:>8.1f}" for name in WORDS))
     print()
     for name, value in source.structure().items():
         print(f"{name:<44}{value:>10.6g}")
