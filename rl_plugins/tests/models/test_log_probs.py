@@ -42,7 +42,7 @@ class Logits(torch.nn.Module):
         return type("Output", (), {"logits": self.logits})
 
 
-def log_probs_of_logits(model: Logits, tokens: Tensor, temperature: float, **options: bool) -> ResponseLogProbs:
+def log_probs_of_logits(model: Logits, tokens: Tensor, temperature: float, **options: Any) -> ResponseLogProbs:
     """Compute numbers of the logits of a model, all of which but the last of each sample predict a token."""
     ids = nn.functional.pad(tokens, (1, 0))
     return response_log_probs(
