@@ -154,7 +154,7 @@ def test_policy_average_of_shards_on_two_ranks(tmp_path: Path, name: str) -> Non
 def test_read_average_refuses_tensor_parallel_blocks(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"PolicyAverage": {"down": torch.zeros(4, 3)}}, tmp_path / f"callbacks_{rank}.pt")
-    with pytest.raises(ConfigError, match=r"strategy\.tensor_parallel.*let it end; the folder policy/"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel of the strategy.*let it end; the folder policy/"):
         read_average(tmp_path, {"down": torch.Size([4, 6])})
 
 
