@@ -90,14 +90,18 @@ def test_update_weights_pauses_an_engine_core_and_changes_groups_in_flight(
         # The engine core takes steps until the pause reaches it, and had finished a response before.
     else:
         raise AssertionError(f"{ATTEMPTS} times, a response was finished before the pause")
+    kept = []
     for response, log_probs, versions in zip(
         group.responses(), group.response_log_probs(), group.response_versions(), strict=True
     ):
         old, new = versions.count(version), versions.count(version + 1)
-        assert old >= 20 and versions == [version] * old + [version + 1] * new
+        assert versions == [version] * old + [version + 1] * new
         with_old, with_new = (log_probs_of(one, prompt + response)[len(prompt) - 1 :] for one in (before, policy))
         assert np.allclose(log_probs[:old], with_old[:old], atol=1e-3)
         assert np.allclose(log_probs[old:], with_new[old:], atol=1e-3)
+        kept.append(old)
+    # Each response is a request of its own to the engine core, which takes steps between two of them.
+    assert max(kept) >= 20
 
 
 def test_generate_of_an_engine_core_repeats_the_samples_after_sleep(engine: VLLMRollout) -> None:

@@ -243,7 +243,7 @@ def _samples_file(name: str, arguments: Namespace) -> Path:
 
 def _try_reward(reward: Mapping[str, Any], all_samples: Sequence[Samples], arguments: Namespace) -> None:
     """Call the reward for the right answer of one row of each data source, as a recipe does before its start."""
-    from rl_plugins.rewards.records import ScoringRequest
+    from rl_plugins.rewards.records import scoring_request
     from rl_plugins.rewards.trial import RewardTrial, trial_deadline_s
 
     rows = {row["data_source"]: row for samples in all_samples for row in samples.rows}
@@ -255,9 +255,8 @@ def _try_reward(reward: Mapping[str, Any], all_samples: Sequence[Samples], argum
         pass_env=arguments.pass_env,
         in_process=not arguments.workers,
     ) as trial:
-        for source, row in rows.items():
-            truth = row["reward_model"]["ground_truth"]
-            trial.score(ScoringRequest(source, str(truth), truth, row["extra_info"], row["prompt"]))
+        for row in rows.values():
+            trial.score(scoring_request(str(row["reward_model"]["ground_truth"]), row))
 
 
 def _score_nothing(_: Sequence[ScoringRequest]) -> Sequence[Score]:

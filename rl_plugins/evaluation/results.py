@@ -29,7 +29,14 @@ from rl_plugins.evaluation.measures import (
     sizes_up_to,
     summarize_columns,
 )
-from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate, failed, failure_counts
+from rl_plugins.rewards.records import (
+    Score,
+    ScoringRequest,
+    check_failure_rate,
+    failed,
+    failure_counts,
+    scoring_request,
+)
 
 ALL = "all"
 """Name of the data source for all prompts together."""
@@ -174,13 +181,7 @@ def _scores(rows: Sequence[Row]) -> list[Score]:
 
 def _requests(rows: Sequence[Row]) -> list[ScoringRequest]:
     """Return a request for each response of each row."""
-    return [
-        ScoringRequest(
-            row["data_source"], response, row["reward_model"]["ground_truth"], row["extra_info"], row["prompt"]
-        )
-        for row in rows
-        for response in row["responses"]
-    ]
+    return [scoring_request(response, row) for row in rows for response in row["responses"]]
 
 
 def _identity(row: Row, known: Mapping[bytes, int], repeats: Counter[bytes]) -> bytes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.argument_errors import errors_with_options, options_in
-from rl_plugins.launch.stateful_environment import check_alone
+from rl_plugins.launch.stateful_environment import answer_of_trial, check_alone
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,29 +78,22 @@ def check_agent(
             return
         with errors_with_options(options_in("environment", _ARGUMENTS)):
             conversations = environment.connect(tokenizer)
-        for number, (source, row) in enumerate(first_of_source.items()):
-            _try_out(conversations, number, source, row)
+        for number, row in enumerate(first_of_source.values()):
+            _try_out(conversations, number, row)
     finally:
         environment.close()
 
 
-def _try_out(conversations: AgentConversations, number: int, source: str, row: Row) -> None:
+def _try_out(conversations: AgentConversations, number: int, row: Row) -> None:
     """Let an agent run until its first call.
 
     Raises:
         ConfigError: the agent fails, ends without a call, or its call is refused.
     """
-    from rl_plugins.rewards.records import Score, ScoringRequest
+    from rl_plugins.rewards.records import scoring_request
 
-    ground_truth = row["reward_model"].get("ground_truth")
-    conversations.start(number, ScoringRequest(source, "", ground_truth, row["extra_info"], row["prompt"]), seed=0)
-    # The agent has a deadline.
-    while not (answers := conversations.answers(1.0)):
-        pass
+    conversations.start(number, scoring_request("", row), seed=0)
+    answer_of_trial(
+        conversations, f"the agent fails on a row of data_source {row['data_source']!r} before its first call"
+    )
     conversations.forget([number])
-    answer = answers[number]
-    if isinstance(answer, Score) and answer.failure is not None:
-        raise ConfigError(
-            f"the agent fails on a row of data_source {source!r} before its first call: {answer.failure}: "
-            f"{answer.message}"
-        )

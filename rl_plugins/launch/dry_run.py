@@ -223,7 +223,7 @@ def _replies(
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[Message]:
     """Call the reward for a row of each data source, and return the replies of environments."""
-    from rl_plugins.rewards.records import ScoringRequest
+    from rl_plugins.rewards.records import scoring_request
 
     def encode(text: str) -> list[int]:
         # Without a tokenizer here, the bytes of the text stand for tokens.
@@ -231,10 +231,9 @@ def _replies(
 
     replies: list[Message] = []
     for source, row in first_of_source.items():
-        ground_truth = row["reward_model"].get("ground_truth")
         # Every reward should be able to read the correct answer.
-        text = str(ground_truth)
-        request = ScoringRequest(source, text, ground_truth, row["extra_info"], row["prompt"], token_ids=encode(text))
+        text = str(row["reward_model"].get("ground_truth"))
+        request = scoring_request(text, row, encode(text))
         score = trial.score(request)
         # With tools, the reward gets finished conversations only.
         if _replies_of_reward(config):

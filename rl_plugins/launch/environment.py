@@ -119,8 +119,8 @@ class ConversationSampler:
             RewardError: too many conversations failed.
         """
         from rl_plugins.rewards.conversations import Opening
+        from rl_plugins.rewards.records import scoring_request
         from rl_plugins.rollout.engine import Generations
-        from rl_plugins.stages.sampling import scoring_request
 
         openings = [
             Opening(**vars(request), about=scoring_request("", row))

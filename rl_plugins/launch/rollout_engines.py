@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_plugins.config.recipe import RecipeConfig
-from rl_plugins.launch.placement import alive_nodes, engine_threads, weight_transport
 
 if TYPE_CHECKING:
     from rl_plugins.rollout.transformers_engine import TransformersRollout
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
 
 def vllm_rollout(config: RecipeConfig) -> VLLMRollout:
     """Return the configured rollout engines. Ray must be initialized."""
+    from rl_plugins.launch.placement import alive_nodes, engine_threads, weight_transport
     from rl_plugins.rollout.vllm.client import VLLMRollout
     from rl_plugins.rollout.vllm.config import VLLMConfig
 

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rl_plugins.data.parquet import Row
-    from rl_plugins.environments.object_conversations import StatefulConversations
     from rl_plugins.environments.stateful import StatefulEnvironment
+    from rl_plugins.rewards.conversations import Environment
     from rl_plugins.rewards.records import ScoringRequest
+    from rl_plugins.rewards.trajectory import EnvironmentAnswer
 
 _ARGUMENTS = (
     "max_turns", "max_objects", "deadline_s", "load_timeout_s", "memory_mb", "pass_env", "max_observation_tokens",
@@ -85,7 +86,7 @@ def check_stateful(
     Raises:
         ConfigError: the environment cannot be used, or an object fails.
     """
-    from rl_plugins.rewards.records import ScoringRequest
+    from rl_plugins.rewards.records import scoring_request
 
     environment = stateful_environment(config)
     if environment is None:
@@ -93,10 +94,8 @@ def check_stateful(
     try:
         if tokenizer is None:
             return
-        for source, row in first_of_source.items():
-            ground_truth = row["reward_model"].get("ground_truth")
-            request = ScoringRequest(source, "", ground_truth, row["extra_info"], row["prompt"])
-            _try_out(environment, request, tokenizer)
+        for row in first_of_source.values():
+            _try_out(environment, scoring_request("", row), tokenizer)
     finally:
         environment.close()
 
@@ -111,24 +110,33 @@ def _try_out(environment: StatefulEnvironment, request: ScoringRequest, tokenize
     from rl_plugins.rewards.trajectory import Start, Turn
 
     conversations = StatefulConversations(environment.host, tokenizer, environment)
+    fault = f"the environment fails on a row of data_source {request.data_source!r}"
     conversations.start(0, request, seed=0)
-    answer = _next_answer(conversations, request)
+    answer = answer_of_trial(conversations, fault)
     if isinstance(answer, Start):
         asked = replace(
             request, solution_str=_NO_ANSWER, prompt=list(answer.messages), turns_left=environment.max_turns - 1
         )
         conversations.begin(0, Turn(asked, answer.tokens, 0))
-        _next_answer(conversations, request)
+        answer_of_trial(conversations, fault)
 
 
-def _next_answer(conversations: StatefulConversations, request: ScoringRequest) -> object:
+def answer_of_trial(conversations: Environment, fault: str) -> EnvironmentAnswer:
+    """Wait for the answer to the only conversation of a trial, and return the answer.
+
+    Args:
+        conversations: conversations with the environment.
+        fault: text of the error, without the reason.
+
+    Raises:
+        ConfigError: the answer is a failure.
+    """
     from rl_plugins.rewards.records import Score
 
+    # The object or the agent has a deadline.
     while not (answers := conversations.answers(1.0)):
         pass
     (answer,) = answers.values()
     if isinstance(answer, Score) and answer.failure is not None:
-        raise ConfigError(
-            f"the environment fails on a row of data_source {request.data_source!r}: {answer.failure}: {answer.message}"
-        )
+        raise ConfigError(f"{fault}: {answer.failure}: {answer.message}")
     return answer

@@ -64,6 +64,14 @@ class ScoringRequest:
         return [*(self.prompt or ()), *self.turns, {"role": "assistant", "content": self.solution_str}]
 
 
+def scoring_request(response: str, row: Mapping[str, Any], token_ids: Sequence[int] | None = None) -> ScoringRequest:
+    """Return the request to score a response to the prompt of a row."""
+    ground_truth = (row["reward_model"] or {}).get("ground_truth")
+    return ScoringRequest(
+        row["data_source"], response, ground_truth, row["extra_info"] or {}, row["prompt"], token_ids=token_ids
+    )
+
+
 @dataclass(frozen=True)
 class Score:
     """Outcome of one request: a finite value, a reply, or a failure. A failure is never a value of 0.

@@ -194,8 +194,8 @@ class Trajectory:
         self._log_probs: list[float] = []
         self._versions: list[int] = []
         self._sampled: list[bool] = []
-        self._sequences: list[int] = []
         self._sequence = 0
+        self._sequence_changes: list[tuple[int, int]] = []
         # Tokens of each sequence. The first sequence begins with the prompt.
         self._tokens = defaultdict[int, list[int]](list, {0: list(prompt)})
         # Routes of the last request of each sequence: they are the routes of the whole sequence before.
@@ -258,14 +258,12 @@ class Trajectory:
         if place:
             self._add_tokens(before, sequence=1 + max(self._tokens))
         token_ids = response.token_ids.tolist()
-        self._token_ids += token_ids
-        self._tokens[self._sequence] += token_ids
+        self._extend_sequence(token_ids)
         self._sampled_ids.extend(token_ids)
         self._log_probs += response.log_probs.tolist()
         self._versions += response.policy_versions.tolist()
         self._length = len(response.token_ids)
         self._sampled += [True] * self._length
-        self._sequences += [self._sequence] * self._length
         if response.experts:
             (self._experts[self._sequence],) = response.experts
         (self._finish_reason,) = response.finish_reasons
@@ -305,7 +303,7 @@ class Trajectory:
         self._counts.update(reply.counts)
         self._turn_rewards[-1] += reply.reward
         self._answered(reply.work)
-        copied = len(self._tokens[reply.sequence]) + len(reply.tokens)
+        copied = len(self._tokens.get(reply.sequence, ())) + len(reply.tokens)
         if len(reply.tokens) + (reply.num_responses - 1) * copied + reply.num_responses > self.room:
             self._finish_reason = "length"
             return False
@@ -316,13 +314,18 @@ class Trajectory:
 
     def _add_tokens(self, tokens: Sequence[int], sequence: int) -> None:
         """Add tokens to a sequence that the policy does not learn."""
-        self._token_ids += tokens
-        self._tokens[sequence] += tokens
+        self._sequence = sequence
+        self._extend_sequence(tokens)
         self._log_probs += [0.0] * len(tokens)
         self._versions += [self._versions[-1] if self._versions else 0] * len(tokens)
         self._sampled += [False] * len(tokens)
-        self._sequence = sequence
-        self._sequences += [sequence] * len(tokens)
+
+    def _extend_sequence(self, tokens: Sequence[int]) -> None:
+        before = self._sequence_changes[-1][1] if self._sequence_changes else 0
+        if tokens and self._sequence != before:
+            self._sequence_changes.append((len(self._token_ids), self._sequence))
+        self._token_ids += tokens
+        self._tokens[self._sequence] += tokens
 
     def end(self, answer: Score | ScoreWithMessages) -> None:
         """End the conversation with the score, or the failure, of the environment."""
@@ -343,11 +346,7 @@ class Trajectory:
             prompt_ids=() if self._start is None else tuple(self._start.tokens),
             turn_ends=tuple(self._turn_ends),
             turn_rewards=tuple(self._turn_rewards),
-            sequence_changes=tuple(
-                (position, number)
-                for position, (before, number) in enumerate(pairwise([0, *self._sequences]))
-                if number != before
-            ),
+            sequence_changes=tuple(self._sequence_changes),
             times=tuple(self._times),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -21,7 +21,7 @@ from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.inline import Reward, default_scorer
-from rl_plugins.rewards.records import Score, ScoringRequest, for_tokens
+from rl_plugins.rewards.records import Score, ScoringRequest, for_tokens, scoring_request
 from rl_plugins.rewards.replies import ReplyingReward
 from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.rollout.engine import (
@@ -371,12 +371,6 @@ def _check_scorer(scorer: Scorer | Reward | None, environment: AnyEnvironment | 
             "scorer=None: name a reward function, or an environment=rl.StatefulEnvironment(...) or "
             "rl.AgentEnvironment(...)"
         )
-
-
-def scoring_request(response: str, row: Mapping[str, Any]) -> ScoringRequest:
-    """Return the request to score a response to the prompt of a row."""
-    ground_truth = (row["reward_model"] or {}).get("ground_truth")
-    return ScoringRequest(row["data_source"], response, ground_truth, row["extra_info"] or {}, row["prompt"])
 
 
 def with_stop_token(sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingConfig:

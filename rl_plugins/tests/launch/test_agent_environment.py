@@ -19,8 +19,9 @@ from rl_plugins.tests.launch.configurations import configured, message_of
 AGENTS = "rl_plugins.tests.environments.sample_agents"
 
 
-def row_of(ground_truth: str) -> Row:
+def row_of(source: str, ground_truth: str) -> Row:
     row: Any = {
+        "data_source": source,
         "prompt": [{"role": "user", "content": "ask"}],
         "reward_model": {"ground_truth": ground_truth},
         "extra_info": {},
@@ -40,6 +41,6 @@ def test_check_agent_lets_an_agent_make_one_call_for_a_row_of_each_source() -> N
             "grpo", "environment=agent", f"environment.agent={AGENTS}.{name}", "model.path=model",
             "data.train_files=[train.parquet]", *options,
         )  # fmt: skip
-        rows = {str(number): row_of(act) for number, act in enumerate(acts)}
+        rows = {str(number): row_of(str(number), act) for number, act in enumerate(acts)}
         message = message_of(partial(check_agent, config, rows, tokenizer))
         assert said in message and "\n" not in message, message
