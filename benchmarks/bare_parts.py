@@ -120,7 +120,7 @@ def alone(part: str, folder: Path, threads: int) -> float:
     """Return the median seconds of a part in a process of its own.
 
     Raises:
-        RuntimeError: The part failed. The message ends with its error output.
+        RuntimeError: the part failed. The message ends with its error output.
     """
     command = [sys.executable, "-m", "benchmarks.bare_parts", "--part", part, str(folder), "--threads", str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -55,7 +55,7 @@ def measure(kept: Path | None) -> dict[str, Any]:
     """Run the recipe, and compute the fields of `Device` from the measurements.
 
     Args:
-        kept: Folder of measured runs, which are not repeated; None to measure all.
+        kept: folder of measured runs, which are not repeated; None to measure all.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

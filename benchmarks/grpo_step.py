@@ -107,7 +107,7 @@ def run_alternative(module: list[str], work: list[str]) -> dict[str, Any]:
     """Run an alternative on the same work, and return the figures of its last line.
 
     Raises:
-        RuntimeError: The alternative failed. The message ends with its error output.
+        RuntimeError: the alternative failed. The message ends with its error output.
     """
     command = [sys.executable, "-m", module[0], *work, *module[1:]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -140,8 +140,8 @@ def step_floor_s(work: Workload, rate: float) -> float:
     training read each prompt once for all its samples.
 
     Args:
-        work: Work of the step.
-        rate: Operations per second.
+        work: work of the step.
+        rate: operations per second.
     """
     shape, sampled = work.policy, work.responses * work.response_tokens
     sampling = shape.forward_flops(sampled, work.prompt_tokens + work.response_tokens / 2)

@@ -50,12 +50,12 @@ class StepFigures:
     """Measured or predicted figures of a step.
 
     Attributes:
-        trainer: Largest bytes of a trainer.
-        engine: Largest bytes of an engine.
-        step: Seconds of a step.
-        rollout: Seconds of sampling.
-        update: Seconds of the update.
-        response_tokens: Mean tokens of a response.
+        trainer: largest bytes of a trainer.
+        engine: largest bytes of an engine.
+        step: seconds of a step.
+        rollout: seconds of sampling.
+        update: seconds of the update.
+        response_tokens: mean tokens of a response.
     """
 
     trainer: float

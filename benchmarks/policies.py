@@ -40,10 +40,10 @@ def save_vision_language_policy(folder: Path, *, pixels: int, patch: int, vocab_
     """Write a LLaVA model of 5 M parameters, with a vision tower of 3 M, and random weights.
 
     Args:
-        folder: Folder of the model.
-        pixels: Width and height of an image.
-        patch: Width and height of a patch.
-        vocab_size: Number of tokens of text; the next token stands for a patch.
+        folder: folder of the model.
+        pixels: width and height of an image.
+        patch: width and height of a patch.
+        vocab_size: number of tokens of text; the next token stands for a patch.
     """
     from transformers import AutoModelForImageTextToText, LlavaConfig
 

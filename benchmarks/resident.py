@@ -25,9 +25,9 @@ class Resident:
         """Return the peak bytes of a process of a kind between two times: the mean over the processes of this kind.
 
         Args:
-            kind: One of `KINDS`.
-            start: Start by `time.time`.
-            end: End by `time.time`.
+            kind: one of `KINDS`.
+            start: start by `time.time`.
+            end: end by `time.time`.
             shared: True to count shared memory as well.
         """
         peaks = [

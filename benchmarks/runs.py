@@ -23,9 +23,9 @@ class MeasuredRun:
     """Metrics and memory of a run.
 
     Attributes:
-        steps: Metrics of each training step.
-        peak_bytes: Peak memory of the largest process of each kind, in bytes.
-        resident: Private memory of each process over time; None if only the peaks were measured.
+        steps: metrics of each training step.
+        peak_bytes: peak memory of the largest process of each kind, in bytes.
+        resident: private memory of each process over time; None if only the peaks were measured.
     """
 
     steps: list[dict[str, float]]
@@ -60,13 +60,13 @@ def run_grpo(folder: Path, *overrides: str, name: str = "run", closely: bool = F
     """Train `folder/policy` on `folder/data/train.parquet` with the GRPO recipe, in `folder/outputs/name`.
 
     Args:
-        folder: Folder with the policy and the data.
-        overrides: Options of the recipe.
-        name: Name of the run.
-        closely: Measure private memory fifty times a second. Otherwise measure proportional memory once a second.
+        folder: folder with the policy and the data.
+        overrides: options of the recipe.
+        name: name of the run.
+        closely: measure private memory fifty times a second. Otherwise measure proportional memory once a second.
 
     Raises:
-        RuntimeError: The run failed. The message ends with its output.
+        RuntimeError: the run failed. The message ends with its output.
     """
     command = [
         sys.executable, "-m", "rl_plugins.recipes.grpo", f"run.name={name}", f"run.output_dir={folder}/outputs",

@@ -82,11 +82,11 @@ def corrected_phase_times(
     """Scale planned phase times to the measured times of a run.
 
     Args:
-        times: Planned times for the work and placement of the run, or for others with the same model and device.
-        work: Work of the run.
-        plan: Placement of the run.
-        device: Device of the run.
-        metrics: Metrics of the run, as `read_metrics` returns. The first step is ignored, because it warms up.
+        times: planned times for the work and placement of the run, or for others with the same model and device.
+        work: work of the run.
+        plan: placement of the run.
+        device: device of the run.
+        metrics: metrics of the run, as `read_metrics` returns. The first step is ignored, because it warms up.
     """
     measured = {name: median(list(series.values())[1:] or series.values()) for name, series in metrics.items()}
     planned = step_time(work, plan, device, plan.trainers)
@@ -109,10 +109,10 @@ class PhaseSource:
     """Source of phase times.
 
     Attributes:
-        work: Work of a step on `devices` devices.
-        devices: Number of devices.
-        device: Device.
-        measured: Placement and metrics of a run; None for planned times.
+        work: work of a step on `devices` devices.
+        devices: number of devices.
+        device: device.
+        measured: placement and metrics of a run; None for planned times.
     """
 
     work: Workload

@@ -34,11 +34,11 @@ def samples(prompt: int, response: int, group: int, *, shared: bool, image: Tens
     """Return random tokens of a group. Response lengths are between 0.5 and 1.5 times the mean.
 
     Args:
-        prompt: Tokens of a prompt.
-        response: Tokens of a response on average.
-        group: Number of samples.
-        shared: All samples have one prompt.
-        image: Pixels of an image before each prompt.
+        prompt: tokens of a prompt.
+        response: tokens of a response on average.
+        group: number of samples.
+        shared: all samples have one prompt.
+        image: pixels of an image before each prompt.
     """
     generator = torch.Generator().manual_seed(0)
 

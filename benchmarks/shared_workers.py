@@ -27,8 +27,8 @@ def train_in_turn(configs: Sequence[RecipeConfig], storage: Path) -> None:
     """Check all configurations, then train each. A file `done` in a run's folder marks a finished run.
 
     Args:
-        configs: Configurations with one model architecture and equal lengths of prompts and responses.
-        storage: Folder for Ray Train.
+        configs: configurations with one model architecture and equal lengths of prompts and responses.
+        storage: folder for Ray Train.
     """
     import ray
     from ray.train import ScalingConfig

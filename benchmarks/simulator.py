@@ -35,13 +35,13 @@ class PhaseTimes:
     """Measured or planned seconds of phases.
 
     Attributes:
-        decode_step_s: Seconds of a decoding step without responses.
-        decode_sequence_s: Seconds of a decoding step for each response.
-        prefill_token_s: Seconds for each token of a prompt, for the whole group.
-        train_token_s: Seconds of training for each token of a trainer.
-        train_fixed_s: Seconds of training for each step, in addition to the tokens.
-        update_weights_s: Seconds of a weight transfer from the trainers to the engines.
-        move_s: Seconds in which colocated trainers and engines make room for each other.
+        decode_step_s: seconds of a decoding step without responses.
+        decode_sequence_s: seconds of a decoding step for each response.
+        prefill_token_s: seconds for each token of a prompt, for the whole group.
+        train_token_s: seconds of training for each token of a trainer.
+        train_fixed_s: seconds of training for each step, in addition to the tokens.
+        update_weights_s: seconds of a weight transfer from the trainers to the engines.
+        move_s: seconds in which colocated trainers and engines make room for each other.
     """
 
     decode_step_s: float
@@ -58,10 +58,10 @@ class Workers:
     """Workers and engines.
 
     Attributes:
-        trainers: Number of training workers.
-        engines: Number of rollout engines.
-        colocated: Engines and trainers use the same devices in turn.
-        slots: Responses that an engine decodes at the same time.
+        trainers: number of training workers.
+        engines: number of rollout engines.
+        colocated: engines and trainers use the same devices in turn.
+        slots: responses that an engine decodes at the same time.
     """
 
     trainers: int
@@ -75,9 +75,9 @@ class SamplingSchedule:
     """Limits for sampling ahead of training.
 
     Attributes:
-        max_staleness: Largest number of policy updates between the submission of a group and its training; 0 is
+        max_staleness: largest number of policy updates between the submission of a group and its training; 0 is
             synchronous.
-        ahead: Steps whose groups are in flight in addition to the current step; None stands for `max_staleness`.
+        ahead: steps whose groups are in flight in addition to the current step; None stands for `max_staleness`.
     """
 
     max_staleness: int = 0
@@ -94,10 +94,10 @@ class StepSamples:
     """Samples of a step.
 
     Attributes:
-        prompts: Prompts of a step.
-        samples: Samples of each prompt.
-        prompt_tokens: Tokens of a prompt.
-        lengths: Function that draws the length of a response.
+        prompts: prompts of a step.
+        samples: samples of each prompt.
+        prompt_tokens: tokens of a prompt.
+        lengths: function that draws the length of a response.
     """
 
     prompts: int
@@ -111,13 +111,13 @@ class SimulatedStep:
     """Averages over the steps after the first steps.
 
     Attributes:
-        step_s: Seconds of a step.
-        trainer_idle: Share of the time in which trainers wait for samples.
-        engine_idle: Share of the time in which an engine has no response to decode.
-        staleness: Mean number of policy updates between the sampling of a token and its training.
-        staleness_max: Largest number of policy updates between the submission of a group and its training.
-        dropped: Share of the submitted groups without training.
-        samples_per_s: Trained samples per second.
+        step_s: seconds of a step.
+        trainer_idle: share of the time in which trainers wait for samples.
+        engine_idle: share of the time in which an engine has no response to decode.
+        staleness: mean number of policy updates between the sampling of a token and its training.
+        staleness_max: largest number of policy updates between the submission of a group and its training.
+        dropped: share of the submitted groups without training.
+        samples_per_s: trained samples per second.
     """
 
     step_s: float
@@ -133,10 +133,10 @@ def log_normal(mean: float, sigma: float, most: int) -> Lengths:
     """Return log-normal lengths, cut at the largest length.
 
     Args:
-        mean: Mean tokens before the cut.
-        sigma: Standard deviation of the logarithm. With 0 all responses have the same length; 1 is a tail like the tail
+        mean: mean tokens before the cut.
+        sigma: standard deviation of the logarithm. With 0 all responses have the same length; 1 is a tail like the tail
             of reasoning traces.
-        most: Largest number of tokens.
+        most: largest number of tokens.
     """
     middle = math.log(mean) - sigma**2 / 2
     return lambda rng: max(1, min(most, round(rng.lognormvariate(middle, sigma))))
@@ -152,9 +152,9 @@ class _SampleGroup:
     """Samples of one prompt.
 
     Attributes:
-        submitted: Step at whose start the group was submitted.
-        unfinished: Number of unfinished responses.
-        tokens: Tokens of the responses by the version of the policy that sampled the tokens.
+        submitted: step at whose start the group was submitted.
+        unfinished: number of unfinished responses.
+        tokens: tokens of the responses by the version of the policy that sampled the tokens.
     """
 
     submitted: int
@@ -264,12 +264,12 @@ def simulate(
     """Simulate steps, and return averages over the steps after the first `max_staleness + 2` steps.
 
     Args:
-        times: Seconds of phases.
-        workers: Workers and engines.
-        schedule: Limits for sampling ahead of training.
-        batch: Samples of a step.
-        steps: Number of steps in the averages.
-        seed: Seed of the lengths.
+        times: seconds of phases.
+        workers: workers and engines.
+        schedule: limits for sampling ahead of training.
+        batch: samples of a step.
+        steps: number of steps in the averages.
+        seed: seed of the lengths.
     """
     rng = random.Random(seed)
     engines = [_SimulatedEngine(times, workers.slots) for _ in range(workers.engines)]
@@ -340,11 +340,11 @@ def _wait(
     """Let the engines run until enough groups are finished, and return the time.
 
     Args:
-        engines: All engines.
-        must: Groups that must be finished.
-        groups: All groups in flight.
-        needed: Smallest number of finished groups.
-        now: Time at the start.
+        engines: all engines.
+        must: groups that must be finished.
+        groups: all groups in flight.
+        needed: smallest number of finished groups.
+        now: time at the start.
     """
     pending = {id(group) for group in must if group.unfinished}
     missing = needed - sum(not group.unfinished for group in groups)

@@ -39,8 +39,8 @@ class MeasuredSteps:
     """Measurements of the steps of a run after the first steps.
 
     Attributes:
-        steps: Metrics of each step: seconds of phases, and idle shares and staleness where the run has them.
-        lengths: Response lengths of each step.
+        steps: metrics of each step: seconds of phases, and idle shares and staleness where the run has them.
+        lengths: response lengths of each step.
     """
 
     steps: list[dict[str, float]]
@@ -107,10 +107,10 @@ class Runs:
     """Runs of one model, each measured once.
 
     Args:
-        model: Name of the model.
-        folder: Folder for the model, its prompts and the runs.
-        kept: Measurements of all models.
-        file: File that keeps the measurements.
+        model: name of the model.
+        folder: folder for the model, its prompts and the runs.
+        kept: measurements of all models.
+        file: file that keeps the measurements.
     """
 
     def __init__(self, model: str, folder: Path, kept: dict[str, Any], file: Path | None) -> None:

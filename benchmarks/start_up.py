@@ -42,7 +42,7 @@ def follow_start(folder: Path) -> dict[str, float]:
     """Train one step, and return the seconds from the start to each part.
 
     Raises:
-        RuntimeError: The recipe failed. The message ends with its output.
+        RuntimeError: the recipe failed. The message ends with its output.
     """
     log = folder / "log"
     command = [

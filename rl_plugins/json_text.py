@@ -14,7 +14,7 @@ def read_foreign_json(text: str | bytes) -> Any:
     """Return the value of a JSON text. Each function that walks through the value, such as `json.dumps`, can take it.
 
     Raises:
-        ValueError: The text is no JSON, or has more than `MAX_DEPTH` lists and objects around a value.
+        ValueError: the text is no JSON, or has more than `MAX_DEPTH` lists and objects around a value.
     """
     fault = f"the JSON has more than {MAX_DEPTH} lists and objects around a value"
     try:

@@ -24,7 +24,7 @@ def read_model_config(file: Path) -> dict[str, Any]:
     """Return the content of a config.json.
 
     Raises:
-        ConfigError: The file is damaged, or a size in the file is not a whole number above 0.
+        ConfigError: the file is damaged, or a size in the file is not a whole number above 0.
     """
     config = read_json(file)
     for key in ("text_config", "rope_scaling", "rope_parameters"):
@@ -60,7 +60,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file.
 
     Raises:
-        ConfigError: The file is damaged, or its content is no mapping.
+        ConfigError: the file is damaged, or its content is no mapping.
     """
     try:
         content = read_foreign_json(file.read_text(encoding="utf-8"))

@@ -20,11 +20,11 @@ def callable_of_file(path: str, name: str, kind: str) -> Callable[..., Any]:
 
     Args:
         path: Python file.
-        name: Name of the function or class.
-        kind: First words of an error, such as `reward`.
+        name: name of the function or class.
+        kind: first words of an error, such as `reward`.
 
     Raises:
-        ConfigError: The file or the name is missing, or the file raises an error.
+        ConfigError: the file or the name is missing, or the file raises an error.
     """
     label = f"{path}:{name}"
     return callable_of(_import_file(Path(path), label, kind), name, f"{kind} {label!r}")
@@ -34,12 +34,12 @@ def callable_of(module: ModuleType, name: str, label: str) -> Callable[..., Any]
     """Return a function or class of a module.
 
     Args:
-        module: Imported module.
-        name: Name of the function or class.
-        label: First words of an error.
+        module: imported module.
+        name: name of the function or class.
+        label: first words of an error.
 
     Raises:
-        ConfigError: The module has no function or class of this name. The message has the nearest existing name.
+        ConfigError: the module has no function or class of this name. The message has the nearest existing name.
     """
     found: Any = getattr(module, name, None)
     if not callable(found):

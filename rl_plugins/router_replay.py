@@ -79,10 +79,10 @@ class RouterReplay:
         """Change the routers of a model for good; a second call changes nothing.
 
         Args:
-            model: Mixture of experts of transformers, possibly with an adapter.
+            model: mixture of experts of transformers, possibly with an adapter.
 
         Raises:
-            ConfigError: The model has no routers.
+            ConfigError: the model has no routers.
         """
         if self._routers:
             return
@@ -97,7 +97,7 @@ class RouterReplay:
         """Set the experts of the next forward pass; None lets the routers choose.
 
         Args:
-            experts_NLK: Experts at each router, or, as vLLM returns experts, at each block, also without a router.
+            experts_NLK: experts at each router, or, as vLLM returns experts, at each block, also without a router.
         """
         if experts_NLK is not None and experts_NLK.shape[1] != len(self._routers):
             experts_NLK = experts_NLK[:, self._blocks]
@@ -108,8 +108,8 @@ class RouterReplay:
         """Begin a forward pass.
 
         Args:
-            places_N: Index of each real token among the tokens that the routers see.
-            num_tokens: Number of the tokens that the routers see, M.
+            places_N: index of each real token among the tokens that the routers see.
+            num_tokens: number of the tokens that the routers see, M.
         """
         self._places_N, self._is_on = places_N, True
         if self._prepared_NLK is not None:
@@ -126,7 +126,7 @@ class RouterReplay:
         """Experts that the routers chose in the last forward pass, int16.
 
         Raises:
-            ConfigError: A router did not choose by `torch.topk`.
+            ConfigError: a router did not choose by `torch.topk`.
         """
         return self._chosen_NLK().to(torch.int16)
 
@@ -164,11 +164,11 @@ def check_routers(config: Mapping[str, Any], option: str) -> None:
     """Check if the class of a model has routers. A class of the model's own code is not looked at.
 
     Args:
-        config: Content of the model's config.json.
-        option: Option that needs routers.
+        config: content of the model's config.json.
+        option: option that needs routers.
 
     Raises:
-        ConfigError: The class has no routers.
+        ConfigError: the class has no routers.
     """
     families = [config["model_type"], *filter(None, [(config.get("text_config") or {}).get("model_type")])]
     if "auto_map" not in config and not any(map(has_routers, families)):
@@ -242,11 +242,11 @@ def routers_of(model: nn.Module, option: str) -> dict[str, ExpertRouter]:
     """Return the routers of a model by name: the modules from which transformers takes `router_logits`.
 
     Args:
-        model: Mixture of experts of transformers, possibly with an adapter.
-        option: Option that needs routers.
+        model: mixture of experts of transformers, possibly with an adapter.
+        option: option that needs routers.
 
     Raises:
-        ConfigError: The model has no routers.
+        ConfigError: the model has no routers.
     """
     # The text model of a vision-language model has the routers, and its class names them.
     for inner in model.modules():

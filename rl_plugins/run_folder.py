@@ -28,7 +28,7 @@ class RunFolder:
     """Paths of one run.
 
     Attributes:
-        path: Path of the folder.
+        path: path of the folder.
     """
 
     path: Path

@@ -63,8 +63,8 @@ def run_with_deadline(function: Callable[[], Result], deadline_s: float | None) 
     with a bare `except`.
 
     Args:
-        function: Function to call.
-        deadline_s: Seconds until the first alarm. None sets no alarm.
+        function: function to call.
+        deadline_s: seconds until the first alarm. None sets no alarm.
     """
     if deadline_s is None or debugging() or threading.current_thread() is not threading.main_thread():
         return function()
@@ -120,8 +120,8 @@ def run_concurrently(calls: Sequence[Callable[[], Awaitable[object]]], deadline_
     """Await all calls together.
 
     Args:
-        calls: Functions without arguments; each returns an awaitable.
-        deadline_s: Seconds for one call. None sets no deadline.
+        calls: functions without arguments; each returns an awaitable.
+        deadline_s: seconds for one call. None sets no deadline.
 
     Returns:
         The result or the exception of each call. `UNDECIDED` for a call beside a blocking call. A `SoftDeadline` marks
@@ -192,13 +192,13 @@ def load_user_code(name: str, deed: str, function: Callable[[], Result], kind: s
     loop of this thread, in which the calls of a coroutine function run later.
 
     Args:
-        name: Name of the reward or tool, for the message.
-        deed: Description of the call, for the message.
-        function: Function to call.
-        kind: First word of the message, before the name.
+        name: name of the reward or tool, for the message.
+        deed: description of the call, for the message.
+        function: function to call.
+        kind: first word of the message, before the name.
 
     Raises:
-        ConfigError: The call raised an exception or asked for the end of the process.
+        ConfigError: the call raised an exception or asked for the end of the process.
     """
 
     async def call() -> Result:

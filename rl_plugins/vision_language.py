@@ -127,9 +127,9 @@ class SampleImages:
         """Return the images of samples; None if no sample has an image.
 
         Args:
-            model: Model, or a model engine around the model.
-            image_inputs_B: Inputs of the images of each sample; None if no sample has images.
-            input_ids_BS: Ids of prompts and responses.
+            model: model, or a model engine around the model.
+            image_inputs_B: inputs of the images of each sample; None if no sample has images.
+            input_ids_BS: ids of prompts and responses.
 
         Raises:
             ConfigError: a sample has an image, and the model reads text alone.
@@ -150,7 +150,7 @@ class SampleImages:
 
         Args:
             attention_mask_BS: 1 at real tokens, 0 at padding.
-            position_ids_BS: Positions in the text.
+            position_ids_BS: positions in the text.
         """
         if not has_grid_positions(self.model):
             return position_ids_BS
@@ -239,9 +239,9 @@ def _repeated(features: Tensor | Sequence[Tensor], tokens: list[int], places: li
     """Return features of images once for each sample, in the form of the given features.
 
     Args:
-        features: Features [images, tokens of an image, H], or a sequence of features of each image.
-        tokens: Number of tokens of each of the different images of samples.
-        places: Place of the images of each sample among the different images.
+        features: features [images, tokens of an image, H], or a sequence of features of each image.
+        tokens: number of tokens of each of the different images of samples.
+        places: place of the images of each sample among the different images.
     """
     together = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(list(features))
     parts = together.split(tokens)
@@ -284,15 +284,15 @@ def padded_inputs(
     """Return the arguments of a forward pass over padded samples.
 
     Args:
-        model: Model, or a model engine around the model.
-        input_ids_BS: Ids of prompts and responses.
+        model: model, or a model engine around the model.
+        input_ids_BS: ids of prompts and responses.
         attention_mask_BS: 1 at real tokens, 0 at padding.
-        position_ids_BS: Positions in the text.
-        image_inputs_B: Inputs of the images of each sample; None if no sample has images.
-        device: Device of the model, by default the device of the samples.
+        position_ids_BS: positions in the text.
+        image_inputs_B: inputs of the images of each sample; None if no sample has images.
+        device: device of the model, by default the device of the samples.
 
     Raises:
-        ConfigError: A sample has an image, and the model reads text alone.
+        ConfigError: a sample has an image, and the model reads text alone.
     """
     images = SampleImages.of(model, image_inputs_B, input_ids_BS)
     if images is not None:
@@ -316,12 +316,12 @@ def with_blank_image(
     In a sharded model, all ranks take part in each pass of the vision tower, also a rank without images.
 
     Args:
-        blank: Tokens and inputs of a blank image.
-        input_ids_BS: Ids of prompts and responses.
+        blank: tokens and inputs of a blank image.
+        input_ids_BS: ids of prompts and responses.
         attention_mask_BS: 1 at real tokens, 0 at padding.
-        position_ids_BS: Positions in the text.
-        response_width: Number of response columns.
-        image_inputs_B: Inputs of the images of each sample; None if no sample has images.
+        position_ids_BS: positions in the text.
+        response_width: number of response columns.
+        image_inputs_B: inputs of the images of each sample; None if no sample has images.
     """
     ids, image = blank
     places = torch.arange(len(ids), device=input_ids_BS.device)

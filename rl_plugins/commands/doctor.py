@@ -73,10 +73,10 @@ class Finding:
     """One line of the output.
 
     Attributes:
-        name: Name of the package, tool, device or service.
+        name: name of the package, tool, device or service.
         state: `good`; `absent` for a fault that concerns some ways to run; `broken` for a fault that concerns all.
-        found: Version, path, size or error.
-        fix: Command or option that solves the problem. Empty if there is no problem.
+        found: version, path, size or error.
+        fix: command or option that solves the problem. Empty if there is no problem.
     """
 
     name: str
@@ -151,7 +151,7 @@ def check_ways_to_run(findings: Sequence[Finding]) -> list[Finding]:
     """Return one finding for each way to run: good, or absent with the names of the missing parts.
 
     Args:
-        findings: All findings about packages, machine and services.
+        findings: all findings about packages, machine and services.
     """
     broken = [finding.name for finding in findings if finding.state == "broken" and finding.name not in _SERVICES]
     lacking = {finding.name for finding in findings if finding.state != "good"}

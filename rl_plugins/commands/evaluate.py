@@ -97,7 +97,7 @@ def run(arguments: Namespace) -> int:
     """Score all inputs, print and write the measures, and compare two inputs.
 
     Raises:
-        ConfigError: An argument is wrong, or too many rewards failed.
+        ConfigError: an argument is wrong, or too many rewards failed.
     """
     from rl_plugins.commands.terminal import Terminal
     from rl_plugins.evaluation.results import compare, evaluate, load_samples
@@ -151,7 +151,7 @@ def reward_config(name: str) -> Mapping[str, Any]:
     """Return the value of `reward.functions` for --reward: one reward, or rewards by data source.
 
     Raises:
-        ConfigError: There is no such reward, or its file lacks a secret.
+        ConfigError: there is no such reward, or its file lacks a secret.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -214,8 +214,8 @@ def _samples_file(name: str, arguments: Namespace) -> Path:
     """Return the file of samples, after sampling from a policy.
 
     Args:
-        name: Parquet file of samples, or policy.
-        arguments: Arguments of the command.
+        name: parquet file of samples, or policy.
+        arguments: arguments of the command.
     """
     if name.endswith(".parquet"):
         return Path(name)

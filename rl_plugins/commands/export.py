@@ -96,15 +96,15 @@ def export_checkpoint(
     """Write the trained model of a checkpoint as a Hugging Face folder, in the dtype of the exports of the run.
 
     Args:
-        checkpoint: Folder of the checkpoint, such as `checkpoint_00000050` of a run.
-        out: New folder to write.
+        checkpoint: folder of the checkpoint, such as `checkpoint_00000050` of a run.
+        out: new folder to write.
         model: Hugging Face name or folder of the architecture and the tokenizer. By default the run's `model.path`.
-        lora: For a run with an adapter, write the merged model or the adapter alone. By default `run.export_lora` of
+        lora: for a run with an adapter, write the merged model or the adapter alone. By default `run.export_lora` of
             the run.
-        trust_remote_code: Run Python code that the model's config.json names (`auto_map`). The config.yaml beside the
+        trust_remote_code: run Python code that the model's config.json names (`auto_map`). The config.yaml beside the
             checkpoint cannot allow such code, because the folder may come from somebody else.
-        push: Repository of the Hugging Face hub, `OWNER/NAME`, that gets the folder with a model card.
-        public: Make a new repository public.
+        push: repository of the Hugging Face hub, `OWNER/NAME`, that gets the folder with a model card.
+        public: make a new repository public.
 
     Returns:
         Address of the commit on the hub; None without `push`.
@@ -173,8 +173,8 @@ class _TrainedModel:
     Attributes:
         path: Hugging Face name or folder of the architecture and the tokenizer.
         precision: `model.precision` of the run.
-        engine: Name of the model engine in the checkpoint.
-        trust_remote_code: See `LoadingOptions`.
+        engine: name of the model engine in the checkpoint.
+        trust_remote_code: see `LoadingOptions`.
     """
 
     path: str
@@ -310,8 +310,8 @@ def _select_weights(
     """Return the weights of the parameters, each in the dtype of the parameter. Tied weights appear once.
 
     Raises:
-        ConfigError: A parameter has no weight, or a weight of another shape.
-        CheckpointError: A weight is NaN or infinite.
+        ConfigError: a parameter has no weight, or a weight of another shape.
+        CheckpointError: a weight is NaN or infinite.
     """
     wrong = [
         name for name, parameter in parameters.items() if name not in weights or weights[name].shape != parameter.shape

@@ -94,7 +94,7 @@ def run(arguments: Namespace) -> int:
     """Sample the missing parts of the file.
 
     Raises:
-        ConfigError: An argument is wrong, or a prompt is too long for the model.
+        ConfigError: an argument is wrong, or a prompt is too long for the model.
     """
     from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, load_rows
     from rl_plugins.evaluation.generation import generate, open_samples

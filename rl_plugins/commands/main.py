@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: Words of the command line behind the program. By default those of this process.
+        arguments: words of the command line behind the program. By default those of this process.
 
     Returns:
         Exit status of the command; 2 after a `ConfigError` or a wrong argument, 130 after Ctrl-C.
@@ -122,11 +122,11 @@ def parse_arguments(name: str, words: Sequence[str]) -> Namespace:
     """Return the arguments of a command.
 
     Args:
-        name: Name in `COMMANDS`.
-        words: Words of the command line behind the name.
+        name: name in `COMMANDS`.
+        words: words of the command line behind the name.
 
     Raises:
-        ConfigError: An argument is unknown, missing or wrong.
+        ConfigError: an argument is unknown, missing or wrong.
     """
     with collector_off():
         command = import_module(f"rl_plugins.commands.{name}")
@@ -170,7 +170,7 @@ def existing_run(path: Path) -> RunFolder:
     """Return the run in a folder.
 
     Raises:
-        ConfigError: The folder is not the folder of a run. The message names the runs below the folder.
+        ConfigError: the folder is not the folder of a run. The message names the runs below the folder.
     """
     folder = RunFolder(path)
     if not folder.metrics.is_file():

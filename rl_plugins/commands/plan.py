@@ -94,7 +94,7 @@ def run(arguments: Namespace) -> int:
     """Search over placements, and print a table and the command line of the best placement.
 
     Raises:
-        ConfigError: No placement fits. The message names the placement with the least missing memory, and the options
+        ConfigError: no placement fits. The message names the placement with the least missing memory, and the options
             to change.
     """
     from rl_plugins.config.checks import check_options
@@ -137,7 +137,7 @@ def _build_cluster(arguments: Namespace) -> Cluster:
     """Return the devices of the arguments.
 
     Raises:
-        ConfigError: Several machines are asked for, and the device is a CPU.
+        ConfigError: several machines are asked for, and the device is a CPU.
     """
     device = device_named(arguments.device, arguments.calibration)
     if device.is_cpu and arguments.nodes > 1:
@@ -150,8 +150,8 @@ def given_values(composed: DictConfig, words: Sequence[str]) -> dict[str, Any]:
     """Return the options of the command line with the values in the composed recipe, without options that are null.
 
     Args:
-        composed: Composed configuration.
-        words: Overrides of the command line, each `key=value`.
+        composed: composed configuration.
+        words: overrides of the command line, each `key=value`.
     """
     from omegaconf import OmegaConf
 
@@ -164,9 +164,9 @@ def command_line(recipe: str, words: Sequence[str], options: Mapping[str, Any]) 
     """Return the command line of a recipe, to be pasted into a shell.
 
     Args:
-        recipe: Name of the recipe, or of a configuration of the recipe `grpo`.
-        words: Overrides of the command line, each `key=value`.
-        options: Options of a placement with their values. The options replace equal keys of `words`.
+        recipe: name of the recipe, or of a configuration of the recipe `grpo`.
+        words: overrides of the command line, each `key=value`.
+        options: options of a placement with their values. The options replace equal keys of `words`.
     """
     has_module = (Path(__file__).parents[1] / "recipes" / f"{recipe}.py").is_file()
     module = [f"rl_plugins.recipes.{recipe}"] if has_module else ["rl_plugins.recipes.grpo", "--config-name", recipe]
@@ -183,7 +183,7 @@ def _allowed_candidates(config: RecipeConfig, candidates: Sequence[Candidate], c
     """Return the placements that a run accepts.
 
     Raises:
-        ConfigError: A run would refuse every placement.
+        ConfigError: a run would refuse every placement.
     """
     if not candidates:
         raise ConfigError(
@@ -203,9 +203,9 @@ def refusal(config: RecipeConfig, options: Mapping[str, Any], cluster: Cluster) 
     """Return the message with which a run refuses a configuration; empty if the run accepts the configuration.
 
     Args:
-        config: Configuration of the recipe.
-        options: Options to change, with their new values.
-        cluster: Devices of the run.
+        config: configuration of the recipe.
+        options: options to change, with their new values.
+        cluster: devices of the run.
     """
     from rl_plugins.config.checks import check_batch, check_options
     from rl_plugins.launch.placement import check_fit, roles_of
@@ -240,14 +240,14 @@ def workload_of(
     """Return the work of one step.
 
     Args:
-        config: Configuration of a recipe that samples.
-        prompt_tokens: Mean tokens of a prompt. By default the longest allowed prompt.
-        response_tokens: Mean tokens of a response. By default the longest allowed response.
-        images: Mean images of a prompt. By default one for a vision-language model.
-        image_patches: Mean patches of an image. By default the patches of an image of the model's size.
+        config: configuration of a recipe that samples.
+        prompt_tokens: mean tokens of a prompt. By default the longest allowed prompt.
+        response_tokens: mean tokens of a response. By default the longest allowed response.
+        images: mean images of a prompt. By default one for a vision-language model.
+        image_patches: mean patches of an image. By default the patches of an image of the model's size.
 
     Raises:
-        ConfigError: The recipe does not sample its training data, the architecture of a model is unknown, or there are
+        ConfigError: the recipe does not sample its training data, the architecture of a model is unknown, or there are
             images for a model of text.
     """
     from rl_plugins.config.recipe import COLLECTING_STAGES
@@ -341,11 +341,11 @@ def read_shape(option: str, path: str) -> ModelShape:
     """Return the shape of a model.
 
     Args:
-        option: Name of the option, for the message of an error.
-        path: Folder of the model, a file like config.json, or a name on the Hugging Face hub.
+        option: name of the option, for the message of an error.
+        path: folder of the model, a file like config.json, or a name on the Hugging Face hub.
 
     Raises:
-        ConfigError: The model or the architecture is unknown, the file is damaged, or the hub does not give the model.
+        ConfigError: the model or the architecture is unknown, the file is damaged, or the hub does not give the model.
     """
     file = Path(path)
     if not file.is_file():

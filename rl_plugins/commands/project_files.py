@@ -41,9 +41,9 @@ def files_to_send(
     """Select the files to send. Without git or a repository, all files, except for the patterns in `NEVER_SENT`.
 
     Args:
-        root: Folder of the project.
-        exclude: Patterns of names, or of paths below `root`, to leave out besides `NEVER_SENT`.
-        include: Patterns of paths below `root` to send even if git or `NEVER_SENT` excludes the path. A file with a
+        root: folder of the project.
+        exclude: patterns of names, or of paths below `root`, to leave out besides `NEVER_SENT`.
+        include: patterns of paths below `root` to send even if git or `NEVER_SENT` excludes the path. A file with a
             secret needs its whole path here.
 
     Returns:
@@ -75,16 +75,16 @@ def zip_files(files: Mapping[PurePath, Path], root: Path, archive: Path, *, limi
     """Write the files and the state of the git repository into a zip file.
 
     Args:
-        files: Path in the package to file, from `files_to_send`.
-        root: Folder of the project.
-        archive: Zip file to write.
-        limit_mib: Largest allowed size of all files before compression, in MiB.
+        files: path in the package to file, from `files_to_send`.
+        root: folder of the project.
+        archive: zip file to write.
+        limit_mib: largest allowed size of all files before compression, in MiB.
 
     Returns:
         Size of all files before compression, in bytes.
 
     Raises:
-        ConfigError: The files are larger than `limit_mib`. The message lists the largest files.
+        ConfigError: the files are larger than `limit_mib`. The message lists the largest files.
     """
     sizes = {path: file.stat().st_size for path, file in files.items()}
     total = sum(sizes.values())
@@ -173,9 +173,9 @@ def _is_secret(root: Path, path: PurePath, file: Path) -> bool:
     """Return True for a private key, and for a file whose name, or a folder above it, is in `SECRET_FILES`.
 
     Args:
-        root: Folder of the project.
-        path: Path in the package.
-        file: File of the path. A link has another name than its file.
+        root: folder of the project.
+        path: path in the package.
+        file: file of the path. A link has another name than its file.
     """
     names = {*path.parts, *file.resolve().relative_to(root.resolve()).parts}
     if any(fnmatch(name.lower(), pattern) for name in names for pattern in SECRET_FILES):

@@ -53,7 +53,7 @@ def run(arguments: Namespace) -> int:
     """Show the run.
 
     Raises:
-        ConfigError: The folder is not the folder of a run, or the run has none of the metrics.
+        ConfigError: the folder is not the folder of a run, or the run has none of the metrics.
     """
     from rl_plugins.commands.terminal import Terminal
 

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         Exit code of the job; 0 for --no-wait and --dry-run; 1 after a deadline.
 
     Raises:
-        ConfigError: An option is wrong, the project is too large, or no job server answers.
+        ConfigError: an option is wrong, the project is too large, or no job server answers.
     """
     from rl_plugins.commands.project_files import describe_largest, files_to_send, zip_files
 
@@ -134,7 +134,7 @@ def job_command(words: Sequence[str]) -> str:
     """Return the shell command of the job. The name of a recipe becomes `python -m` and the module of the recipe.
 
     Raises:
-        ConfigError: There is no command, the first word is neither a recipe nor a program, or a word has a secret.
+        ConfigError: there is no command, the first word is neither a recipe nor a program, or a word has a secret.
     """
     words = list(words[1:] if words[:1] == ["--"] else words)
     if not words:
@@ -159,7 +159,7 @@ def job_server(option: str | None) -> str:
     """Return the address of the job server: the option, or the value of Ray's variables, or this machine.
 
     Raises:
-        ConfigError: The address is not an HTTP address.
+        ConfigError: the address is not an HTTP address.
     """
     sources = {
         "--address": option,
@@ -176,10 +176,10 @@ def job_environment(options: Sequence[str]) -> dict[str, str]:
     """Return the environment variables of the job.
 
     Args:
-        options: Values of --env, each `NAME` or `NAME=VALUE`.
+        options: values of --env, each `NAME` or `NAME=VALUE`.
 
     Raises:
-        ConfigError: A variable is given without a value and is not set here.
+        ConfigError: a variable is given without a value and is not set here.
     """
     # The job cannot reach an MLflow store in a file of this machine.
     variables = {
@@ -197,7 +197,7 @@ def connect(address: str) -> JobSubmissionClient:
     """Return a client of the job server, after the server has answered a request.
 
     Raises:
-        ConfigError: No server answers at the address, the server is not a job server, or the server requires a token.
+        ConfigError: no server answers at the address, the server is not a job server, or the server requires a token.
     """
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
@@ -231,16 +231,16 @@ def submit_job(client: JobSubmissionClient, command: str, runtime_env: dict[str,
     """Upload the project and submit the job. Wait for a cluster that has just started.
 
     Args:
-        client: Client of the job server.
-        command: Shell command of the job.
+        client: client of the job server.
+        command: shell command of the job.
         runtime_env: Ray's runtime environment: the project and the environment variables.
 
     Returns:
         Id of the job.
 
     Raises:
-        ConfigError: The job server refuses the job.
-        DeadlineExceeded: The upload takes too long.
+        ConfigError: the job server refuses the job.
+        DeadlineExceeded: the upload takes too long.
     """
     submit = partial(client.submit_job, entrypoint=command, runtime_env=runtime_env)
     deadline = time.monotonic() + _START_S
@@ -261,7 +261,7 @@ def follow_job(client: JobSubmissionClient, job: str) -> int:
         Exit code of the job.
 
     Raises:
-        DeadlineExceeded: The job server has not answered for two minutes. The job may still run.
+        DeadlineExceeded: the job server has not answered for two minutes. The job may still run.
     """
     output = threading.Thread(target=_print_logs, args=(client, job), name="logs", daemon=True)
     output.start()
@@ -287,12 +287,12 @@ def within(seconds: float, description: str, call: Callable[[], T]) -> T:
     behind after the deadline: a thread of `concurrent.futures` would keep the process from exiting.
 
     Args:
-        seconds: Deadline in seconds.
-        description: Description of the call, for the message of an error.
-        call: Function without arguments. Exceptions of the call are raised here.
+        seconds: deadline in seconds.
+        description: description of the call, for the message of an error.
+        call: function without arguments. Exceptions of the call are raised here.
 
     Raises:
-        DeadlineExceeded: The call did not return within the deadline.
+        DeadlineExceeded: the call did not return within the deadline.
     """
     pool = ThreadPool(1)
     try:

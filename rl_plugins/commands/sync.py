@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         0 if the store has everything, else 1.
 
     Raises:
-        ConfigError: The folder is not the folder of a run or pipeline, or the store does not answer.
+        ConfigError: the folder is not the folder of a run or pipeline, or the store does not answer.
     """
     folder = arguments.folder.absolute()
     if (folder / "pipeline.yaml").is_file():

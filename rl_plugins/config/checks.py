@@ -17,7 +17,7 @@ def check_options(config: RecipeConfig) -> None:
     """Check the options of all groups against each other.
 
     Raises:
-        ConfigError: Two options contradict each other. The message names both, and the way out.
+        ConfigError: two options contradict each other. The message names both, and the way out.
     """
     for check in (
         _check_sampling,
@@ -44,7 +44,7 @@ def check_batch(config: RecipeConfig) -> None:
     """Check for equal shares of a step for all workers and all optimizer steps.
 
     Raises:
-        ConfigError: A share is not a whole number. The message names the option, and the next number without this
+        ConfigError: a share is not a whole number. The message names the option, and the next number without this
             fault.
     """
     workers, batch = config.num_workers, config.batch

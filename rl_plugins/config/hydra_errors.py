@@ -25,8 +25,8 @@ def explain(error: BaseException, known_keys: Callable[[], list[str]] = list) ->
     """Return one sentence for the user: the option, the mistake, and the correction.
 
     Args:
-        error: Error of composing or parsing a configuration.
-        known_keys: Function that returns all keys, to suggest a similar key for an unknown key.
+        error: error of composing or parsing a configuration.
+        known_keys: function that returns all keys, to suggest a similar key for an unknown key.
     """
     from hydra.errors import MissingConfigException, OverrideParseException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError

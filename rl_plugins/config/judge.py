@@ -115,7 +115,7 @@ class JudgeConfig(Settings):
         """Check all values, and the placeholders of the template.
 
         Raises:
-            ConfigError: A value is out of its range, or two values contradict each other.
+            ConfigError: a value is out of its range, or two values contradict each other.
         """
         super().__post_init__()
         if self.url is not None and "@" in urlsplit(self.url).netloc:
@@ -147,7 +147,7 @@ def check_template(text: str, option: str) -> None:
         option: option with the text or with its file, as `name=value`, for messages.
 
     Raises:
-        ConfigError: A name is unknown, or the template has no `{response}`.
+        ConfigError: a name is unknown, or the template has no `{response}`.
     """
     names = [name for _, name in PLACEHOLDER.findall(text) if name]
     for name in names:
@@ -165,7 +165,7 @@ def judge_config(options: JudgeConfig | Mapping[str, Any]) -> JudgeConfig:
     """Return the record of a judge.
 
     Raises:
-        ConfigError: An option is unknown, or out of its range.
+        ConfigError: an option is unknown, or out of its range.
     """
     if isinstance(options, JudgeConfig):
         return options
@@ -249,7 +249,7 @@ def check_deadline(reward: object, deadline_s: float, option: str) -> None:
         option: name of the option with the deadline.
 
     Raises:
-        ConfigError: The deadline is too short.
+        ConfigError: the deadline is too short.
     """
     for node in judges_of(reward):
         wait_s, timeout_s = float(_option(node, "wait_s")), float(_option(node, "timeout_s"))

@@ -147,7 +147,7 @@ class JudgeEngineOptions(Settings):
         """Check all settings.
 
         Raises:
-            ConfigError: A setting is out of its range, or `vllm` has an argument that vLLM does not know, or that the
+            ConfigError: a setting is out of its range, or `vllm` has an argument that vLLM does not know, or that the
                 package sets.
         """
         super().__post_init__()

@@ -250,7 +250,7 @@ class RecipeConfig(Settings):
         """Set the device of the run, `cpu` or `cuda`, and the precision that follows from the device.
 
         Raises:
-            ConfigError: The kernels of Liger, or the engine of a replay of routes, do not run on the device.
+            ConfigError: the kernels of Liger, or the engine of a replay of routes, do not run on the device.
         """
         if self.model.liger and device == "cpu":
             raise ConfigError("model.liger=true: the kernels of Liger run on GPUs, and the run is on CPU: leave it out")
@@ -306,7 +306,7 @@ def parse_config(values: object) -> RecipeConfig:
         values: mapping of groups to options, or a composed configuration of OmegaConf.
 
     Raises:
-        ConfigError: A key does not exist, or a value is missing, has the wrong type, or is out of its range. The
+        ConfigError: a key does not exist, or a value is missing, has the wrong type, or is out of its range. The
             message names the option.
     """
     try:
@@ -331,7 +331,7 @@ def _check_groups(schema: object, values: object, names: Sequence[str]) -> None:
     """Check that each group of options is a mapping; OmegaConf does not name a group that is a list.
 
     Raises:
-        ConfigError: A group is of another type.
+        ConfigError: a group is of another type.
     """
     # Null leaves the defaults, and an interpolation may name another group.
     is_left = values is None or (isinstance(values, str) and "${" in values)

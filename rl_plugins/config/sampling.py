@@ -135,7 +135,7 @@ class SamplingOptions(Settings):
         """Check all values.
 
         Raises:
-            ConfigError: A value is out of its range, or `vllm` has an argument that training does not support.
+            ConfigError: a value is out of its range, or `vllm` has an argument that training does not support.
         """
         super().__post_init__()
         _check_vllm_arguments(self.vllm)
@@ -178,7 +178,7 @@ class SamplingConfig(SamplingOptions):
         """Check all values.
 
         Raises:
-            ConfigError: A value is out of its range.
+            ConfigError: a value is out of its range.
         """
         super().__post_init__()
         self.stop, self.stop_token_ids = tuple(self.stop), tuple(self.stop_token_ids)
@@ -300,7 +300,7 @@ class Schedule(Settings):
         """Check the bounds.
 
         Raises:
-            ConfigError: A bound is negative, or `ahead` or `max_token_age` is above `max_staleness`.
+            ConfigError: a bound is negative, or `ahead` or `max_token_age` is above `max_staleness`.
         """
         super().__post_init__()
         if self.ahead is not None and not 0 <= self.ahead <= max(self.max_staleness, 1):

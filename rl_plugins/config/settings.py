@@ -117,7 +117,7 @@ def check_ranges(wanted: object, allowed: Range, /, **options: object) -> None:
         options: values by name.
 
     Raises:
-        ConfigError: A number is not finite, or a value is out of the range. The message begins with the name.
+        ConfigError: a number is not finite, or a value is out of the range. The message begins with the name.
     """
     for name, value in options.items():
         if fault := allowed.fault(value, wanted):
@@ -200,7 +200,7 @@ class Settings:
         """Check the range of each field.
 
         Raises:
-            ConfigError: A value is out of its range.
+            ConfigError: a value is out of its range.
         """
         self.check_fields(**{name: getattr(self, name) for name in _ranges(cast(Hashable, type(self)))})
 
@@ -209,7 +209,7 @@ class Settings:
         """Check values by the ranges of the fields with the same names, for a function with a few of the fields.
 
         Raises:
-            ConfigError: A value is out of its range. The message begins with the name of the field.
+            ConfigError: a value is out of its range. The message begins with the name of the field.
         """
         ranges = _ranges(cast(Hashable, cls))
         for name, value in values.items():

@@ -183,8 +183,8 @@ class Format:
 
     Attributes:
         columns: names of the columns every row must have.
-        read: Function that reads the values beside the prompt. It raises a RowError if a value is missing or wrong.
-        responses: Function of the values of `read`; returns each response as texts that are tokenised one by one.
+        read: function that reads the values beside the prompt. It raises a RowError if a value is missing or wrong.
+        responses: function of the values of `read`; returns each response as texts that are tokenised one by one.
     """
 
     columns: Sequence[str]

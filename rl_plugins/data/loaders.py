@@ -70,7 +70,7 @@ class StepLoader(Generic[Batch]):
             first_epoch: number of the first epoch, unless a state is loaded.
             rank: number of this process, from 0.
             world_size: number of processes in training.
-            in_flight: Function that returns the number of served batches with an unfinished training step. The state
+            in_flight: function that returns the number of served batches with an unfinished training step. The state
                 does not count these batches, so a checkpoint of a failed step serves the step's batch again.
 
         Raises:

@@ -158,9 +158,9 @@ class TokenizedColumns(Generic[Batch]):
     Attributes:
         columns: values of all rows under the name of the batch's argument: lists of numbers, or an array [N].
         kept: int64 [M], numbers of the rows to serve.
-        make_batch: Function that makes a batch of some rows. Its arguments are the columns by name, and `rows`, the
+        make_batch: function that makes a batch of some rows. Its arguments are the columns by name, and `rows`, the
             numbers of the rows.
-        as_integers: Functions that turn the values of a column into integers for the fingerprint, by column. Token ids
+        as_integers: functions that turn the values of a column into integers for the fingerprint, by column. Token ids
             and truth values need none.
         images: images of each row, for an argument `image_inputs` with their inputs; None if no row has images.
     """

@@ -20,7 +20,7 @@ def calc(x: str) -> int:
     """Compute an expression of whole numbers with + - * // % and parentheses.
 
     Args:
-        x: The expression, such as 17*25.
+        x: the expression, such as 17*25.
     """
     if len(x) > _LONGEST:
         raise ValueError(f"at most {_LONGEST} characters")

@@ -20,7 +20,7 @@ class RunPython:
         folders: further folders that programs may read.
 
     Raises:
-        ConfigError: An option is wrong, or there is no such sandbox on this machine.
+        ConfigError: an option is wrong, or there is no such sandbox on this machine.
     """
 
     name = "run_python"
@@ -40,7 +40,7 @@ class RunPython:
         """Run a Python program in a new process, and return the printed text.
 
         Args:
-            code: The program. A result is shown only if the program prints it.
+            code: the program. A result is shown only if the program prints it.
         """
         result = self._sandbox.run(code)
         texts = [result.stdout, result.stderr]

@@ -129,8 +129,8 @@ def evaluate(
 
     Args:
         samples: the samples.
-        score: Function that scores samples, such as a scorer's `score`; not called for samples with scores.
-        answer_of: Function that returns the answer in a response, for maj@k.
+        score: function that scores samples, such as a scorer's `score`; not called for samples with scores.
+        answer_of: function that returns the answer in a response, for maj@k.
         right_from: score from which a sample is right.
         max_failure_rate: largest share of all samples with a failed reward.
 

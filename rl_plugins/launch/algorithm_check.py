@@ -45,7 +45,7 @@ def check_pools(config: RecipeConfig) -> None:
     """Check if the algorithm uses every pool.
 
     Raises:
-        ConfigError: The algorithm does not use the model of a pool. The message names the pool.
+        ConfigError: the algorithm does not use the model of a pool. The message names the pool.
     """
     needs = instantiate_node("algorithm", config.algorithm).needs
     inputs_of_role = {
@@ -67,11 +67,11 @@ def check_router_options(config: RecipeConfig, policy: Mapping[str, Any]) -> Non
     """Check if the policy has routers for the options of routers, and the updates have use for a replay of routes.
 
     Args:
-        config: Configuration of the run.
-        policy: Content of the policy's config.json.
+        config: configuration of the run.
+        policy: content of the policy's config.json.
 
     Raises:
-        ConfigError: The policy is not a mixture of experts, the updates need no old log-probs, or the policy reads
+        ConfigError: the policy is not a mixture of experts, the updates need no old log-probs, or the policy reads
             images, and its routers have losses.
     """
     # The imports load transformers, which takes seconds.
@@ -93,11 +93,11 @@ def check_expert_parallel(config: RecipeConfig, models: Mapping[str, Mapping[str
     """Check if the training workers can share the experts of their models.
 
     Args:
-        config: Configuration of the run.
-        models: Path or name of each known model, and the content of its config.json.
+        config: configuration of the run.
+        models: path or name of each known model, and the content of its config.json.
 
     Raises:
-        ConfigError: No model has experts, the workers cannot share the experts evenly, or tokens of the family cannot
+        ConfigError: no model has experts, the workers cannot share the experts evenly, or tokens of the family cannot
             travel between workers.
     """
     size, workers = config.strategy.expert_parallel, config.placement.num_workers
@@ -130,10 +130,10 @@ def check_four_bits(option: str, path: str, lora: LoraConfig, *, trust_remote_co
     """Check if all layers with an adapter can have 4-bit weights, in a model without weights.
 
     Args:
-        option: Options of the adapter, such as `model.lora`.
-        path: Folder or Hugging Face name of the model.
-        lora: Values of the options.
-        trust_remote_code: Value of `model.trust_remote_code`.
+        option: options of the adapter, such as `model.lora`.
+        path: folder or Hugging Face name of the model.
+        lora: values of the options.
+        trust_remote_code: value of `model.trust_remote_code`.
 
     Raises:
         ConfigError: bitsandbytes is not installed, a layer is not a linear layer, or `target_modules` does not fit the
@@ -172,7 +172,7 @@ def check_algorithm(config: RecipeConfig) -> None:
     """Build the algorithm, check the types of its options, and run it on two made-up groups of two samples.
 
     Raises:
-        ConfigError: A name or an option is unknown, a value has the wrong type or is outside its range, or the
+        ConfigError: a name or an option is unknown, a value has the wrong type or is outside its range, or the
             algorithm cannot be used with the sampling options.
     """
 
@@ -246,7 +246,7 @@ def check_loss(config: RecipeConfig) -> None:
     """Look up the loss of preferences or of a reward model, check its options, and call it on two made-up examples.
 
     Raises:
-        ConfigError: The name or an option is unknown, a value has the wrong type or is outside its range, or the data
+        ConfigError: the name or an option is unknown, a value has the wrong type or is outside its range, or the data
             does not have the inputs of the loss.
     """
     data, options = config.data, config.loss.options
@@ -282,7 +282,7 @@ def check_process_reward_model(config: RecipeConfig) -> None:
     """Build the settings of PRIME's process reward model, and check their types.
 
     Raises:
-        ConfigError: The option is not a node for `ProcessRewardConfig`, or a setting is wrong.
+        ConfigError: the option is not a node for `ProcessRewardConfig`, or a setting is wrong.
     """
     # The import loads transformers, which takes seconds.
     from rl_plugins.stages.process_rewards import ProcessRewardConfig

@@ -44,7 +44,7 @@ def clear_stale_build_locks(extensions_dir: Path) -> list[Path]:
         Paths of the removed locks.
 
     Raises:
-        ConfigError: The owner of a lock hangs or is unknown, or the lock cannot be removed.
+        ConfigError: the owner of a lock hangs or is unknown, or the lock cannot be removed.
     """
     locks = [lock for lock in _locks_of_builds(extensions_dir) if lock.is_file()]
     if not locks:

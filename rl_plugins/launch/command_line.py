@@ -47,7 +47,7 @@ def recipe_main(config_name: str) -> None:
     """Run a recipe from the command line, with the exit status of `exit_on_user_error`.
 
     Args:
-        config_name: Name of the recipe's file in `recipes/conf`.
+        config_name: name of the recipe's file in `recipes/conf`.
     """
 
     def run() -> None:
@@ -65,8 +65,8 @@ def exit_on_user_error(run: Callable[[], object], resume: str = "run.resume=auto
     docs/commands.md has the table of all statuses.
 
     Args:
-        run: Function to call.
-        resume: Option to continue the run, for the printed line.
+        run: function to call.
+        resume: option to continue the run, for the printed line.
     """
     with ending_signals() as signals:
         try:
@@ -96,12 +96,12 @@ def compose_config(config_name: str, overrides: list[str], folder: Path = CONFIG
     """Return the composed configuration of a recipe.
 
     Args:
-        config_name: Name of the recipe's file.
+        config_name: name of the recipe's file.
         overrides: Hydra overrides, such as `run.steps=3`.
-        folder: Folder of the recipe's file, `recipes/conf` by default.
+        folder: folder of the recipe's file, `recipes/conf` by default.
 
     Raises:
-        ConfigError: A key, a group choice or the recipe is unknown, a type is wrong, or an override is no valid syntax.
+        ConfigError: a key, a group choice or the recipe is unknown, a type is wrong, or an override is no valid syntax.
     """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
@@ -175,10 +175,10 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
     another recipe. Our own `--cfg diff` prints the difference from the recipe.
 
     Args:
-        config_name: Name of the recipe without --config-name.
+        config_name: name of the recipe without --config-name.
 
     Raises:
-        ConfigError: As in `compose_config`.
+        ConfigError: as in `compose_config`.
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -257,8 +257,8 @@ def difference(recipe: object, config: object) -> str:
     """Return a line of YAML without secrets for each different option, with the recipe's value in a comment.
 
     Args:
-        recipe: Configuration composed without overrides.
-        config: Configuration composed with overrides.
+        recipe: configuration composed without overrides.
+        config: configuration composed with overrides.
     """
     from omegaconf import OmegaConf
 
@@ -307,20 +307,20 @@ def run_recipe(
     everything, fetch weights, take the run's folder, train.
 
     Args:
-        config: Configuration of the run.
-        recipe: Name of the recipe, to write the difference from the recipe into the run's folder.
-        when_checked: Function of the configuration. It is called after all checks, before a file is written into the
+        config: configuration of the run.
+        recipe: name of the recipe, to write the difference from the recipe into the run's folder.
+        when_checked: function of the configuration. It is called after all checks, before a file is written into the
             run's folder.
 
     Returns:
         Folder of the run.
 
     Raises:
-        ConfigError: The configuration, or for example a data file, is wrong. No heavy process has started.
-        UserError: The run could not go on: a damaged checkpoint, failed rewards, a full disk, diverged training.
+        ConfigError: the configuration, or for example a data file, is wrong. No heavy process has started.
+        UserError: the run could not go on: a damaged checkpoint, failed rewards, a full disk, diverged training.
         RayLost: Ray ended during the run.
-        RunStopped: The run stopped on request, and has saved a checkpoint.
-        KeyboardInterrupt: A signal ended the run at once. The message names the newest checkpoint.
+        RunStopped: the run stopped on request, and has saved a checkpoint.
+        KeyboardInterrupt: a signal ended the run at once. The message names the newest checkpoint.
     """
     from rl_plugins.launch.build_lock import clear_stale_build_locks, extensions_folder
     from rl_plugins.launch.dry_run import set_steps

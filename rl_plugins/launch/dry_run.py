@@ -41,7 +41,7 @@ def set_steps(config: RecipeConfig) -> None:
     """Set `run.steps` to the steps of `run.epochs`, if the option is given.
 
     Raises:
-        ConfigError: The training data is missing.
+        ConfigError: the training data is missing.
     """
     from rl_plugins.data.formats import FORMATS
     from rl_plugins.data.orders import load_parts
@@ -56,11 +56,11 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     """Read every row, call the reward for one row of each data source, and measure prompts and responses.
 
     Args:
-        config: Configuration of the run.
-        models: Path or name of each model, and the content of its config.json.
+        config: configuration of the run.
+        models: path or name of each model, and the content of its config.json.
 
     Raises:
-        ConfigError: A file or a row is wrong, there are too few rows, a data source has no reward, a reward fails,
+        ConfigError: a file or a row is wrong, there are too few rows, a data source has no reward, a reward fails,
             transformers does not have a model, a prompt is refused by the chat template, or texts are too long.
     """
     import numpy as np
@@ -273,7 +273,7 @@ def _load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of the policy; return None if the policy has no file with a fast tokenizer.
 
     Raises:
-        ConfigError: The tokenizer cannot be read, has no chat template, or the template does not know an option.
+        ConfigError: the tokenizer cannot be read, has no chat template, or the template does not know an option.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -303,7 +303,7 @@ def _check_replies(config: RecipeConfig, replies: Iterable[Message], tokenizer: 
     """Try the chat template on the replies of environments.
 
     Raises:
-        ConfigError: The template refuses a reply.
+        ConfigError: the template refuses a reply.
     """
     from rl_plugins.data.tokenization import TurnTokenizer
 
@@ -317,13 +317,13 @@ class _Rows:
     """Rows of training or of validation.
 
     Args:
-        rows: The rows.
-        kind: Name of their format.
-        needed: Smallest number of rows with a prompt and responses within the limits.
-        config: Configuration of the run.
+        rows: the rows.
+        kind: name of their format.
+        needed: smallest number of rows with a prompt and responses within the limits.
+        config: configuration of the run.
 
     Raises:
-        ConfigError: A value beside the prompt is missing or wrong.
+        ConfigError: a value beside the prompt is missing or wrong.
     """
 
     def __init__(self, rows: PromptRows, kind: str, needed: int, config: RecipeConfig) -> None:
@@ -364,7 +364,7 @@ class _Rows:
             images: maker of prompts with images; None if no row has images.
 
         Raises:
-            ConfigError: The tokenizer changes all texts, the template refuses messages, too few rows are within the
+            ConfigError: the tokenizer changes all texts, the template refuses messages, too few rows are within the
                 limits, or a row is too long.
         """
         import numpy as np

@@ -26,9 +26,9 @@ class Fault:
     """A fact about a machine against runs on GPUs.
 
     Attributes:
-        part: Part of the machine, as `rl-plugins doctor` names it.
-        found: Clause with the fault.
-        fix: Clause with the way out.
+        part: part of the machine, as `rl-plugins doctor` names it.
+        found: clause with the fault.
+        fix: clause with the way out.
     """
 
     part: str
@@ -92,11 +92,11 @@ def check_gpus(config: RecipeConfig, machines: Mapping[str, GpuMachine]) -> None
     """Check the machines of a run on GPUs.
 
     Args:
-        config: Configuration of the run.
-        machines: Facts about each machine with GPUs, by words for the machine, such as "this machine".
+        config: configuration of the run.
+        machines: facts about each machine with GPUs, by words for the machine, such as "this machine".
 
     Raises:
-        ConfigError: A machine has a fault, or the GPUs of the machines differ.
+        ConfigError: a machine has a fault, or the GPUs of the machines differ.
     """
     for where, machine in machines.items():
         for fault in faults_of_software(machine):
@@ -115,12 +115,12 @@ def check_engine_weights(config: RecipeConfig, model: Mapping[str, Any], gpus: S
     """Compare the weights of a rollout engine with its share of a GPU. Unknown architectures are not checked.
 
     Args:
-        config: Configuration of the run.
-        model: Content of the policy's config.json.
+        config: configuration of the run.
+        model: content of the policy's config.json.
         gpus: GPUs of the run, of one kind.
 
     Raises:
-        ConfigError: The weights leave no memory for a KV cache. The message has both numbers.
+        ConfigError: the weights leave no memory for a KV cache. The message has both numbers.
     """
     rollout = config.rollout
     if rollout.engine != "vllm" or not config.needs_engine or rollout.quantizes or not gpus or not gpus[0].memory_mib:
@@ -147,12 +147,12 @@ def check_nodes(config: RecipeConfig, nodes: Sequence[Mapping[str, Any]]) -> Non
     """Check the machines of a Ray cluster for a run on GPUs. Ray must be initialized.
 
     Args:
-        config: Configuration of the run.
+        config: configuration of the run.
         nodes: Ray's description of each living machine.
 
     Raises:
-        ConfigError: A machine has a fault, Ray counts more GPUs than CUDA shows there, or the GPUs differ.
-        DeadlineExceeded: A machine did not answer.
+        ConfigError: a machine has a fault, Ray counts more GPUs than CUDA shows there, or the GPUs differ.
+        DeadlineExceeded: a machine did not answer.
     """
     machines = {}
     for node in nodes:

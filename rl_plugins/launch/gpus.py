@@ -31,12 +31,12 @@ class Gpu:
     """A GPU of a machine, visible or not.
 
     Attributes:
-        index: Number of the GPU in nvidia-smi.
-        uuid: Name of the GPU for CUDA_VISIBLE_DEVICES, `GPU-...`.
-        name: Product.
-        memory_mib: Memory in MiB; 0 if nvidia-smi does not give the number.
-        free_mib: Free memory in MiB; 0 if nvidia-smi does not give the number.
-        driver: Version of the driver.
+        index: number of the GPU in nvidia-smi.
+        uuid: name of the GPU for CUDA_VISIBLE_DEVICES, `GPU-...`.
+        name: product.
+        memory_mib: memory in MiB; 0 if nvidia-smi does not give the number.
+        free_mib: free memory in MiB; 0 if nvidia-smi does not give the number.
+        driver: version of the driver.
         mig: True if MIG divides the GPU into parts.
     """
 
@@ -54,13 +54,13 @@ class GpuMachine:
     """Facts about a machine with GPUs, for the checks of a run.
 
     Attributes:
-        gpus: All GPUs, visible or not.
-        smi_error: Error of nvidia-smi; empty if nvidia-smi works.
-        driver_cuda: Newest CUDA version of the driver; None without a driver.
-        torch: Version of torch; empty if torch is not installed.
+        gpus: all GPUs, visible or not.
+        smi_error: error of nvidia-smi; empty if nvidia-smi works.
+        driver_cuda: newest CUDA version of the driver; None without a driver.
+        torch: version of torch; empty if torch is not installed.
         torch_cuda: CUDA version of the build of torch; None for a build for CPUs.
-        shm_bytes: Size of /dev/shm in bytes.
-        variables: Values of CUDA_VISIBLE_DEVICES and of the settings of torch's allocator, if set.
+        shm_bytes: size of /dev/shm in bytes.
+        variables: values of CUDA_VISIBLE_DEVICES and of the settings of torch's allocator, if set.
     """
 
     gpus: tuple[Gpu, ...]
@@ -92,7 +92,7 @@ def visible_places(uuids: Sequence[str], variable: str | None) -> list[int]:
 
     Args:
         uuids: UUID of each GPU of the machine. The variable may have the beginning of a UUID.
-        variable: Value of CUDA_VISIBLE_DEVICES; None if the variable is not set.
+        variable: value of CUDA_VISIBLE_DEVICES; None if the variable is not set.
     """
     if variable is None:
         return list(range(len(uuids)))
@@ -145,7 +145,7 @@ def pairs_without_peer_access() -> list[str]:
     """Return the pairs of GPUs without access to each other's memory, such as `0-1`.
 
     Raises:
-        OSError: There is no nvidia-smi.
+        OSError: there is no nvidia-smi.
         subprocess.SubprocessError: nvidia-smi failed.
     """
     rows = [line.split() for line in nvidia_smi("topo", "-p2p", "r").splitlines()]
@@ -174,7 +174,7 @@ def nvidia_smi(*arguments: str) -> str:
     """Return the output of nvidia-smi, which is installed with the driver.
 
     Raises:
-        OSError: There is no nvidia-smi.
+        OSError: there is no nvidia-smi.
         subprocess.SubprocessError: nvidia-smi failed, or did not answer.
     """
     command = ["nvidia-smi", *arguments]

@@ -16,7 +16,7 @@ def instantiate_node(option: str, node: object) -> Any:
     """Build the object of a `_target_` node.
 
     Raises:
-        ConfigError: The target does not exist, or refuses its arguments. The message begins with the option.
+        ConfigError: the target does not exist, or refuses its arguments. The message begins with the option.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
@@ -41,7 +41,7 @@ def instantiate_nodes(option: str, nodes: Mapping[str, Any], kind: type) -> list
     """Build the objects of named `_target_` nodes. A null in the place of a node is left out.
 
     Raises:
-        ConfigError: A node cannot be built, or the object is not of the kind.
+        ConfigError: a node cannot be built, or the object is not of the kind.
     """
     return [instantiate_as(f"{option}.{name}", node, kind) for name, node in nodes.items() if node]
 
@@ -50,7 +50,7 @@ def instantiate_as(option: str, node: object, kind: type) -> Any:
     """Build the object of a `_target_` node.
 
     Raises:
-        ConfigError: The node cannot be built, or the object is not of the kind.
+        ConfigError: the node cannot be built, or the object is not of the kind.
     """
     built = instantiate_node(option, node)
     if not isinstance(built, kind):
@@ -62,7 +62,7 @@ def training_data(config: RecipeConfig) -> Any:
     """Return the training data for the data module of the stage.
 
     Raises:
-        ConfigError: The recipe names no training data, or the custom data set cannot be built.
+        ConfigError: the recipe names no training data, or the custom data set cannot be built.
     """
     data = config.data
     if data.dataset is not None:

@@ -116,16 +116,16 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
     """Send the missing content of a run to the store.
 
     Args:
-        path: Folder of the run.
+        path: folder of the run.
         uri: URI of another store, to which the run moves, or of the run's store with a password. None stands for the
             run's store.
-        deadline_s: Seconds for the whole content.
+        deadline_s: seconds for the whole content.
 
     Returns:
         True if the store has everything.
 
     Raises:
-        ConfigError: The configuration in the folder is broken, or the store does not answer.
+        ConfigError: the configuration in the folder is broken, or the store does not answer.
     """
     folder = RunFolder(path)
     config = parse_config(OmegaConf.load(folder.config))
@@ -157,7 +157,7 @@ def _check_is_mlflow(uri: str) -> None:
     """Send a request to the store: another kind of server may answer at the address.
 
     Raises:
-        ConfigError: The address is not the address of an MLflow store.
+        ConfigError: the address is not the address of an MLflow store.
     """
     import_mlflow()
     from mlflow.exceptions import MlflowException

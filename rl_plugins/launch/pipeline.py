@@ -105,7 +105,7 @@ def pipeline_main(config_name: str) -> None:
     """Run a pipeline from the command line. After a `ConfigError` the process exits with status 2.
 
     Args:
-        config_name: Name of the pipeline's file in `recipes/conf`.
+        config_name: name of the pipeline's file in `recipes/conf`.
     """
     register_schema()
 
@@ -122,13 +122,13 @@ def run_pipeline(composed: DictConfig) -> Path:
     """Check all stages, then run all incomplete stages.
 
     Args:
-        composed: Configuration of the pipeline. An option of `PipelineConfig` that is left out has its default.
+        composed: configuration of the pipeline. An option of `PipelineConfig` that is left out has its default.
 
     Returns:
         Folder of the pipeline.
 
     Raises:
-        ConfigError: The configuration of a stage is wrong. A wrong option or a missing file of any stage is found
+        ConfigError: the configuration of a stage is wrong. A wrong option or a missing file of any stage is found
             before the first stage starts.
     """
     resolved = _resolve(composed)
@@ -174,7 +174,7 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
     """Return the configuration of each stage by name.
 
     Raises:
-        ConfigError: A key or a value is wrong. The message names the stage and the key.
+        ConfigError: a key or a value is wrong. The message names the stage and the key.
     """
     pipeline = _resolve(composed)
     if missing := sorted(OmegaConf.missing_keys(pipeline)):
@@ -254,8 +254,8 @@ class ParentRun:
         """Set up the sender. The first call to the store creates the run, unless the folder names a run already.
 
         Args:
-            folder: Folder of the pipeline. The name of the folder is the name of the run.
-            uri: Address of the MLflow store. None reads the address from the folder, which has no password.
+            folder: folder of the pipeline. The name of the folder is the name of the run.
+            uri: address of the MLflow store. None reads the address from the folder, which has no password.
         """
         self._folder = RunFolder(folder)
         config: Any = OmegaConf.load(self._folder.pipeline)
@@ -273,10 +273,10 @@ class ParentRun:
         """Make the run of a stage a child of this run, after the store has created this run.
 
         Args:
-            config: Configuration of the stage. The method sets `tracking.parent_run`.
+            config: configuration of the stage. The method sets `tracking.parent_run`.
 
         Raises:
-            DeadlineExceeded: The store has not created the run.
+            DeadlineExceeded: the store has not created the run.
         """
         run_id, is_open = self.run_id(), threading.Event()
         self._sender.submit(lambda _: is_open.set())
@@ -300,7 +300,7 @@ class ParentRun:
 
         Args:
             status: MLflow's status: FINISHED, FAILED or KILLED.
-            deadline_s: Seconds to wait for the store.
+            deadline_s: seconds to wait for the store.
 
         Returns:
             True if the store has all metrics and files of the run.
@@ -312,13 +312,13 @@ class ParentRun:
         """Send the missing content of this run and of the runs of all stages.
 
         Args:
-            deadline_s: Seconds for this run, and for each stage.
+            deadline_s: seconds for this run, and for each stage.
 
         Returns:
             True if the store has everything.
 
         Raises:
-            ConfigError: The store cannot be reached.
+            ConfigError: the store cannot be reached.
         """
         check_store(self.uri)
         self._sender.send_metrics()
@@ -332,7 +332,7 @@ class ParentRun:
         """Send the missing content of the stages' runs, if the store was away when the runs ended.
 
         Args:
-            deadline_s: Seconds for each stage.
+            deadline_s: seconds for each stage.
 
         Returns:
             True if the store has everything.

@@ -39,12 +39,12 @@ class Role:
     """Processes with the same task and the same resources.
 
     Attributes:
-        name: Name of the role.
-        count: Number of processes.
+        name: name of the role.
+        count: number of processes.
         cpus: Ray CPUs of one process.
         gpus: Ray GPUs of one process.
-        strategy: Placement strategy of Ray for the bundles; None for processes beside the training workers.
-        options: Options of the recipe for count and resources, for messages.
+        strategy: placement strategy of Ray for the bundles; None for processes beside the training workers.
+        options: options of the recipe for count and resources, for messages.
         shared_gpus: GPUs of training workers on one machine that each process also uses.
     """
 
@@ -67,10 +67,10 @@ def roles_of(config: RecipeConfig) -> list[Role]:
     """Return all roles of a run on Ray.
 
     Args:
-        config: Configuration of the run, with the device of the run.
+        config: configuration of the run, with the device of the run.
 
     Raises:
-        ConfigError: The GPUs of the placement cannot hold the rollout engines or the critic.
+        ConfigError: the GPUs of the placement cannot hold the rollout engines or the critic.
     """
     placement, on_gpus = config.placement, config.on_gpus
     options = f"placement.num_workers={placement.num_workers}, placement.cpus_per_worker"
@@ -166,12 +166,12 @@ def check_fit(roles: Sequence[Role], nodes: Sequence[Resources], where: str) -> 
     """Check if some layout of the roles fits on these machines.
 
     Args:
-        roles: Roles of the run.
-        nodes: All resources of each machine. Resources in use count as well.
-        where: Words for the machines, such as "the cluster".
+        roles: roles of the run.
+        nodes: all resources of each machine. Resources in use count as well.
+        where: words for the machines, such as "the cluster".
 
     Raises:
-        ConfigError: No layout fits. The message has the required and the available resources and the options to lower.
+        ConfigError: no layout fits. The message has the required and the available resources and the options to lower.
     """
     required, available = needed(roles), summed(nodes)
     for kind in _KINDS:
@@ -240,9 +240,9 @@ def _room(node: Resources, amounts: Resources, most: int) -> int:
     """Return the number of processes for which a machine has room, at most `most`. A planned machine has endless CPUs.
 
     Args:
-        node: Resources of the machine.
-        amounts: Resources of one process.
-        most: Largest result.
+        node: resources of the machine.
+        amounts: resources of one process.
+        most: largest result.
     """
     return int(min([most, *(round(node.get(kind, 0.0) / amount, DECIMALS) for kind, amount in amounts.items())]))
 
@@ -261,7 +261,7 @@ class Reservation:
     """Placement groups of a run: one for each role with its own resources.
 
     Args:
-        groups: Placement group of each role by the name of the role.
+        groups: placement group of each role by the name of the role.
     """
 
     def __init__(self, groups: dict[str, PlacementGroup]) -> None:
@@ -271,13 +271,13 @@ class Reservation:
         """Wait until the resources of a role are reserved. Print a line every ten seconds.
 
         Args:
-            role: Role to wait for.
-            run: Name of the run, for messages.
-            start: Start of the wait by `time.monotonic`.
-            deadline_s: Longest wait in seconds.
+            role: role to wait for.
+            run: name of the run, for messages.
+            start: start of the wait by `time.monotonic`.
+            deadline_s: longest wait in seconds.
 
         Raises:
-            ConfigError: The resources were not free within the deadline.
+            ConfigError: the resources were not free within the deadline.
         """
         import ray
 
@@ -328,12 +328,12 @@ def reserved(roles: Sequence[Role], run: str, wait_for_nodes_s: float = 0.0) -> 
     The caller releases the group of the training workers earlier, because Ray Train makes its own group.
 
     Args:
-        roles: Roles of the run.
-        run: Name of the run, for messages.
-        wait_for_nodes_s: Longest wait for new machines in seconds.
+        roles: roles of the run.
+        run: name of the run, for messages.
+        wait_for_nodes_s: longest wait for new machines in seconds.
 
     Raises:
-        ConfigError: The resources were not free within the deadline.
+        ConfigError: the resources were not free within the deadline.
     """
     from ray.util import placement_group
 
@@ -364,13 +364,13 @@ def weight_transport(transport: str, device: str, *, split: bool, hosts: int) ->
     """Return the transport of weights for a value of `rollout.transport` on these machines.
 
     Args:
-        transport: Value of the option.
+        transport: value of the option.
         device: `cpu` or `cuda`.
         split: True if rollout engines have their own devices.
-        hosts: Number of machines of the cluster.
+        hosts: number of machines of the cluster.
 
     Raises:
-        ConfigError: Shared memory is configured for a cluster of several machines.
+        ConfigError: shared memory is configured for a cluster of several machines.
     """
     if transport == "shared_memory" and hosts > 1:
         raise ConfigError(
@@ -391,8 +391,8 @@ def engine_threads(config: RecipeConfig, machines: int) -> int:
     engine samples.
 
     Args:
-        config: Configuration of the run.
-        machines: Largest number of machines of the workers and the engines.
+        config: configuration of the run.
+        machines: largest number of machines of the workers and the engines.
     """
     placement = config.placement
     if placement.rollout == "split":
@@ -416,8 +416,8 @@ def pool_configs(config: RecipeConfig, on_gpu: dict[str, bool]) -> list[PoolConf
     """Return the configuration of each pool.
 
     Args:
-        config: Configuration of the run.
-        on_gpu: For each role, true if the actors of the role have GPUs.
+        config: configuration of the run.
+        on_gpu: for each role, true if the actors of the role have GPUs.
     """
     models = {
         "reward_model": config.reward_model.path,

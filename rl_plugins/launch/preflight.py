@@ -42,7 +42,7 @@ def preflight(config: RecipeConfig) -> None:
     """Run every check.
 
     Raises:
-        ConfigError: An option, a file or a row is wrong. The message names the fault and the way to correct it.
+        ConfigError: an option, a file or a row is wrong. The message names the fault and the way to correct it.
     """
     check_options(config)
     check_batch(config)
@@ -133,11 +133,11 @@ def check_stage_ahead(config: RecipeConfig, folder: Path) -> None:
     """Check a stage of a pipeline before the earlier stages have run. No row is read, and no reward is called.
 
     Args:
-        config: Configuration of the stage.
-        folder: Folder of the pipeline. Files and models in it need not exist yet, because earlier stages make them.
+        config: configuration of the stage.
+        folder: folder of the pipeline. Files and models in it need not exist yet, because earlier stages make them.
 
     Raises:
-        ConfigError: An option or a file is wrong. The message names the fault and the way to correct it.
+        ConfigError: an option or a file is wrong. The message names the fault and the way to correct it.
     """
 
     def is_made_later(path: str) -> bool:
@@ -224,14 +224,14 @@ def check_models(
     Only headers and files of configuration and tokenizer are read, and each config.json once.
 
     Args:
-        config: Configuration of the run.
-        is_left_out: Function of a model's path. It returns True if the model cannot be checked yet.
+        config: configuration of the run.
+        is_left_out: function of a model's path. It returns True if the model cannot be checked yet.
 
     Returns:
         Path or name of each checked model, and the content of its config.json.
 
     Raises:
-        ConfigError: A folder holds no model, the hub does not have a name, a model needs code of its own without
+        ConfigError: a folder holds no model, the hub does not have a name, a model needs code of its own without
             `model.trust_remote_code`, a tensor-parallel size does not divide the heads, vLLM on CPU has no kernel for
             the heads, the weights do not fit into an engine's share of a GPU, or prompt and response do not fit into a
             context window.
@@ -404,11 +404,11 @@ def fetch_models(config: RecipeConfig, commits: HubCommits) -> None:
     A name on the Hugging Face hub is replaced by the name with its commit. `check_models` fetches the files.
 
     Args:
-        config: Configuration of the run.
-        commits: Commits of the run on the hub.
+        config: configuration of the run.
+        commits: commits of the run on the hub.
 
     Raises:
-        ConfigError: There is no such model, the store does not answer, or the model is in another format.
+        ConfigError: there is no such model, the store does not answer, or the model is in another format.
     """
 
     def fetched(option: str, path: str) -> str:
@@ -433,11 +433,11 @@ def fetch_data(config: RecipeConfig, commits: HubCommits) -> None:
     """Download the data files in storage and on the hub, replace their addresses by paths, and print each path.
 
     Args:
-        config: Configuration of the run.
-        commits: Commits of the run on the hub.
+        config: configuration of the run.
+        commits: commits of the run on the hub.
 
     Raises:
-        ConfigError: There is no such file, or the storage does not answer.
+        ConfigError: there is no such file, or the storage does not answer.
     """
 
     def fetched(option: str, path: str) -> list[str]:

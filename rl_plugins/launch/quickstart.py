@@ -42,11 +42,11 @@ def print_outcome(sft: RunFolder, grpo: RunFolder, sft_rows: str, grpo_rows: str
     """Print accuracy, seconds by phase and the paths of all results, and draw the learning curve of both runs.
 
     Args:
-        sft: Folder of the SFT run.
-        grpo: Folder of the GRPO run. The picture of the learning curve is written to its parent folder.
-        sft_rows: Description of the rows on which SFT was validated.
-        grpo_rows: Description of the rows on which GRPO was validated.
-        seconds: Duration of the whole quickstart.
+        sft: folder of the SFT run.
+        grpo: folder of the GRPO run. The picture of the learning curve is written to its parent folder.
+        sft_rows: description of the rows on which SFT was validated.
+        grpo_rows: description of the rows on which GRPO was validated.
+        seconds: duration of the whole quickstart.
 
     Returns:
         True if GRPO learned.

@@ -68,9 +68,9 @@ def train_on_ray(config: RecipeConfig, folder: RunFolder) -> None:
     """Train with the launcher `ray`.
 
     Raises:
-        ConfigError: The cluster has fewer CPUs or GPUs than the placement needs, has GPUs that the run cannot use, or a
+        ConfigError: the cluster has fewer CPUs or GPUs than the placement needs, has GPUs that the run cannot use, or a
             worker raised a `ConfigError`.
-        RuntimeError: Training failed more often than `placement.max_restarts` allows.
+        RuntimeError: training failed more often than `placement.max_restarts` allows.
     """
     if not os.environ.get("RAY_ADDRESS"):
         set_own_ray_up()
@@ -236,7 +236,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
     """Train in one Ray Train worker.
 
     Args:
-        arguments: Result of `_worker_arguments` in the driver.
+        arguments: result of `_worker_arguments` in the driver.
     """
     _training_run(arguments).call_recipe()
 
@@ -345,8 +345,8 @@ def start_ray(environment: dict[str, str], object_store: int = LEAST_BYTES) -> N
     """Connect to the cluster of RAY_ADDRESS, which is set in Ray jobs, or start Ray on this machine.
 
     Args:
-        environment: Environment variables of all Ray processes. A start on this machine adds variables.
-        object_store: Bytes of the object store of a start on this machine.
+        environment: environment variables of all Ray processes. A start on this machine adds variables.
+        object_store: bytes of the object store of a start on this machine.
     """
     import logging
 
@@ -377,11 +377,11 @@ def wait_until_project_is_unpacked(folder: Path, nodes: Sequence[Mapping[str, An
     it, and their working directory no longer exists.
 
     Args:
-        folder: Working directory of this process before the job started.
+        folder: working directory of this process before the job started.
         nodes: Ray's description of each node.
 
     Raises:
-        DeadlineExceeded: A node could not start a process.
+        DeadlineExceeded: a node could not start a process.
     """
     hosts = [node["NodeManagerHostname"] for node in nodes]
     sharing = [node for node, host in zip(nodes, hosts, strict=True) if hosts.count(host) > 1]

@@ -30,8 +30,8 @@ class WorkerFailures(UserCallback):
     """Callback in Ray Train's controller: no restart after a `UserError`, and a message for every other restart.
 
     Args:
-        folder: Folder of the run.
-        max_restarts: Number of failures with a restart. Ray Train raises the error of the next failure.
+        folder: folder of the run.
+        max_restarts: number of failures with a restart. Ray Train raises the error of the next failure.
     """
 
     def __init__(self, folder: RunFolder, max_restarts: int) -> None:

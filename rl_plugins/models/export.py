@@ -42,14 +42,14 @@ def save_policy(
     """Gather the weights layer by layer and write the folder. The folder appears when it is complete. Collective.
 
     Args:
-        model: Model of transformers (possibly sharded), with the config and the method `save_pretrained`.
-        source: Weights of the model.
-        processor: Tokenizer, or processor of a vision-language model, to save in the folder.
-        folder: Folder to write. An older export in the folder is replaced.
+        model: model of transformers (possibly sharded), with the config and the method `save_pretrained`.
+        source: weights of the model.
+        processor: tokenizer, or processor of a vision-language model, to save in the folder.
+        folder: folder to write. An older export in the folder is replaced.
         is_writer: True on exactly one rank. This rank holds a full copy of the weights in host memory.
 
     Raises:
-        ConfigError: The model has no method `save_pretrained`, or `folder` is an address.
+        ConfigError: the model has no method `save_pretrained`, or `folder` is an address.
     """
     folder = local_path("folder", folder)
     if has_adapter(model):
@@ -89,10 +89,10 @@ def save_adapter(
     """Write an adapter in the format of peft, for `PeftModel.from_pretrained`, as one atomic step.
 
     Args:
-        model: Model with the adapter.
-        weights: Full trained tensors, by name.
-        processor: Tokenizer, or processor of a vision-language model, to save in the folder.
-        folder: Folder to write. An older export in the folder is replaced.
+        model: model with the adapter.
+        weights: full trained tensors, by name.
+        processor: tokenizer, or processor of a vision-language model, to save in the folder.
+        folder: folder to write. An older export in the folder is replaced.
         is_writer: True on exactly one rank.
 
     Raises:

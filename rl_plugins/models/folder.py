@@ -31,13 +31,13 @@ def check_model_folder(
     Of a model of the hub, the files of configuration and tokenizer are downloaded and checked first.
 
     Args:
-        option: Option or argument with the path, for messages.
-        path: Folder, or name on the hub.
-        weights: Check the weights, too. Missing weights of a model of the hub are downloaded.
-        trust_remote_code: See `LoadingOptions`.
+        option: option or argument with the path, for messages.
+        path: folder, or name on the hub.
+        weights: check the weights, too. Missing weights of a model of the hub are downloaded.
+        trust_remote_code: see `LoadingOptions`.
 
     Raises:
-        ConfigError: A file is missing, damaged, or does not fit config.json; the model needs code of its folder, and
+        ConfigError: a file is missing, damaged, or does not fit config.json; the model needs code of its folder, and
             the code is not trusted; or the hub does not give the model.
     """
     on_hub = model_name(path) is not None
@@ -89,9 +89,9 @@ def check_remote_code(model: str, config: Mapping[str, Any], *, trust_remote_cod
     transformers has code for many models that also bring code. Without trust, the code of transformers runs.
 
     Args:
-        model: Name of the model for the message.
-        config: Content of the model's config.json.
-        trust_remote_code: See `LoadingOptions`.
+        model: name of the model for the message.
+        config: content of the model's config.json.
+        trust_remote_code: see `LoadingOptions`.
 
     Raises:
         ConfigError: config.json names code (`auto_map`) of a model that transformers lacks, without trust.
@@ -115,11 +115,11 @@ def check_model_type(path: str, config: Mapping[str, Any]) -> None:
     """Check that transformers has the model of a config.json. The check loads transformers without torch.
 
     Args:
-        path: Folder or name of the model, for messages.
-        config: Content of config.json.
+        path: folder or name of the model, for messages.
+        config: content of config.json.
 
     Raises:
-        ConfigError: The `model_type` of config.json is unknown, and the model has no code of its own.
+        ConfigError: the `model_type` of config.json is unknown, and the model has no code of its own.
     """
     if "auto_map" not in config and not _is_in_transformers(config):
         raise ConfigError(

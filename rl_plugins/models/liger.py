@@ -23,8 +23,8 @@ def use_liger(model: nn.Module, name: str) -> None:
     Rotary positions are replaced in all models of the same family in this process.
 
     Args:
-        model: Model of transformers, with or without an adapter.
-        name: Name of the model, for messages.
+        model: model of transformers, with or without an adapter.
+        name: name of the model, for messages.
 
     Raises:
         ConfigError: Liger has no kernels for the family of the model.
@@ -51,10 +51,10 @@ def fused_log_probs(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None,
     chunks are in float32.
 
     Args:
-        hidden_NH: Hidden states before the head, of at least one position.
-        weight_VH: Weight of the head.
-        bias_V: Bias of the head, if any.
-        tokens_N: Ids of the tokens.
+        hidden_NH: hidden states before the head, of at least one position.
+        weight_VH: weight of the head.
+        bias_V: bias of the head, if any.
+        tokens_N: ids of the tokens.
     """
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 

@@ -39,9 +39,9 @@ class LoadingOptions(TypedDict, total=False):
     """Options of `load_causal_lm` and `load_scalar_head`.
 
     Attributes:
-        gradient_checkpointing: Recompute activations in the backward pass.
-        attention: Attention of transformers, such as `eager` or `flash_attention_2`; None for `packed_sdpa`.
-        trust_remote_code: Run Python code that the model's config.json names (`auto_map`). The code has all rights of
+        gradient_checkpointing: recompute activations in the backward pass.
+        attention: attention of transformers, such as `eager` or `flash_attention_2`; None for `packed_sdpa`.
+        trust_remote_code: run Python code that the model's config.json names (`auto_map`). The code has all rights of
             the user.
     """
 
@@ -55,11 +55,11 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOp
 
     Args:
         path: Hugging Face name or folder.
-        dtype: Data type of the parameters.
-        options: See `LoadingOptions`.
+        dtype: data type of the parameters.
+        options: see `LoadingOptions`.
 
     Raises:
-        ConfigError: A weight is missing or has another shape than the model, where transformers would make up a weight;
+        ConfigError: a weight is missing or has another shape than the model, where transformers would make up a weight;
             or the model needs code of its folder, and the code is not trusted.
     """
     trust_remote_code = options.get("trust_remote_code", False)

@@ -51,12 +51,12 @@ class ResponseLogProbs:
     """Log-probs of response tokens and numbers of their distributions, [B, T]. Fields not requested are None.
 
     Attributes:
-        log_probs_BT: Log-probs of the response tokens.
-        entropy_BT: Entropy in nats, with a gradient on request.
-        sum_pi_squared_BT: Sum of the squared probabilities over the vocabulary, without gradient.
-        top_ids_BTK: Ids of the most likely tokens, the likeliest first, int64.
-        top_log_probs_BTK: Log-probs of the most likely tokens, without gradient.
-        log_probs_BTK: Log-probs of the tokens given as `tokens_BTK`, with gradient.
+        log_probs_BT: log-probs of the response tokens.
+        entropy_BT: entropy in nats, with a gradient on request.
+        sum_pi_squared_BT: sum of the squared probabilities over the vocabulary, without gradient.
+        top_ids_BTK: ids of the most likely tokens, the likeliest first, int64.
+        top_log_probs_BTK: log-probs of the most likely tokens, without gradient.
+        log_probs_BTK: log-probs of the tokens given as `tokens_BTK`, with gradient.
     """
 
     log_probs_BT: Tensor
@@ -96,25 +96,25 @@ def response_log_probs(
     the host does not wait for a GPU.
 
     Args:
-        model: Causal language model of transformers, or any callable with the same `forward` (`logits_to_keep`
+        model: causal language model of transformers, or any callable with the same `forward` (`logits_to_keep`
             included), such as a model engine. With a `RemoteModel`, the log-probs have no gradient.
-        input_ids_BS: Ids of prompts and responses.
+        input_ids_BS: ids of prompts and responses.
         attention_mask_BS: 1 at real tokens, 0 at padding.
-        position_ids_BS: Positions, counted from 0 at the first real token of a sample.
-        response_width: Number of response columns, T.
-        image_inputs_B: Inputs of the images of each sample; None if no sample has images.
-        temperature: Divisor of the logits.
-        sum_pi_squared: Return `sum_pi_squared_BT`.
-        entropy: Return `entropy_BT`. If False, a model with kernels of Liger runs a fused head for log-probs alone.
-        entropy_gradient: Give `entropy_BT` a gradient.
-        top_k: Number of most likely tokens to return as `top_ids_BTK` and `top_log_probs_BTK`, at most the size of the
+        position_ids_BS: positions, counted from 0 at the first real token of a sample.
+        response_width: number of response columns, T.
+        image_inputs_B: inputs of the images of each sample; None if no sample has images.
+        temperature: divisor of the logits.
+        sum_pi_squared: return `sum_pi_squared_BT`.
+        entropy: return `entropy_BT`. If False, a model with kernels of Liger runs a fused head for log-probs alone.
+        entropy_gradient: give `entropy_BT` a gradient.
+        top_k: number of most likely tokens to return as `top_ids_BTK` and `top_log_probs_BTK`, at most the size of the
             vocabulary.
-        tokens_BTK: Ids of tokens whose log-probs are returned as `log_probs_BTK`.
-        packed: Run the real tokens of all samples as one row without padding, with each shared prompt only once. If
+        tokens_BTK: ids of tokens whose log-probs are returned as `log_probs_BTK`.
+        packed: run the real tokens of all samples as one row without padding, with each shared prompt only once. If
             the model does not use the attention `packed_sdpa`, prompts are not shared, and the attention mask may be as
             large as the square of the row.
-        router_replay: Records or sets the experts of the tokens of `model`, a mixture of experts.
-        device: Device of the model and of the result, by default the device of the samples.
+        router_replay: records or sets the experts of the tokens of `model`, a mixture of experts.
+        device: device of the model and of the result, by default the device of the samples.
 
     Raises:
         ConfigError: `packed` is True, and the model does not separate the samples of a row.
@@ -250,9 +250,9 @@ def last_linear_head(
     without gradient in which the head returns known numbers. Under ZeRO-3, the test is collective.
 
     Args:
-        model: Causal language model, or a model engine with the `get_output_embeddings` of its module.
-        inputs: Arguments of a forward pass. The test uses the first row.
-        device: Device of the model, by default the device of the arguments.
+        model: causal language model, or a model engine with the `get_output_embeddings` of its module.
+        inputs: arguments of a forward pass. The test uses the first row.
+        device: device of the model, by default the device of the arguments.
     """
     get_output_embeddings = getattr(model, "get_output_embeddings", None)
     head = get_output_embeddings() if get_output_embeddings is not None else None

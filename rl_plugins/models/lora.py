@@ -54,8 +54,8 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
     makes the whole adapter. DeepSpeed and FSDP2 shard the adapter of rank 0 when they make the model engine.
 
     Args:
-        model: Model of transformers: a causal language model, or a model with a scalar head.
-        config: Settings of the adapter.
+        model: model of transformers: a causal language model, or a model with a scalar head.
+        config: settings of the adapter.
 
     Raises:
         ConfigError: `target_modules` names layers that the model does not have or that are not linear; or the model has
@@ -158,7 +158,7 @@ def adapted_layers(model: PeftModel) -> dict[str, Any]:
     """Return the layers with an adapter, by the names of their base weights in the model.
 
     Raises:
-        ConfigError: An adapter does something other than add `scaling * B A` to the weight of a linear layer or to the
+        ConfigError: an adapter does something other than add `scaling * B A` to the weight of a linear layer or to the
             matrices of experts.
     """
     from peft.tuners.lora import Linear, ParamWrapper
@@ -203,8 +203,8 @@ class MergedWeightSource:
     dtype of the weights. During an iteration, the whole adapter is in memory.
 
     Args:
-        source: Weights of `model` without merging.
-        model: Model with an adapter.
+        source: weights of `model` without merging.
+        model: model with an adapter.
     """
 
     def __init__(self, source: WeightSource, model: PeftModel) -> None:
@@ -265,7 +265,7 @@ class MergedWeightSource:
         """Check that vLLM can apply the adapter to the weights in the folder of the model.
 
         Raises:
-            ConfigError: The base weights are in 4 bits; or experts, or a layer outside of the language model of a
+            ConfigError: the base weights are in 4 bits; or experts, or a layer outside of the language model of a
                 vision-language model, have an adapter.
         """
         if four_bit_layers(self._model):

@@ -46,9 +46,9 @@ class _Places(NamedTuple):
     """Places of the tokens in a row with shared prompts.
 
     Attributes:
-        queries: Index in the row of each token of the stretches [M].
-        keys: Index in the row of each token of the whole samples [F].
-        row: Index in the stretches of each token of the row [M].
+        queries: index in the row of each token of the stretches [M].
+        keys: index in the row of each token of the whole samples [F].
+        row: index in the stretches of each token of the row [M].
     """
 
     queries: Tensor
@@ -61,10 +61,10 @@ class Stretches:
     """Stretches of a row, made once for a forward pass, so that no layer waits for the GPU to read a length.
 
     Attributes:
-        runs: Number of queries of a stretch, number of keys, and number of neighbouring stretches with these numbers.
-        starts: Starts of the stretches among queries and among keys, and the ends of the last stretch, int32 on the
+        runs: number of queries of a stretch, number of keys, and number of neighbouring stretches with these numbers.
+        starts: starts of the stretches among queries and among keys, and the ends of the last stretch, int32 on the
             row's device [N + 1].
-        places: Places of queries and keys. None if every stretch is a whole sample, in the order of the row.
+        places: places of queries and keys. None if every stretch is a whole sample, in the order of the row.
     """
 
     runs: tuple[tuple[int, int, int], ...]
@@ -96,8 +96,8 @@ def boundaries(positions_M: Tensor, device: torch.device | None = None) -> dict[
     A stretch whose positions start at p > 0 continues after the first p tokens of the last stretch that starts at 0.
 
     Args:
-        positions_M: Position of each token in its sample. Positions on a GPU are copied to the host, with one wait.
-        device: Device of the row, by default the device of the positions.
+        positions_M: position of each token in its sample. Positions on a GPU are copied to the host, with one wait.
+        device: device of the row, by default the device of the positions.
     """
     device, positions_M = device or positions_M.device, positions_M.cpu()
     starts = starts_of(positions_M)
@@ -201,24 +201,24 @@ def packed_sdpa(
     """Compute attention in the form of transformers: heads [1, heads, M, D] in, [1, M, heads, D] out.
 
     Args:
-        module: Attention layer.
-        query: Heads of queries.
-        key: Heads of keys.
-        value: Heads of values.
-        attention_mask: Mask of a padded batch. None for a row.
-        stretches: Stretches of a row.
-        head_exchange: Exchange between ranks, if each rank has a part of the row.
-        position_ids: Positions of the tokens.
-        position_bias: Bias by the distance between tokens.
-        sliding_window: Number of tokens in an attention window.
-        dropout: Dropout of the attention weights.
-        scaling: Factor of the scores.
-        softcap: Soft cap of the scores, `softcap * tanh(scores / softcap)`, as in Gemma 2. The scores of a sample are
+        module: attention layer.
+        query: heads of queries.
+        key: heads of keys.
+        value: heads of values.
+        attention_mask: mask of a padded batch. None for a row.
+        stretches: stretches of a row.
+        head_exchange: exchange between ranks, if each rank has a part of the row.
+        position_ids: positions of the tokens.
+        position_bias: bias by the distance between tokens.
+        sliding_window: number of tokens in an attention window.
+        dropout: dropout of the attention weights.
+        scaling: factor of the scores.
+        softcap: soft cap of the scores, `softcap * tanh(scores / softcap)`, as in Gemma 2. The scores of a sample are
             then in memory.
-        **others: Further arguments of transformers, for a padded batch.
+        **others: further arguments of transformers, for a padded batch.
 
     Raises:
-        ConfigError: The model adds a bias by the distance between tokens, and the input is a row.
+        ConfigError: the model adds a bias by the distance between tokens, and the input is a row.
     """
     if attention_mask is None and stretches is None and _may_be_row(query, key, position_ids):
         assert position_ids is not None
@@ -407,13 +407,13 @@ def capped_attention(
     Source: Gemma 2, https://arxiv.org/abs/2408.00118, section 2.
 
     Args:
-        query: Heads of queries of the last Q tokens.
-        key: Heads of keys of K tokens; each serves equally many heads of queries.
-        value: Heads of values.
+        query: heads of queries of the last Q tokens.
+        key: heads of keys of K tokens; each serves equally many heads of queries.
+        value: heads of values.
         mask: True at visible keys, in a shape that fits [N, H, Q, K]; None for all earlier tokens.
-        softcap: Bound of the scores.
-        dropout: Dropout of the attention weights.
-        scaling: Factor of the scores, by default one over the square root of D.
+        softcap: bound of the scores.
+        dropout: dropout of the attention weights.
+        scaling: factor of the scores, by default one over the square root of D.
     """
     (_, heads, own, width), (_, groups, whole, _) = query.shape, key.shape
     key, value = (shared.repeat_interleave(heads // groups, dim=1) for shared in (key, value))

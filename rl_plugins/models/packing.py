@@ -43,8 +43,8 @@ class _RowSupport:
     """Abilities of a model with packed rows.
 
     Attributes:
-        separates_samples: The outputs of a sample do not depend on the sample before it.
-        shares_prompts: The outputs of a sample do not change if its prompt is shared with another sample.
+        separates_samples: the outputs of a sample do not depend on the sample before it.
+        shares_prompts: the outputs of a sample do not change if its prompt is shared with another sample.
     """
 
     separates_samples: bool
@@ -60,8 +60,8 @@ class PackedRow:
     """Micro-batch as one row.
 
     Attributes:
-        inputs: Arguments of a forward pass of the model, with `input_ids` and `position_ids` [1, M], on its device.
-        places_BS: Index in the row of each real token, int64, on the device of the samples.
+        inputs: arguments of a forward pass of the model, with `input_ids` and `position_ids` [1, M], on its device.
+        places_BS: index in the row of each real token, int64, on the device of the samples.
     """
 
     inputs: ModelInputs
@@ -86,16 +86,16 @@ def pack(
     """Make one row of the real tokens of a micro-batch. Collective.
 
     Args:
-        model: Model to run on the row.
-        input_ids_BS: Ids of prompts, padded on the left, and responses.
+        model: model to run on the row.
+        input_ids_BS: ids of prompts, padded on the left, and responses.
         attention_mask_BS: 1 at real tokens, 0 at padding.
-        position_ids_BS: Positions, counted from 0 at the first real token of a sample.
-        response_width: Number of response columns, T. If None, the prompts are unknown and cannot be shared.
-        image_inputs_B: Inputs of the images of each sample; None if no sample has images.
-        device: Device of the model, by default the device of the samples.
+        position_ids_BS: positions, counted from 0 at the first real token of a sample.
+        response_width: number of response columns, T. If None, the prompts are unknown and cannot be shared.
+        image_inputs_B: inputs of the images of each sample; None if no sample has images.
+        device: device of the model, by default the device of the samples.
 
     Raises:
-        ConfigError: The model does not separate the samples of a row; or a sample has images, and the model reads text
+        ConfigError: the model does not separate the samples of a row; or a sample has images, and the model reads text
             alone.
     """
     device, images = device or input_ids_BS.device, SampleImages.of(model, image_inputs_B, input_ids_BS)
@@ -132,9 +132,9 @@ def first_of_prompt(
     Tokens are compared column by column. The images of two prompts are the same if their inputs are one object.
 
     Args:
-        prompts_BP: Ids of prompts.
+        prompts_BP: ids of prompts.
         is_token_BP: True at real tokens.
-        image_inputs_B: Inputs of the images of each sample; None if no sample has images.
+        image_inputs_B: inputs of the images of each sample; None if no sample has images.
     """
     nth_B = torch.arange(len(prompts_BP), device=prompts_BP.device)
     if not prompts_BP.numel():

@@ -22,8 +22,8 @@ class ModelPool(nn.Module):
     """`RemoteModel` that the actors of a pool compute.
 
     Args:
-        config: Settings of the pool. The actors must have been started (`start_pool`).
-        rank: Rank of this training process.
+        config: settings of the pool. The actors must have been started (`start_pool`).
+        rank: rank of this training process.
     """
 
     def __init__(self, config: PoolConfig, rank: int = 0) -> None:
@@ -98,8 +98,8 @@ def spread(lengths: Sequence[int], parts: int) -> list[list[int]]:
     Empty parts are left out, see `even_parts`.
 
     Args:
-        lengths: Number of tokens of each sample.
-        parts: Largest number of parts.
+        lengths: number of tokens of each sample.
+        parts: largest number of parts.
     """
     return [sorted(part) for part in even_parts(lengths, parts) if part]
 

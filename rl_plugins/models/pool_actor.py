@@ -26,19 +26,19 @@ class PoolConfig:
     """Settings of a pool. Training ranks find the actors by name.
 
     Attributes:
-        role: Role of the model (such as `critic`), for messages and metrics.
+        role: role of the model (such as `critic`), for messages and metrics.
         model: Hugging Face name or folder.
-        head: Kind of output head: a scalar head, or the head of a causal language model.
-        dtype: Data type of the parameters, by its name in torch.
-        attention: Attention of transformers, see `LoadingOptions`.
-        trust_remote_code: See `LoadingOptions`.
-        actors: Number of actor processes.
-        device: Device of the model, `cpu` or `cuda`.
-        threads: Number of CPU threads of each process.
-        ready_timeout_s: Seconds for an actor to load the model.
-        call_timeout_s: Seconds for the results of a micro-batch. The time includes the wait for calls of other ranks
+        head: kind of output head: a scalar head, or the head of a causal language model.
+        dtype: data type of the parameters, by its name in torch.
+        attention: attention of transformers, see `LoadingOptions`.
+        trust_remote_code: see `LoadingOptions`.
+        actors: number of actor processes.
+        device: device of the model, `cpu` or `cuda`.
+        threads: number of CPU threads of each process.
+        ready_timeout_s: seconds for an actor to load the model.
+        call_timeout_s: seconds for the results of a micro-batch. The time includes the wait for calls of other ranks
             and for the restart of an actor.
-        name: Prefix of the actor names.
+        name: prefix of the actor names.
     """
 
     role: str
@@ -63,7 +63,7 @@ def start_pool(config: PoolConfig, options: Sequence[dict[str, Any]]) -> list[An
     """Start the actors, and return before they are ready.
 
     Args:
-        config: Settings of the pool.
+        config: settings of the pool.
         options: Ray options of each actor, such as resources and placement.
     """
     import ray

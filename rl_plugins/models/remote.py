@@ -38,7 +38,7 @@ class RemoteLearner(RemoteModel, Protocol):
         """Load the files of `save`. One rank calls this method.
 
         Raises:
-            CheckpointError: The folder does not have the files, or the files belong to another model.
+            CheckpointError: the folder does not have the files, or the files belong to another model.
         """
 
 

@@ -44,12 +44,12 @@ def load_scalar_head(
 
     Args:
         path: Hugging Face name or folder.
-        dtype: Data type of the parameters.
-        new_head: Add a new head to a model without a scalar head. If False, such a model is refused.
-        options: See `LoadingOptions`.
+        dtype: data type of the parameters.
+        new_head: add a new head to a model without a scalar head. If False, such a model is refused.
+        options: see `LoadingOptions`.
 
     Raises:
-        ConfigError: The architecture has no token classification model, the head has several labels, weights of the
+        ConfigError: the architecture has no token classification model, the head has several labels, weights of the
             body are missing, or a required head is missing.
     """
     from transformers import AutoModelForTokenClassification
@@ -93,10 +93,10 @@ def scalar_head_config(path: str, *, trust_remote_code: bool = False) -> PreTrai
 
     Args:
         path: Hugging Face name or folder of a causal language model or of a model with a scalar head.
-        trust_remote_code: See `LoadingOptions`.
+        trust_remote_code: see `LoadingOptions`.
 
     Raises:
-        ConfigError: The model has several labels, the architecture has no token classification model, or the model
+        ConfigError: the model has several labels, the architecture has no token classification model, or the model
             needs code of its folder, and the code is not trusted.
     """
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig
@@ -206,17 +206,17 @@ def position_scores(
     Padded positions have finite numbers without meaning. With samples on the host, the host does not wait for a GPU.
 
     Args:
-        model: Model with a scalar head, a model engine around such a model, or a `RemoteModel`.
-        input_ids_BS: Ids of prompts and responses.
+        model: model with a scalar head, a model engine around such a model, or a `RemoteModel`.
+        input_ids_BS: ids of prompts and responses.
         attention_mask_BS: 1 at real tokens, 0 at padding.
-        position_ids_BS: Positions, counted from 0 at the first real token of a sample.
-        response_width: Number of response columns, T, needed for shared prompts in a packed row.
-        image_inputs_B: Inputs of the images of each sample; None if no sample has images.
-        packed: Run the real tokens of all samples as one row without padding (see `packing`).
-        device: Device of the model and of the result, by default the device of the samples.
+        position_ids_BS: positions, counted from 0 at the first real token of a sample.
+        response_width: number of response columns, T, needed for shared prompts in a packed row.
+        image_inputs_B: inputs of the images of each sample; None if no sample has images.
+        packed: run the real tokens of all samples as one row without padding (see `packing`).
+        device: device of the model and of the result, by default the device of the samples.
 
     Raises:
-        ConfigError: A sample has images, and the model reads text alone.
+        ConfigError: a sample has images, and the model reads text alone.
     """
     device = device or input_ids_BS.device
     if isinstance(model, RemoteModel):
@@ -256,9 +256,9 @@ def response_values(model: Callable[..., Any], *, response_width: int, **forward
     """Return the value of the state before each response token [B, T]: the number at the position before the token.
 
     Args:
-        model: Critic (see `position_scores`).
-        response_width: Number of response columns, T.
-        **forward: Further arguments of `position_scores`.
+        model: critic (see `position_scores`).
+        response_width: number of response columns, T.
+        **forward: further arguments of `position_scores`.
     """
     scores_BS = position_scores(model, response_width=response_width, **forward)
     return scores_BS[:, -(response_width + 1) : -1]
@@ -273,10 +273,10 @@ def response_scores(
     prompt. If every response is empty, the result has one column for this number.
 
     Args:
-        model: Reward model (see `position_scores`).
+        model: reward model (see `position_scores`).
         attention_mask_BS: 1 at real tokens, 0 at padding.
-        response_width: Number of response columns, T.
-        **forward: Further arguments of `position_scores`.
+        response_width: number of response columns, T.
+        **forward: further arguments of `position_scores`.
     """
     scores_BS = position_scores(model, attention_mask_BS=attention_mask_BS, response_width=response_width, **forward)
     prompt_width = scores_BS.shape[1] - response_width
@@ -292,7 +292,7 @@ def last_token_scores(scores_BT: Tensor, response_lengths_B: Tensor) -> Tensor:
     An empty response has the score of its prompt.
 
     Args:
-        scores_BT: Result of `response_scores`.
-        response_lengths_B: Number of tokens in each response.
+        scores_BT: result of `response_scores`.
+        response_lengths_B: number of tokens in each response.
     """
     return scores_BT.gather(-1, (response_lengths_B - 1).clamp(min=0)[:, None]).squeeze(-1)

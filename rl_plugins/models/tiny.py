@@ -59,7 +59,7 @@ def build_tokenizer(*, tools: bool = False) -> Qwen2Tokenizer:
     The chat template is compact: a question is `<|user|>17+25<|assistant|>`, an answer is `42<|end|>`.
 
     Args:
-        tools: Chat template and tokens for tools. Tools are shown as `<|system|>add(a,b)`, a call has the form of
+        tools: chat template and tokens for tools. Tools are shown as `<|system|>add(a,b)`, a call has the form of
             Hermes (`<tool_call>{"name": "add", "arguments": {...}}</tool_call>`), and a result is `<|tool|>42`.
     """
     roles = (*ROLE_TOKENS, TOOL_ROLE_TOKEN) if tools else ROLE_TOKENS
@@ -96,19 +96,19 @@ def build_model(
     The same arguments always give the same weights. The random state of the caller does not change.
 
     Args:
-        hidden_size: Width of the model, a multiple of twice `num_heads`. vLLM on CPU needs heads of width 32 or more.
-        num_layers: Number of decoder layers.
-        num_heads: Number of query heads, a multiple of `num_kv_heads`.
-        num_kv_heads: Number of key and value heads.
-        intermediate_size: Inner width of the gated MLP.
-        max_position_embeddings: Largest number of tokens of prompt and response together.
-        seed: Seed of the initial weights.
-        initializer_range: Standard deviation of the initial weights. At this size, a value of about
+        hidden_size: width of the model, a multiple of twice `num_heads`. vLLM on CPU needs heads of width 32 or more.
+        num_layers: number of decoder layers.
+        num_heads: number of query heads, a multiple of `num_kv_heads`.
+        num_kv_heads: number of key and value heads.
+        intermediate_size: inner width of the gated MLP.
+        max_position_embeddings: largest number of tokens of prompt and response together.
+        seed: seed of the initial weights.
+        initializer_range: standard deviation of the initial weights. At this size, a value of about
             1 / sqrt(hidden_size) learns much sooner than the 0.02 of Qwen2.
-        tools: Vocabulary with the tokens for tools.
+        tools: vocabulary with the tokens for tools.
 
     Raises:
-        ConfigError: A size is not positive, or the heads do not divide the width.
+        ConfigError: a size is not positive, or the heads do not divide the width.
     """
     sizes = {
         "hidden_size": hidden_size,
@@ -160,8 +160,8 @@ def save_tiny_policy(folder: str | Path, **model_arguments: Any) -> Path:
     """Write the files of a tiny policy for `from_pretrained`: weights (safetensors), configurations and tokenizer.
 
     Args:
-        folder: Folder to write. Files with the same names are replaced.
-        model_arguments: Arguments of `build_model`.
+        folder: folder to write. Files with the same names are replaced.
+        model_arguments: arguments of `build_model`.
 
     Returns:
         The folder.

@@ -28,10 +28,10 @@ class ColumnSpec:
     """Numbers to compute for every distribution, besides log-prob and entropy.
 
     Attributes:
-        temperature: Divisor of the logits.
-        sum_pi_squared: Add the sum of the squared probabilities over the vocabulary.
-        entropy_gradient: Give the entropy a gradient.
-        top_k: Number of most likely tokens to add, the likeliest first: the log-probs, then the ids (as floating point
+        temperature: divisor of the logits.
+        sum_pi_squared: add the sum of the squared probabilities over the vocabulary.
+        entropy_gradient: give the entropy a gradient.
+        top_k: number of most likely tokens to add, the likeliest first: the log-probs, then the ids (as floating point
             numbers, which are exact up to a vocabulary of 2^24).
     """
 
@@ -50,8 +50,8 @@ class LogitsAtOnce(NamedTuple):
     """Numbers of logits that exist at the same time.
 
     Attributes:
-        chunk: Largest number of logits that the output head computes at once, in the dtype of the model.
-        block: Largest number of logits that are converted to float32 at once.
+        chunk: largest number of logits that the output head computes at once, in the dtype of the model.
+        block: largest number of logits that are converted to float32 at once.
     """
 
     chunk: int
@@ -81,10 +81,10 @@ def distribution_columns(
     have none. Backward keeps the logits in their own dtype.
 
     Args:
-        logits_NV: Logits of the distributions.
-        tokens_N: Ids of the sampled tokens.
-        columns: Numbers to compute.
-        extra_NJ: Ids of extra tokens whose log-probs are computed, too.
+        logits_NV: logits of the distributions.
+        tokens_N: ids of the sampled tokens.
+        columns: numbers to compute.
+        extra_NJ: ids of extra tokens whose log-probs are computed, too.
     """
     # Autocast would compute the dot products in 16 bits.
     with torch.autocast(logits_NV.device.type, enabled=False):
@@ -152,12 +152,12 @@ def _logits_gradient(
     gradient, dH / dz_v = -pi_v (log pi_v + H).
 
     Args:
-        logits_NV: Logits of the distributions.
-        tokens_NJ: Ids of the sampled token and the extra tokens of each position.
-        normaliser_N: Normaliser of each distribution (see `_columns_and_normaliser`).
-        entropy_N: Entropy of each distribution in nats.
-        gradient_NC: Gradient of the columns.
-        columns: Numbers that were computed.
+        logits_NV: logits of the distributions.
+        tokens_NJ: ids of the sampled token and the extra tokens of each position.
+        normaliser_N: normaliser of each distribution (see `_columns_and_normaliser`).
+        entropy_N: entropy of each distribution in nats.
+        gradient_NC: gradient of the columns.
+        columns: numbers that were computed.
     """
     gradient_NV = torch.empty_like(logits_NV)
     gradient_NC = gradient_NC / columns.temperature
@@ -208,13 +208,13 @@ def chunked_head_columns(
     has. Sums over the vocabulary, and sums of gradients over chunks, have at least float32.
 
     Args:
-        hidden_NH: Hidden states before the head.
-        weight_VH: Weight of the head.
-        bias_V: Bias of the head, if any.
-        tokens_N: Ids of the sampled tokens.
-        columns: Numbers to compute.
-        extra_NJ: Ids of extra tokens whose log-probs are computed, too.
-        rows: Number of positions in a chunk.
+        hidden_NH: hidden states before the head.
+        weight_VH: weight of the head.
+        bias_V: bias of the head, if any.
+        tokens_N: ids of the sampled tokens.
+        columns: numbers to compute.
+        extra_NJ: ids of extra tokens whose log-probs are computed, too.
+        rows: number of positions in a chunk.
     """
     hidden_NH, weight_VH, bias_V = cast_as_linear(hidden_NH, weight_VH, bias_V)
     with torch.autocast(hidden_NH.device.type, enabled=False):

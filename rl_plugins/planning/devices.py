@@ -25,27 +25,27 @@ class Device:
     On a CPU all processes share the memory, and each process has a core.
 
     Attributes:
-        name: Name in the table of devices.
-        memory: Bytes of memory.
-        train_flops: Operations per second of training, by dtype.
-        sample_flops: Operations per second of prefill and decoding, by dtype.
-        sample_bandwidth: Bytes of weights and KV cache per second read in decoding, by dtype.
-        bandwidth: Bytes per second from the memory of the device.
-        link: Bytes per second between devices of a machine, in each direction.
-        network: Bytes per second between machines, for each device.
-        host_link: Bytes per second to the memory of the host.
-        decode_step_s: Seconds of an engine for a decoding step, in addition to reading and multiplying.
-        decode_sequence_s: Seconds of an engine for each response in a decoding step, in addition to reading and
+        name: name in the table of devices.
+        memory: bytes of memory.
+        train_flops: operations per second of training, by dtype.
+        sample_flops: operations per second of prefill and decoding, by dtype.
+        sample_bandwidth: bytes of weights and KV cache per second read in decoding, by dtype.
+        bandwidth: bytes per second from the memory of the device.
+        link: bytes per second between devices of a machine, in each direction.
+        network: bytes per second between machines, for each device.
+        host_link: bytes per second to the memory of the host.
+        decode_step_s: seconds of an engine for a decoding step, in addition to reading and multiplying.
+        decode_sequence_s: seconds of an engine for each response in a decoding step, in addition to reading and
             multiplying.
-        tensor_s: Seconds of a pass with gradient for each tensor of the model, in addition to arithmetic.
-        gather_s: Seconds of DeepSpeed's own work in a ZeRO-3 pass for each tensor, in addition to communication.
-        step_s: Seconds of a step in addition to sampling, passes and weight updates.
-        trainer_base: Bytes of a training process without a model.
-        engine_base: Bytes of an engine process without weights.
-        machine_base: Bytes of all other processes of a run together: the driver and Ray.
-        fragments: Heap size of a process on a CPU, divided by the largest size of the live data of a pass.
-        cores: Number of cores of a CPU; 0 for an accelerator.
-        alone: Speed of a lone trainer, divided by its speed while all other cores train, too. The cores share the
+        tensor_s: seconds of a pass with gradient for each tensor of the model, in addition to arithmetic.
+        gather_s: seconds of DeepSpeed's own work in a ZeRO-3 pass for each tensor, in addition to communication.
+        step_s: seconds of a step in addition to sampling, passes and weight updates.
+        trainer_base: bytes of a training process without a model.
+        engine_base: bytes of an engine process without weights.
+        machine_base: bytes of all other processes of a run together: the driver and Ray.
+        fragments: heap size of a process on a CPU, divided by the largest size of the live data of a pass.
+        cores: number of cores of a CPU; 0 for an accelerator.
+        alone: speed of a lone trainer, divided by its speed while all other cores train, too. The cores share the
             memory bandwidth.
     """
 
@@ -120,11 +120,11 @@ def device_named(name: str, cpu_file: Path = CPU_FILE) -> Device:
     """Return an accelerator of the table, or the CPU with measured rates.
 
     Args:
-        name: Name of an accelerator in any case, or `cpu`.
-        cpu_file: File with the measured rates of the CPU.
+        name: name of an accelerator in any case, or `cpu`.
+        cpu_file: file with the measured rates of the CPU.
 
     Raises:
-        ConfigError: The name is unknown.
+        ConfigError: the name is unknown.
     """
     if name == "cpu":
         return read_cpu(cpu_file)
@@ -139,7 +139,7 @@ def read_cpu(path: Path) -> Device:
     """Read a file written by `benchmarks.calibrate`.
 
     Raises:
-        ConfigError: The file is missing or has other content.
+        ConfigError: the file is missing or has other content.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -19,10 +19,10 @@ class ProcessBundle:
     """Processes of one role that must be on one machine.
 
     Attributes:
-        role: Name of the role.
+        role: name of the role.
         cpus: CPUs of all processes.
         gpus: GPUs of one process. A fraction is on one GPU.
-        count: Number of processes.
+        count: number of processes.
         apart: True if each bundle of the role needs a machine of its own.
     """
 
@@ -58,8 +58,8 @@ def role_without_place(bundles: Sequence[ProcessBundle], machines: Sequence[Mapp
     layout, because nothing is known.
 
     Args:
-        bundles: Bundles of all roles.
-        machines: All resources of each machine.
+        bundles: bundles of all roles.
+        machines: all resources of each machine.
     """
     cpus, gpus = (max((machine.get(kind, 0.0) for machine in machines), default=0.0) for kind in ("CPU", "GPU"))
 
@@ -118,9 +118,9 @@ def _choices(free: tuple[float, ...], amount: float, count: int) -> Iterator[tup
     """Yield the free parts of the GPUs of a machine with the processes on them, once for each choice.
 
     Args:
-        free: Free part of each GPU, in ascending order.
+        free: free part of each GPU, in ascending order.
         amount: GPUs of one process.
-        count: Number of processes.
+        count: number of processes.
     """
     if not amount or not count:
         yield free

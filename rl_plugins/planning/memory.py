@@ -38,9 +38,9 @@ def trainer_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Part
     """Return the memory of a training worker on its device in each phase of the step.
 
     Args:
-        work: Work of the step.
-        plan: Placement of the step.
-        device: Device of the worker.
+        work: work of the step.
+        plan: placement of the step.
+        device: device of the worker.
 
     Returns:
         Bytes of each part by phase: `sampling` (while the engine samples), `log_probs` (passes without gradient) and
@@ -81,9 +81,9 @@ def engine_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Parts
     use a packed copy of the weights. A sleeping engine gives back the packed copy and the memory left from loading.
 
     Args:
-        work: Work of the step.
-        plan: Placement of the step.
-        device: Device of the engine.
+        work: work of the step.
+        plan: placement of the step.
+        device: device of the engine.
 
     Returns:
         Bytes of each part by phase: `start`, `sampling` and `asleep`.
@@ -202,10 +202,10 @@ def _gathered(shape: ModelShape, work: Workload, plan: Plan, *, four_bits: bool 
     """Return the bytes of the weights gathered in a pass.
 
     Args:
-        shape: Model of the pass.
-        work: Work of the step.
-        plan: Placement of the step.
-        four_bits: The weights under an adapter are gathered in 4 bits. A pass makes the numbers of one layer at a time.
+        shape: model of the pass.
+        work: work of the step.
+        plan: placement of the step.
+        four_bits: the weights under an adapter are gathered in 4 bits. A pass makes the numbers of one layer at a time.
     """
     layers = _sizes(shape.adapted_layers) if four_bits else []
     saved, numbers = 1 - CODE_WIDTH / work.width, max(layers, default=0) * work.width

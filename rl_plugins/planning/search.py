@@ -30,9 +30,9 @@ class Cluster:
     """Machines with devices of one kind.
 
     Attributes:
-        device: Device.
-        per_node: Devices of one machine.
-        nodes: Number of machines.
+        device: device.
+        per_node: devices of one machine.
+        nodes: number of machines.
     """
 
     device: Device
@@ -50,13 +50,13 @@ class Candidate:
     """A placement with its memory and time.
 
     Attributes:
-        plan: Placement of the step.
-        work: Work of the step, with or without gradient checkpointing, and with a size of micro-batches.
-        time: Seconds of each phase.
-        memory: Bytes by kind of device (`trainer` and `engine`, `device` for both, or `machine` on a CPU) and by phase.
-        parts: Bytes of each part in the phase with the largest memory, the largest part first.
-        short: Missing bytes; 0 if the placement fits.
-        reason: Reason why the placement does not fit; empty if it fits.
+        plan: placement of the step.
+        work: work of the step, with or without gradient checkpointing, and with a size of micro-batches.
+        time: seconds of each phase.
+        memory: bytes by kind of device (`trainer` and `engine`, `device` for both, or `machine` on a CPU) and by phase.
+        parts: bytes of each part in the phase with the largest memory, the largest part first.
+        short: missing bytes; 0 if the placement fits.
+        reason: reason why the placement does not fit; empty if it fits.
     """
 
     plan: Plan
@@ -81,10 +81,10 @@ def search(
     A placement has the best size of micro-batches.
 
     Args:
-        work: Work of the step.
-        cluster: Machines for the step.
-        fsdp: Use FSDP2 in place of ZeRO.
-        given: Values of recipe options that must not change. Placements with other values are left out.
+        work: work of the step.
+        cluster: machines for the step.
+        fsdp: use FSDP2 in place of ZeRO.
+        given: values of recipe options that must not change. Placements with other values are left out.
     """
     given = given or {}
     sizes = [replace(work, micro_batch_tokens=budget) for budget in micro_batch_budgets(work)]
@@ -113,11 +113,11 @@ def plans(
     """Yield all placements that the launcher allows: every worker has the same number of prompts in each update.
 
     Args:
-        work: Work of the step.
-        cluster: Machines for the step.
-        fsdp: Use FSDP2 in place of ZeRO.
-        engine_share: Share of an accelerator's memory for an engine; by default the best share.
-        sleep: Memory that colocated engines on accelerators free while the workers train; by default that of a run.
+        work: work of the step.
+        cluster: machines for the step.
+        fsdp: use FSDP2 in place of ZeRO.
+        engine_share: share of an accelerator's memory for an engine; by default the best share.
+        sleep: memory that colocated engines on accelerators free while the workers train; by default that of a run.
     """
     sleep = sleep or default_sleep(on_gpus=True, sends_adapter=work.sends_adapter)
     for stage in (0,) if fsdp else (1, 2, 3):
@@ -150,9 +150,9 @@ def _sizes(work: Workload, cluster: Cluster, devices: int) -> Iterator[int]:
     """Yield the possible sizes of an engine. An engine is within a machine and divides the KV heads evenly.
 
     Args:
-        work: Work of the step.
-        cluster: Machines for the step.
-        devices: Devices of all engines together.
+        work: work of the step.
+        cluster: machines for the step.
+        devices: devices of all engines together.
     """
     for size in (1, 2, 4, 8):
         within = cluster.nodes * (cluster.per_node // size)

@@ -43,13 +43,13 @@ class Experts:
     """Sizes of the experts of a block.
 
     Attributes:
-        number: Experts of a block.
-        chosen: Experts of a token.
-        intermediate: Width of an expert.
-        shared: Width of the shared experts together; 0 without shared experts.
-        is_gated: The shared experts have a gate.
-        biased: Experts and router have biases.
-        dense_blocks: Blocks with an MLP in place of experts.
+        number: experts of a block.
+        chosen: experts of a token.
+        intermediate: width of an expert.
+        shared: width of the shared experts together; 0 without shared experts.
+        is_gated: the shared experts have a gate.
+        biased: experts and router have biases.
+        dense_blocks: blocks with an MLP in place of experts.
     """
 
     number: int
@@ -80,16 +80,16 @@ class Tower:
     """Sizes of a vision tower and its projector. Biases and norms are left out: less than 1 % of the parameters.
 
     Attributes:
-        layers: Number of blocks.
-        block: Input and output width of each linear layer of a block.
-        linear: Input and output width of each linear layer outside of blocks.
-        others: Parameters of each matrix that is no linear layer, such as the embedding of patches.
-        width: Numbers in the queries of a patch.
-        patches: Patches of an image, if nothing else is known.
-        multiplied: Parameters in products of a patch outside of blocks. Of a product of several patches, a patch has
+        layers: number of blocks.
+        block: input and output width of each linear layer of a block.
+        linear: input and output width of each linear layer outside of blocks.
+        others: parameters of each matrix that is no linear layer, such as the embedding of patches.
+        width: numbers in the queries of a patch.
+        patches: patches of an image, if nothing else is known.
+        multiplied: parameters in products of a patch outside of blocks. Of a product of several patches, a patch has
             its share.
-        windowed: Number of blocks in which a patch attends to the patches of its window alone.
-        window: Patches of a window.
+        windowed: number of blocks in which a patch attends to the patches of its window alone.
+        window: patches of a window.
     """
 
     layers: int
@@ -133,20 +133,20 @@ class ModelShape:
     """Sizes of a decoder.
 
     Attributes:
-        layers: Number of blocks.
-        hidden: Width of the residual stream.
-        intermediate: Width of the MLP.
-        heads: Query heads.
-        kv_heads: Heads of keys and values.
-        head_dim: Width of a head.
-        vocab: Tokens of the vocabulary.
-        tied: The output head is the embedding.
-        attention_bias: Parameters of the biases of one attention.
-        mlp_bias: Parameters of the biases of one MLP.
-        norms: Parameters of the norms of one block.
-        normed_heads: Queries and keys are normalised.
-        experts: Experts of the blocks; None for a dense model.
-        tower: Vision tower and projector; None for a model of text. Activations of images are not planned.
+        layers: number of blocks.
+        hidden: width of the residual stream.
+        intermediate: width of the MLP.
+        heads: query heads.
+        kv_heads: heads of keys and values.
+        head_dim: width of a head.
+        vocab: tokens of the vocabulary.
+        tied: the output head is the embedding.
+        attention_bias: parameters of the biases of one attention.
+        mlp_bias: parameters of the biases of one MLP.
+        norms: parameters of the norms of one block.
+        normed_heads: queries and keys are normalised.
+        experts: experts of the blocks; None for a dense model.
+        tower: vision tower and projector; None for a model of text. Activations of images are not planned.
     """
 
     layers: int
@@ -270,9 +270,9 @@ class ModelShape:
         """Return the parameters of a LoRA adapter of all matrices of the blocks.
 
         Args:
-            rank: Rank of the adapter.
-            with_tower: The matrices of the vision tower have an adapter, too.
-            with_experts: The matrices of each expert have an adapter, too.
+            rank: rank of the adapter.
+            with_tower: the matrices of the vision tower have an adapter, too.
+            with_experts: the matrices of each expert have an adapter, too.
         """
         of_tower = self.tower.adapter(rank) if self.tower is not None and with_tower else 0
         of_experts = 0
@@ -305,8 +305,8 @@ class ModelShape:
         - with experts: the input and the output of each chosen expert, and the numbers of the router in float32.
 
         Args:
-            width: Bytes of a number.
-            copies: Mean number of samples that contain a token of the row.
+            width: bytes of a number.
+            copies: mean number of samples that contain a token of the row.
         """
         norms = 2 * self.hidden * (4 + 2 * width)
         if self.normed_heads:
@@ -334,11 +334,11 @@ def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
     """Return the shape of the model of a config.json.
 
     Args:
-        config: Content of the file.
-        where: Name of the file for messages.
+        config: content of the file.
+        where: name of the file for messages.
 
     Raises:
-        ConfigError: A size is missing, or plans do not know the experts of the family.
+        ConfigError: a size is missing, or plans do not know the experts of the family.
     """
     text: Mapping[str, Any] = config.get("text_config") or config
     family = str(text.get("model_type", ""))
@@ -411,12 +411,12 @@ def _tower_of(config: Mapping[str, Any], text_hidden: int, where: str) -> Tower 
     """Return the vision tower of the model of a config.json; None for a model of text.
 
     Args:
-        config: Content of the file.
-        text_hidden: Width of the decoder.
-        where: Name of the file for messages.
+        config: content of the file.
+        text_hidden: width of the decoder.
+        where: name of the file for messages.
 
     Raises:
-        ConfigError: A size is missing.
+        ConfigError: a size is missing.
     """
     vision: Mapping[str, Any] | None = config.get("vision_config")
     if vision is None:

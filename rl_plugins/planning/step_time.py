@@ -20,14 +20,14 @@ class StepTime:
     """Seconds of the phases of a step.
 
     Attributes:
-        rollout: Sampling.
-        log_probs: Passes without gradient: of frozen models, of the critic, and of the policy if a step has several
+        rollout: sampling.
+        log_probs: passes without gradient: of frozen models, of the critic, and of the policy if a step has several
             updates.
-        update: Passes with gradient, and the optimizer.
-        update_weights: Transfer of weights from the trainers to the engines.
-        move: Transfer of states to the host and back.
-        other: Rewards, advantages and bookkeeping.
-        ahead: The samples of the next step are drawn during training.
+        update: passes with gradient, and the optimizer.
+        update_weights: transfer of weights from the trainers to the engines.
+        move: transfer of states to the host and back.
+        other: rewards, advantages and bookkeeping.
+        ahead: the samples of the next step are drawn during training.
     """
 
     rollout: float
@@ -54,10 +54,10 @@ def step_time(work: Workload, plan: Plan, device: Device, devices_per_node: int)
     """Return the seconds of each phase of a step.
 
     Args:
-        work: Work of the step.
-        plan: Placement of the step.
-        device: Device of trainers and engines.
-        devices_per_node: Devices of one machine.
+        work: work of the step.
+        plan: placement of the step.
+        device: device of trainers and engines.
+        devices_per_node: devices of one machine.
     """
     busy = _slowdown(device, plan.trainers) / _speedup_beside_idle_cores(device, plan.trainers)
     return StepTime(
@@ -79,9 +79,9 @@ def rollout_seconds(work: Workload, plan: Plan, device: Device) -> float:
     multiplies at the same time, a CPU one after the other. Each decoding step has an overhead of the engine, too.
 
     Args:
-        work: Work of the step.
-        plan: Placement of the step.
-        device: Device of the engine.
+        work: work of the step.
+        plan: placement of the step.
+        device: device of the engine.
     """
     responses = math.ceil(work.responses / plan.engines)
     cache = engine_memory(work, plan, device)["start"]["KV cache"]
@@ -125,9 +125,9 @@ def training_flops(work: Workload, shape: ModelShape, trainers: int) -> float:
     towers of other models are trained.
 
     Args:
-        work: Work of the step.
-        shape: Shape of the trained model.
-        trainers: Number of training workers.
+        work: work of the step.
+        shape: shape of the trained model.
+        trainers: number of training workers.
     """
     sizes = micro_batch_sizes(work, trainers)
     forward = shape.forward_flops(sizes.tokens, sizes.context)

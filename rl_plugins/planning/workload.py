@@ -22,38 +22,38 @@ class Workload:
     """Models, lengths and batch of one step of policy optimization.
 
     Attributes:
-        policy: Shape of the policy.
-        precision: Precision flag of the Lightning trainer.
-        engine_dtype: Dtype of the weights in the rollout engine.
-        matrix_width: Bytes of a number in the matrices of a quantised rollout engine; None without quantisation.
-        cache_width: Bytes of a number in the KV cache; None for the engine's dtype.
-        moment_width: Bytes of a number in the moments of the policy's optimizer, if the optimizer quantises its states;
+        policy: shape of the policy.
+        precision: precision flag of the Lightning trainer.
+        engine_dtype: dtype of the weights in the rollout engine.
+        matrix_width: bytes of a number in the matrices of a quantised rollout engine; None without quantisation.
+        cache_width: bytes of a number in the KV cache; None for the engine's dtype.
+        moment_width: bytes of a number in the moments of the policy's optimizer, if the optimizer quantises its states;
             None without quantisation.
-        critic_moment_width: The same for the critics.
-        prompts: Prompts of a step.
-        samples: Responses to each prompt.
-        prompt_tokens: Mean tokens of a prompt.
-        response_tokens: Mean tokens of a response.
-        images: Mean images of a prompt, whose tokens are among the tokens of the prompt.
-        image_patches: Mean patches of an image; None for the patches of the model's usual images.
-        max_tokens: Tokens of the longest prompt and the longest response together.
-        micro_batch_tokens: Tokens of one forward and backward pass on a worker.
-        updates: Optimizer steps of one pass over the samples.
-        passes: Passes over the samples of a step.
-        gradient_checkpointing: Activations are computed again in the backward pass.
-        four_bits: The weights of the policy under the adapter are in 4 bits.
-        lora_rank: Rank of the adapter if only an adapter is trained; 0 without an adapter.
-        adapts_tower: The adapter changes the vision tower, too.
-        trains_tower: The vision tower of the policy is trained, and not frozen.
-        adapts_experts: The adapter changes the experts of a mixture, too.
-        expert_parallel: Workers that share the experts of a layer under FSDP2.
-        merged: The engine receives whole weights of a policy with an adapter.
-        critics: Shapes of the critics, and of a process reward model: further trained models.
-        frozen: Shapes of the models without training, by the names of the models.
-        max_num_seqs: Largest number of responses sampled by an engine at the same time.
-        prefix_caching: The engine reads a prompt once for all its responses.
-        kv_cache_bytes: Bytes of the KV cache reserved by an engine on a CPU.
-        bucket_bytes: Bytes of the weights in flight in a weight update.
+        critic_moment_width: the same for the critics.
+        prompts: prompts of a step.
+        samples: responses to each prompt.
+        prompt_tokens: mean tokens of a prompt.
+        response_tokens: mean tokens of a response.
+        images: mean images of a prompt, whose tokens are among the tokens of the prompt.
+        image_patches: mean patches of an image; None for the patches of the model's usual images.
+        max_tokens: tokens of the longest prompt and the longest response together.
+        micro_batch_tokens: tokens of one forward and backward pass on a worker.
+        updates: optimizer steps of one pass over the samples.
+        passes: passes over the samples of a step.
+        gradient_checkpointing: activations are computed again in the backward pass.
+        four_bits: the weights of the policy under the adapter are in 4 bits.
+        lora_rank: rank of the adapter if only an adapter is trained; 0 without an adapter.
+        adapts_tower: the adapter changes the vision tower, too.
+        trains_tower: the vision tower of the policy is trained, and not frozen.
+        adapts_experts: the adapter changes the experts of a mixture, too.
+        expert_parallel: workers that share the experts of a layer under FSDP2.
+        merged: the engine receives whole weights of a policy with an adapter.
+        critics: shapes of the critics, and of a process reward model: further trained models.
+        frozen: shapes of the models without training, by the names of the models.
+        max_num_seqs: largest number of responses sampled by an engine at the same time.
+        prefix_caching: the engine reads a prompt once for all its responses.
+        kv_cache_bytes: bytes of the KV cache reserved by an engine on a CPU.
+        bucket_bytes: bytes of the weights in flight in a weight update.
     """
 
     policy: ModelShape
@@ -160,17 +160,17 @@ class Plan:
     """One placement of the workers and engines of a step.
 
     Attributes:
-        trainers: Training workers, each with a device.
-        engines: Rollout engines.
-        tensor_parallel: Devices of an engine.
-        colocated: The engines share the devices of the trainers. Otherwise the engines have devices of their own.
+        trainers: training workers, each with a device.
+        engines: rollout engines.
+        tensor_parallel: devices of an engine.
+        colocated: the engines share the devices of the trainers. Otherwise the engines have devices of their own.
         zero_stage: ZeRO stage, 1 to 3; 0 stands for FSDP2.
         accumulate_shards: FSDP2 accumulates gradients in shards.
-        offload: Location of the states of trained models: `while_sampling` (on the host during sampling, if an
+        offload: location of the states of trained models: `while_sampling` (on the host during sampling, if an
             engine has no room beside the states), `stay` (on the device), `cpu` (optimizer always on the host).
-        sleep: Memory that the engines free while the workers train: `none`, `kv_cache` or `all`.
-        engine_share: Largest share of an accelerator's memory for an engine.
-        ahead: Steps whose samples are drawn while an earlier step trains; more than 0 requires separate devices.
+        sleep: memory that the engines free while the workers train: `none`, `kv_cache` or `all`.
+        engine_share: largest share of an accelerator's memory for an engine.
+        ahead: steps whose samples are drawn while an earlier step trains; more than 0 requires separate devices.
     """
 
     trainers: int
@@ -207,12 +207,12 @@ class MicroBatchSizes:
     """Sizes of the micro-batches of one worker in one pass over its samples.
 
     Attributes:
-        tokens: Tokens of all micro-batches. A prompt counts once for all its samples in the same micro-batch.
-        prompts: Prompts of all micro-batches, counted in the same way.
-        passes: Number of micro-batches.
-        largest: Tokens of the largest micro-batch.
-        copies: Mean number of samples that contain a token.
-        context: Mean number of tokens to which a token attends.
+        tokens: tokens of all micro-batches. A prompt counts once for all its samples in the same micro-batch.
+        prompts: prompts of all micro-batches, counted in the same way.
+        passes: number of micro-batches.
+        largest: tokens of the largest micro-batch.
+        copies: mean number of samples that contain a token.
+        context: mean number of tokens to which a token attends.
     """
 
     tokens: float
@@ -227,8 +227,8 @@ def micro_batch_sizes(work: Workload, trainers: int) -> MicroBatchSizes:
     """Return the micro-batches of each worker for samples of mean lengths, as `stages/micro_batches.py` cuts them.
 
     Args:
-        work: Work of the step.
-        trainers: Number of training workers.
+        work: work of the step.
+        trainers: number of training workers.
     """
     budget, prompts = max(work.micro_batch_tokens, work.max_tokens), work.prompts / trainers
     ways = []

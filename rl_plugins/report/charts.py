@@ -86,8 +86,8 @@ def curve_segments(points: Points, max_points: int) -> list[list[DrawnPoint]]:
     A gap is NaN, infinity, or a range of missing steps.
 
     Args:
-        points: Value by step, in ascending order of the steps.
-        max_points: Largest number of drawn points of all segments together. Each further segment may add one point.
+        points: value by step, in ascending order of the steps.
+        max_points: largest number of drawn points of all segments together. Each further segment may add one point.
     """
     segments = _unbroken_segments(points)
     # All segments of a curve are thinned by the same factor.
@@ -133,10 +133,10 @@ class Shape:
     """An SVG element.
 
     Attributes:
-        tag: Name of the element.
-        attributes: Attributes of the element.
-        text: Text inside the element.
-        tooltip: Text shown while the pointer is on the element.
+        tag: name of the element.
+        attributes: attributes of the element.
+        text: text inside the element.
+        tooltip: text shown while the pointer is on the element.
     """
 
     tag: str
@@ -150,12 +150,12 @@ class Chart:
     """A picture with a caption and a legend.
 
     Attributes:
-        caption: Title above the picture.
-        label: Text for screen readers.
-        width: Width of the picture in SVG units.
-        height: Height of the picture in SVG units.
-        shapes: Shapes from back to front. The list is empty if there is no finite value.
-        legend: Name of each curve and a short text about the curve, in the order of the colours.
+        caption: title above the picture.
+        label: text for screen readers.
+        width: width of the picture in SVG units.
+        height: height of the picture in SVG units.
+        shapes: shapes from back to front. The list is empty if there is no finite value.
+        legend: name of each curve and a short text about the curve, in the order of the colours.
     """
 
     caption: str
@@ -176,9 +176,9 @@ class _Axes:
     """Linear map from steps and values to coordinates of a chart.
 
     Attributes:
-        width: Width of the chart.
-        steps: First and last step.
-        values: Lowest and highest value.
+        width: width of the chart.
+        steps: first and last step.
+        values: lowest and highest value.
     """
 
     width: int
@@ -203,8 +203,8 @@ def line_chart(title: str, curves: Series) -> Chart:
     """Draw curves over the steps; the legend has the last value of each curve.
 
     Args:
-        title: Caption of the chart.
-        curves: Points of each curve. NaN and infinity become gaps.
+        title: caption of the chart.
+        curves: points of each curve. NaN and infinity become gaps.
     """
     segments = {name: curve_segments(points, _MAX_POINTS) for name, points in curves.items()}
     drawn = [point for parts in segments.values() for part in parts for point in part]
@@ -242,10 +242,10 @@ def area_chart(title: str, curves: Mapping[str, Points], steps: Sequence[int], u
     """Draw the parts of a sum at each step as areas on top of each other.
 
     Args:
-        title: Text before the unit in the caption.
-        curves: Points of each part. A step without a value counts as 0.
-        steps: All steps of the chart, in ascending order.
-        unit: Unit of the values.
+        title: text before the unit in the caption.
+        curves: points of each part. A step without a value counts as 0.
+        steps: all steps of the chart, in ascending order.
+        unit: unit of the values.
     """
     chart = Chart(f"{title} ({unit})", title, _FULL_WIDTH, legend=[(name, "") for name in curves])
     size = max(1, -(-len(steps) // _MAX_POINTS))
@@ -269,9 +269,9 @@ def stacked_bar(title: str, parts: Mapping[str, float], unit: str) -> Chart:
     """Draw one bar of the parts of a sum; the legend has the value and the share of each part.
 
     Args:
-        title: Text before the sum in the caption.
-        parts: Value of each part.
-        unit: Unit of the values.
+        title: text before the sum in the caption.
+        parts: value of each part.
+        unit: unit of the values.
     """
     total, left = sum(parts.values()), 0.0
     chart = Chart(f"{title}: {total:.3g} {unit}", title, _FULL_WIDTH, _BAR_HEIGHT)
@@ -305,10 +305,10 @@ def ticks(low: float, high: float, count: int, whole: bool = False) -> list[floa
     """Return about `count` round numbers between `low` and `high`.
 
     Args:
-        low: Lower end of the axis.
-        high: Upper end of the axis. If it does not exceed `low`, the only tick is `low`.
-        count: Approximate number of ticks.
-        whole: Return whole numbers only.
+        low: lower end of the axis.
+        high: upper end of the axis. If it does not exceed `low`, the only tick is `low`.
+        count: approximate number of ticks.
+        whole: return whole numbers only.
     """
     if not high > low:
         return [low]

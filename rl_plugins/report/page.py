@@ -55,8 +55,8 @@ def write_report(folder: RunFolder, path: Path | None = None) -> Path:
     """Write the report of a run. The run may still be going on.
 
     Args:
-        folder: Folder of the run.
-        path: File to write; `report.html` in the folder by default.
+        folder: folder of the run.
+        path: file to write; `report.html` in the folder by default.
 
     Returns:
         The path of the file.
@@ -74,7 +74,7 @@ def reported(folder: RunFolder) -> Iterator[None]:
     be killed, and because the exported model and the error exist only then.
 
     Args:
-        folder: Folder of the run.
+        folder: folder of the run.
     """
     folder.error.unlink(missing_ok=True)
     try:

@@ -21,14 +21,14 @@ def draw_curves(series: Series, path: Path) -> bool:
     """Draw the main charts of the report as one picture.
 
     Args:
-        series: Metrics of the run.
+        series: metrics of the run.
         path: PNG file to write.
 
     Returns:
         True if there was a chart to draw; otherwise no file is written.
 
     Raises:
-        StorageError: The file cannot be written.
+        StorageError: the file cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -54,11 +54,11 @@ def draw_learning_curve(folders: Sequence[RunFolder], path: Path) -> None:
     """Draw the validation reward, and the training reward in a pale colour, of successive runs.
 
     Args:
-        folders: Folders of the runs, in the order of training. The steps of a run start where the run before ended.
+        folders: folders of the runs, in the order of training. The steps of a run start where the run before ended.
         path: PNG file to write.
 
     Raises:
-        StorageError: The file cannot be written.
+        StorageError: the file cannot be written.
     """
     from matplotlib.figure import Figure
 

@@ -19,12 +19,12 @@ class RunSummary:
     """Figures of one run.
 
     Attributes:
-        before: Validation reward before the first step; NaN without validations.
-        after: Validation reward after the last step; NaN without validations.
-        samples_per_s: Median over the steps; 0 for stages that do not sample.
-        step_s: Median seconds of a step.
-        phases_s: Median seconds of each phase. Phases with a median below a millisecond are left out.
-        gap_max: Largest trainer/sampler log-prob gap, in nats.
+        before: validation reward before the first step; NaN without validations.
+        after: validation reward after the last step; NaN without validations.
+        samples_per_s: median over the steps; 0 for stages that do not sample.
+        step_s: median seconds of a step.
+        phases_s: median seconds of each phase. Phases with a median below a millisecond are left out.
+        gap_max: largest trainer/sampler log-prob gap, in nats.
     """
 
     before: float
@@ -79,10 +79,10 @@ class SamplePair:
     """Samples of one prompt at two validations.
 
     Attributes:
-        prompt: Text of the prompt.
-        ground_truth: Ground truth in the data.
-        first: Sample of the first validation; None if the validation has no sample for the prompt.
-        last: Sample of the last validation; None if the validation has no sample for the prompt.
+        prompt: text of the prompt.
+        ground_truth: ground truth in the data.
+        first: sample of the first validation; None if the validation has no sample for the prompt.
+        last: sample of the last validation; None if the validation has no sample for the prompt.
     """
 
     prompt: str

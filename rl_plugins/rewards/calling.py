@@ -62,10 +62,10 @@ class RewardFunction:
         """Load the function and find the arguments it asks for.
 
         Args:
-            config: Configuration of one reward (see `loading`).
+            config: configuration of one reward (see `loading`).
 
         Raises:
-            ConfigError: The function cannot be loaded, asks for an argument outside the fields of a sample and the
+            ConfigError: the function cannot be loaded, asks for an argument outside the fields of a sample and the
                 configuration, mixes singular and plural names, or does not take a configured argument.
         """
         self.name, self.function, self.fixed = load_reward(config)
@@ -81,7 +81,7 @@ class RewardFunction:
         """Find the requested fields of a sample by argument (`fields`), and the way to call the function.
 
         Raises:
-            ConfigError: See `__init__`.
+            ConfigError: see `__init__`.
         """
         parameters = inspect.signature(self.function).parameters.values()
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -115,8 +115,8 @@ class RewardFunction:
         """Score requests in order.
 
         Args:
-            requests: Samples to score.
-            deadline_s: Seconds for one call of the function. None sets no deadline.
+            requests: samples to score.
+            deadline_s: seconds for one call of the function. None sets no deadline.
 
         Returns:
             One entry per request. None marks a request to run again alone, because a coroutine blocked the others.
@@ -191,7 +191,7 @@ def normalize_routes(reward_config: Mapping[str, Any]) -> dict[str, Mapping[str,
     """Bring both forms of a reward configuration to {data source or "default": reward}.
 
     Raises:
-        ConfigError: No reward is configured, or a route is not a mapping.
+        ConfigError: no reward is configured, or a route is not a mapping.
     """
     target = reward_config.get("_target_")
     if isinstance(target, str) or callable(target) or isinstance(reward_config.get("path"), str):
@@ -215,7 +215,7 @@ def check_routes(reward_config: Mapping[str, Any], data_sources: Iterable[str]) 
     """Check that every data source of a data set has a reward, before a run starts. No reward is loaded.
 
     Raises:
-        ConfigError: A data source has no reward. The message names the data sources without and with a reward.
+        ConfigError: a data source has no reward. The message names the data sources without and with a reward.
     """
     routes = normalize_routes(reward_config)
     unknown = sorted(set(data_sources) - set(routes))
@@ -230,7 +230,7 @@ def check_requests(reward_config: Mapping[str, Any], requests: Sequence[ScoringR
     """Check in a running run that every request has a reward.
 
     Raises:
-        DataError: The data source of a request has no reward.
+        DataError: the data source of a request has no reward.
     """
     try:
         check_routes(reward_config, {request.data_source for request in requests})
@@ -245,11 +245,11 @@ class Router:
         """Load every reward.
 
         Args:
-            reward_config: One reward, or a mapping from data source to reward.
-            when_loading: Function to call with the name of a reward before the reward is loaded.
+            reward_config: one reward, or a mapping from data source to reward.
+            when_loading: function to call with the name of a reward before the reward is loaded.
 
         Raises:
-            ConfigError: The configuration is wrong or a reward cannot be loaded.
+            ConfigError: the configuration is wrong or a reward cannot be loaded.
         """
         self.functions = {}
         for source, route in normalize_routes(reward_config).items():
@@ -263,9 +263,9 @@ class Router:
         """Score requests in order.
 
         Args:
-            requests: Samples to score.
-            deadline_s: Seconds for one call of a reward function. None sets no deadline.
-            budget_s: Seconds after which no further call starts.
+            requests: samples to score.
+            deadline_s: seconds for one call of a reward function. None sets no deadline.
+            budget_s: seconds after which no further call starts.
 
         Returns:
             One entry per request. None marks a request to run later, or to run again alone. A single request never has

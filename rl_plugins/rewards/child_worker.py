@@ -29,9 +29,9 @@ class ChildWorker(RewardWorker):
     """Child process of this process.
 
     Args:
-        task: Rewards and limits.
-        start_timeout_s: Seconds for a process to start and load the rewards.
-        load_timeout_s: Seconds for the rewards to load, once the process has started.
+        task: rewards and limits.
+        start_timeout_s: seconds for a process to start and load the rewards.
+        load_timeout_s: seconds for the rewards to load, once the process has started.
     """
 
     def __init__(self, task: WorkerTask, start_timeout_s: float, load_timeout_s: float = math.inf) -> None:

@@ -150,7 +150,7 @@ class CodeTests:
         tolerance: relative and absolute tolerance of numbers with a point or an exponent.
 
     Raises:
-        ConfigError: An option is wrong, or there is no such sandbox on this machine.
+        ConfigError: an option is wrong, or there is no such sandbox on this machine.
     """
 
     def __init__(
@@ -194,8 +194,8 @@ class CodeTests:
             slow or ended with an error; and `no_program`, 1 for a response without a program.
 
         Raises:
-            ValueError: The ground truth has no tests.
-            SandboxError: The sandbox failed.
+            ValueError: the ground truth has no tests.
+            SandboxError: the sandbox failed.
         """
         tests = read_tests(ground_truth, extra_info or {})[: self._max_tests]
         if not self._python and not all(isinstance(test, _OutputTest) for test in tests):
@@ -238,7 +238,7 @@ def read_tests(ground_truth: object, extra_info: Mapping[str, Any]) -> list[_Tes
         extra_info: may have the name of the function.
 
     Raises:
-        ValueError: The ground truth has no tests, or has another form.
+        ValueError: the ground truth has no tests, or has another form.
     """
     value = _plain(ground_truth)
     if isinstance(value, str):

@@ -33,12 +33,12 @@ class InlineScorer:
         """Load the rewards.
 
         Args:
-            reward_config: One reward, or a mapping from data source to reward (see `calling`).
-            deadline_s: Seconds for one call of a reward function. None sets no limit.
-            max_failure_rate: Share of failed samples (0 to 1) above which `score` raises an error.
+            reward_config: one reward, or a mapping from data source to reward (see `calling`).
+            deadline_s: seconds for one call of a reward function. None sets no limit.
+            max_failure_rate: share of failed samples (0 to 1) above which `score` raises an error.
 
         Raises:
-            ConfigError: The configuration is wrong or a reward cannot be loaded.
+            ConfigError: the configuration is wrong or a reward cannot be loaded.
         """
         self.reward_config = reward_config
         self.deadline_s, self.max_failure_rate = deadline_s, max_failure_rate
@@ -48,8 +48,8 @@ class InlineScorer:
         """Score requests in order.
 
         Raises:
-            DataError: A data source has no reward.
-            RewardError: More than `max_failure_rate` of the samples failed.
+            DataError: a data source has no reward.
+            RewardError: more than `max_failure_rate` of the samples failed.
         """
         scores = self.answer(requests)
         check_failure_rate(scores, self.max_failure_rate)
@@ -59,7 +59,7 @@ class InlineScorer:
         """Score or reply to requests in order, and leave the check of the failure rate to the caller.
 
         Raises:
-            DataError: A data source has no reward.
+            DataError: a data source has no reward.
         """
         check_requests(self.reward_config, requests)
         deadline_s = None if debugging() else self.deadline_s
@@ -81,11 +81,11 @@ def default_scorer(reward: Reward) -> RewardPool | InlineScorer:
     """Return a scorer for a bare reward: a pool of workers where Ray runs, an inline scorer elsewhere.
 
     Args:
-        reward: Reward function, or reward configuration (see `calling`). A function of the script itself is sent to
+        reward: reward function, or reward configuration (see `calling`). A function of the script itself is sent to
             the workers by value. The workers import the module of any other function.
 
     Raises:
-        ConfigError: The function asks for an argument that samples do not have, or cannot be loaded.
+        ConfigError: the function asks for an argument that samples do not have, or cannot be loaded.
     """
     config = reward if isinstance(reward, Mapping) else {"_target_": reward}
     ray = sys.modules.get("ray")

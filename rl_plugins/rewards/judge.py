@@ -87,13 +87,13 @@ class Judge(CompositeReward):
         """Read the template and the key. The first call connects.
 
         Args:
-            config: Settings of the judge.
-            processes: Number of processes that share the limits of requests.
-            urls: Addresses of engines with the model, in the place of `config.url`. The launcher starts the engines
+            config: settings of the judge.
+            processes: number of processes that share the limits of requests.
+            urls: addresses of engines with the model, in the place of `config.url`. The launcher starts the engines
                 (`placement.judge`), and the environment has their key.
 
         Raises:
-            ConfigError: An option is missing or out of range, or the environment has no key.
+            ConfigError: an option is missing or out of range, or the environment has no key.
         """
         try:
             self.config = judge_config(config)
@@ -124,8 +124,8 @@ class Judge(CompositeReward):
         """Score requests in order.
 
         Args:
-            requests: Samples to score.
-            deadline_s: Seconds for all requests together. None sets no deadline.
+            requests: samples to score.
+            deadline_s: seconds for all requests together. None sets no deadline.
         """
         # The judge ends its waits before the deadline, and says what was awaited.
         stop = math.inf if deadline_s is None else time.monotonic() + deadline_s - min(1.0, 0.1 * deadline_s)
@@ -275,7 +275,7 @@ def _fill(template: str, request: ScoringRequest, config: JudgeConfig) -> str:
     """Return the question about a response. Placeholders inside the texts of a sample stay as written.
 
     Raises:
-        ValueError: The sample has no prompt, or its `extra_info` lacks a key.
+        ValueError: the sample has no prompt, or its `extra_info` lacks a key.
     """
 
     def value(name: str) -> str:

@@ -142,7 +142,7 @@ class JudgeServer:
             stop: end of the time for the answer, in seconds of `time.monotonic`.
 
         Raises:
-            NoAnswer: The server refuses the question, or there is no answer in time.
+            NoAnswer: the server refuses the question, or there is no answer in time.
         """
         requests = faults = 0
         while True:

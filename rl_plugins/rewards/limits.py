@@ -27,8 +27,8 @@ def withheld_names(environment: Mapping[str, str], pass_env: Sequence[str]) -> l
     """Return the names of variables with secrets, judged by their names, or by an address with a secret.
 
     Args:
-        environment: Variables by name.
-        pass_env: Names of further variables for rewards.
+        environment: variables by name.
+        pass_env: names of further variables for rewards.
     """
     return [
         name
@@ -42,9 +42,9 @@ class WorkerLimits:
     """Limits of a reward worker. The record travels to the worker.
 
     Attributes:
-        pass_env: Names of variables with secrets for the worker.
-        values: Values of these variables in the process of the pool.
-        memory_mb: Memory of the worker beyond a worker without rewards, in MiB. None is half of the free memory at
+        pass_env: names of variables with secrets for the worker.
+        values: values of these variables in the process of the pool.
+        memory_mb: memory of the worker beyond a worker without rewards, in MiB. None is half of the free memory at
             the worker's start.
         option: name of the option or argument with `pass_env`, for messages.
         keys: names of variables with the keys of judges, which a worker gets if they exist.
@@ -77,7 +77,7 @@ class WorkerLimits:
         """Remove secrets from an environment, and add the passed variables.
 
         Raises:
-            ConfigError: A passed variable exists nowhere.
+            ConfigError: a passed variable exists nowhere.
         """
         for name in withheld_names(environment, self.passed):
             del environment[name]

@@ -35,14 +35,14 @@ def load_callable(config: Mapping[str, Any], kind: str) -> tuple[str, Callable[.
 
     Args:
         config: `_target_`, or `path` and `name`, and further keyword arguments.
-        kind: First word of a message, such as `reward`.
+        kind: first word of a message, such as `reward`.
 
     Returns:
         The name for messages, the callable, and the keyword arguments for every call. For a class, the
         callable is an instance made with the keyword arguments, and there are none for the calls.
 
     Raises:
-        ConfigError: A key, module, file or name is missing, or a class does not take the keyword arguments.
+        ConfigError: a key, module, file or name is missing, or a class does not take the keyword arguments.
     """
     return _ready(*find_callable(config, kind), kind)
 
@@ -52,13 +52,13 @@ def find_callable(config: Mapping[str, Any], kind: str) -> tuple[str, Callable[.
 
     Args:
         config: `_target_`, or `path` and `name`, and further keyword arguments.
-        kind: First word of a message, such as `reward`.
+        kind: first word of a message, such as `reward`.
 
     Returns:
         The name for messages, the function or class, and the keyword arguments.
 
     Raises:
-        ConfigError: A key, module, file or name is missing.
+        ConfigError: a key, module, file or name is missing.
     """
     options = {str(key): plain(value) for key, value in config.items()}
     if callable(options.get("_target_")):

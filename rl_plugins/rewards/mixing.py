@@ -30,11 +30,11 @@ class WeightedSum(CompositeReward):
         """Load every part.
 
         Args:
-            rewards: Configuration of each part, by the name of the part.
-            weights: Weight of each part, by the name of the part. A part without an entry has weight 1.
+            rewards: configuration of each part, by the name of the part.
+            weights: weight of each part, by the name of the part. A part without an entry has weight 1.
 
         Raises:
-            ConfigError: There is no part, a weight belongs to no part or is not a finite number, or a part cannot be
+            ConfigError: there is no part, a weight belongs to no part or is not a finite number, or a part cannot be
                 loaded.
         """
         if not rewards:
@@ -56,8 +56,8 @@ class WeightedSum(CompositeReward):
         """Score requests in order.
 
         Args:
-            requests: Samples to score.
-            deadline_s: Seconds for all parts together. None sets no deadline.
+            requests: samples to score.
+            deadline_s: seconds for all parts together. None sets no deadline.
 
         Returns:
             One entry per request. None marks a request to run again alone: the time of several requests was up, and

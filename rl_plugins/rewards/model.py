@@ -40,14 +40,14 @@ class ModelReward:
 
         Args:
             path: Hugging Face name or folder of a reward model, such as a result of the recipe reward_modeling.
-            device: Device of the model. Reward workers see a CUDA device only if the pool reserves GPUs.
-            dtype: Data type of the parameters, by its name in torch.
-            batch_size: Largest number of responses in one forward pass. Responses of similar length go together.
-            chat_template_kwargs: Further variables for the chat template, such as `enable_thinking`.
-            trust_remote_code: Run Python code that the model's config.json names (`auto_map`).
+            device: device of the model. Reward workers see a CUDA device only if the pool reserves GPUs.
+            dtype: data type of the parameters, by its name in torch.
+            batch_size: largest number of responses in one forward pass. Responses of similar length go together.
+            chat_template_kwargs: further variables for the chat template, such as `enable_thinking`.
+            trust_remote_code: run Python code that the model's config.json names (`auto_map`).
 
         Raises:
-            ConfigError: The folder has no reward model, an option is out of range, or the device does not exist.
+            ConfigError: the folder has no reward model, an option is out of range, or the device does not exist.
         """
         # Imported here: rewards without a model must not wait for torch.
         import torch
@@ -87,11 +87,11 @@ class ModelReward:
         """Score a batch.
 
         Args:
-            solution_strs: Text of each response.
-            prompts: Messages of each prompt.
+            solution_strs: text of each response.
+            prompts: messages of each prompt.
 
         Raises:
-            ValueError: A sample has no prompt.
+            ValueError: a sample has no prompt.
         """
         import torch
 

@@ -60,22 +60,22 @@ class RewardPool:
         """Start the workers, and return before they are ready.
 
         Args:
-            reward_config: One reward, or a mapping from data source to reward (see `calling`).
-            num_workers: Number of worker processes.
-            deadline_s: Seconds for one call of a reward function: one sample, or one chunk for a batched function.
-            max_failure_rate: Share of failed samples (0 to 1) above which `score` raises an error.
-            chunk_size: Largest number of samples sent to a worker at once. The number limits the batch of a batched
+            reward_config: one reward, or a mapping from data source to reward (see `calling`).
+            num_workers: number of worker processes.
+            deadline_s: seconds for one call of a reward function: one sample, or one chunk for a batched function.
+            max_failure_rate: share of failed samples (0 to 1) above which `score` raises an error.
+            chunk_size: largest number of samples sent to a worker at once. The number limits the batch of a batched
                 function, and the concurrent coroutines of an async function.
-            grace_s: Seconds between the soft deadline and the kill.
-            start_timeout_s: Seconds for a worker to start and load the rewards.
-            gpus_per_worker: Number of GPUs reserved in Ray for each worker. A fraction shares one GPU. With 0, a
+            grace_s: seconds between the soft deadline and the kill.
+            start_timeout_s: seconds for a worker to start and load the rewards.
+            gpus_per_worker: number of GPUs reserved in Ray for each worker. A fraction shares one GPU. With 0, a
                 worker sees no GPU. Without Ray, any number shows the worker the GPUs of this process.
-            memory_mb: Memory of a worker beyond a worker without rewards, in MiB (see `WorkerLimits`).
-            pass_env: Names of environment variables with secrets that the rewards need. A worker gets no other secret
+            memory_mb: memory of a worker beyond a worker without rewards, in MiB (see `WorkerLimits`).
+            pass_env: names of environment variables with secrets that the rewards need. A worker gets no other secret
                 but the keys of judges.
 
         Raises:
-            ConfigError: An option is out of range, or a variable of `pass_env` does not exist.
+            ConfigError: an option is out of range, or a variable of `pass_env` does not exist.
         """
         check_ranges(int, AT_LEAST_1, num_workers=num_workers, chunk_size=chunk_size)
         RewardConfig.check_fields(num_workers=num_workers, deadline_s=deadline_s, max_failure_rate=max_failure_rate)
@@ -95,13 +95,13 @@ class RewardPool:
         """Score requests in order.
 
         Raises:
-            ConfigError: A worker could not load the rewards when the pool started.
-            DeadlineExceeded: A worker did not start in time.
-            DataError: A data source has no reward.
-            RewardError: More than `max_failure_rate` of the samples failed (raised as soon as this is certain), a
+            ConfigError: a worker could not load the rewards when the pool started.
+            DeadlineExceeded: a worker did not start in time.
+            DataError: a data source has no reward.
+            RewardError: more than `max_failure_rate` of the samples failed (raised as soon as this is certain), a
                 worker died while it loaded the rewards, or a new worker in place of a lost worker could not load the
                 rewards.
-            RuntimeError: The pool is closed.
+            RuntimeError: the pool is closed.
         """
         return self._scores(requests, self.max_failure_rate)
 

@@ -37,14 +37,14 @@ class ScoringRequest:
     """One response to score. A reward function asks for its arguments by the names of these fields.
 
     Attributes:
-        data_source: Name of the prompt's data set. The name selects the reward.
-        solution_str: Text of the response, without the prompt.
-        ground_truth: Value of `reward_model["ground_truth"]` in the row, as stored.
-        extra_info: Value of `extra_info` in the row.
-        prompt: Messages of the prompt (list of {role, content}), or None.
-        turns: Messages between the prompt and the response, if the response is not the first of a conversation.
-        turns_left: Number of responses still allowed to the policy. With 0, the reward must return a score.
-        token_ids: Ids of all tokens that the policy sampled, in a conversation of all turns. None for a text without
+        data_source: name of the prompt's data set. The name selects the reward.
+        solution_str: text of the response, without the prompt.
+        ground_truth: value of `reward_model["ground_truth"]` in the row, as stored.
+        extra_info: value of `extra_info` in the row.
+        prompt: messages of the prompt (list of {role, content}), or None.
+        turns: messages between the prompt and the response, if the response is not the first of a conversation.
+        turns_left: number of responses still allowed to the policy. With 0, the reward must return a score.
+        token_ids: ids of all tokens that the policy sampled, in a conversation of all turns. None for a text without
             tokens. A stage gives an array, which is made and sent in an eighth of the time of a list; a reward function
             that asks for the ids gets a list.
     """
@@ -77,14 +77,14 @@ class Score:
     """Outcome of one request: a finite value, a reply, or a failure. A failure is never a value of 0.
 
     Attributes:
-        value: The reward. None exactly if `failure` or `reply` is set.
-        details: Further finite numbers in the result of the reward function, beside "score".
+        value: the reward. None exactly if `failure` or `reply` is set.
+        details: further finite numbers in the result of the reward function, beside "score".
         failure: "raised" (an exception, or a result of the wrong type or length), "timeout", "not_finite", or
             "died" (the worker process ended), or "memory" (no memory was left to the worker).
-        message: For a failure: the exception, or the fault of the result.
-        reply: Message of an environment to the policy. The policy responds again before there is a value.
-        reward: Reward of the turn before a reply.
-        token_rewards: One reward for each token that the policy sampled, in a conversation for all turns; None for a
+        message: for a failure: the exception, or the fault of the result.
+        reply: message of an environment to the policy. The policy responds again before there is a value.
+        reward: reward of the turn before a reply.
+        token_rewards: one reward for each token that the policy sampled, in a conversation for all turns; None for a
             reward without rewards of tokens. The last token also gets the rest of `value`.
     """
 
@@ -113,9 +113,9 @@ def for_tokens(score: Score, num_tokens: int | None, name: str = "the environmen
     """Return a score, or a failure if the number of its rewards of tokens is wrong.
 
     Args:
-        score: The score.
-        num_tokens: Number of tokens that the policy sampled. None for a text without tokens.
-        name: Name of the reward, for the message.
+        score: the score.
+        num_tokens: number of tokens that the policy sampled. None for a text without tokens.
+        name: name of the reward, for the message.
     """
     if score.token_rewards is None or num_tokens in (None, len(score.token_rewards)):
         return score
@@ -142,12 +142,12 @@ def read_scores(outcome: object, name: str, batch: int | None) -> list[Score]:
     """Turn the outcome of one call into scores.
 
     Args:
-        outcome: Result of the reward function, or the exception it raised. A result is a number (also a 0-d array or
+        outcome: result of the reward function, or the exception it raised. A result is a number (also a 0-d array or
             tensor), a mapping with "score" and further numbers, or a reply, which may have the "reward" of the turn. A
             mapping may have "token_rewards", whose sum is the score unless there is a "score". A batched call returns a
             list of results.
-        name: Name of the reward, for messages.
-        batch: Number of samples of a batched call. None for a call with one sample.
+        name: name of the reward, for messages.
+        batch: number of samples of a batched call. None for a call with one sample.
     """
     if isinstance(outcome, BaseException):
         return [failed("raised", f"{name}: {describe(outcome)}")] * (batch or 1)
@@ -214,10 +214,10 @@ def _number(value: Any, name: str, key: str, token: int | None = None) -> float 
     """Read a finite number, also of a 0-d array or tensor; return a failure for all else.
 
     Args:
-        value: The value.
-        name: Name of the reward, for messages.
-        key: Key of the value in the result of the reward.
-        token: Place of the token with the value, if the key has a value for each token.
+        value: the value.
+        name: name of the reward, for messages.
+        key: key of the value in the result of the reward.
+        token: place of the token with the value, if the key has a value for each token.
     """
     number = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(number, int | float) and abs(number) <= sys.float_info.max:
@@ -245,12 +245,12 @@ def check_failure_rate(
     """Raise an error if too many rewards failed.
 
     Args:
-        scores: One entry per request. None for a request without a score yet, which counts as not failed.
-        max_failure_rate: Largest allowed share of failed requests, 0 to 1.
-        num_requests: Number of all requests, if `scores` has only a part of the entries.
+        scores: one entry per request. None for a request without a score yet, which counts as not failed.
+        max_failure_rate: largest allowed share of failed requests, 0 to 1.
+        num_requests: number of all requests, if `scores` has only a part of the entries.
 
     Raises:
-        RewardError: More than `max_failure_rate` of the requests failed. The message has both numbers, and the most
+        RewardError: more than `max_failure_rate` of the requests failed. The message has both numbers, and the most
             frequent failure with one example.
     """
     failures = [score for score in scores if score is not None and score.failure is not None]

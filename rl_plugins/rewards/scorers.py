@@ -19,9 +19,9 @@ def exact_match(solution_str: str, ground_truth: object, ignore_case: bool = Fal
     """Return 1 if the response equals the ground truth, apart from white space at both ends.
 
     Args:
-        solution_str: Text of the response.
-        ground_truth: Right answer.
-        ignore_case: Ignore the difference between upper and lower case.
+        solution_str: text of the response.
+        ground_truth: right answer.
+        ignore_case: ignore the difference between upper and lower case.
     """
     given, wanted = solution_str.strip(), str(ground_truth).strip()
     return float(given.casefold() == wanted.casefold() if ignore_case else given == wanted)
@@ -33,10 +33,10 @@ def correct_and_format(
     """Score the answer (see `exact_match`) and the format of the response.
 
     Args:
-        solution_str: Text of the response.
-        ground_truth: Right answer.
-        pattern: Regular expression for the whole text of a well-formed response.
-        format_weight: Weight of the format in the score.
+        solution_str: text of the response.
+        ground_truth: right answer.
+        pattern: regular expression for the whole text of a well-formed response.
+        format_weight: weight of the format in the score.
 
     Returns:
         `correct` and `format`, each 0 or 1, and `score = correct + format_weight format`.
@@ -52,12 +52,12 @@ def final_answer(solution_str: str, ground_truth: object, require_marker: bool =
     last number. Thousands separators are dropped. Numbers are compared by value: 18 equals 18.00.
 
     Args:
-        solution_str: Text of the response.
-        ground_truth: Right answer. The text may be a whole solution.
-        require_marker: Count a response without the marker as wrong.
+        solution_str: text of the response.
+        ground_truth: right answer. The text may be a whole solution.
+        require_marker: count a response without the marker as wrong.
 
     Raises:
-        ValueError: The ground truth has no number.
+        ValueError: the ground truth has no number.
     """
     wanted = _final_number(str(ground_truth), require_marker=False)
     if wanted is None:
@@ -100,7 +100,7 @@ class MathVerify:
         """Return 1 if the answer in the response equals the ground truth.
 
         Raises:
-            ValueError: The ground truth cannot be parsed.
+            ValueError: the ground truth cannot be parsed.
         """
         text = str(ground_truth)
         gold = self._read(text if "$" in text or "\\boxed" in text else f"\\boxed{{{text}}}")

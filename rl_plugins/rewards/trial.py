@@ -48,16 +48,16 @@ class RewardTrial:
         """Start the process, and wait for the rewards.
 
         Args:
-            reward_config: One reward, or a mapping from data source to reward (see `calling`).
-            deadline_s: Seconds for one call of a reward.
-            load_timeout_s: Seconds for the rewards to load, once the process has started.
-            gpus: With 0, the process sees no GPU.
-            memory_mb: Memory of the process beyond a process without rewards, in MiB (see `WorkerLimits`).
-            pass_env: Names of environment variables with secrets for the rewards.
-            in_process: Trial of the rewards in this process, with the soft deadline only.
+            reward_config: one reward, or a mapping from data source to reward (see `calling`).
+            deadline_s: seconds for one call of a reward.
+            load_timeout_s: seconds for the rewards to load, once the process has started.
+            gpus: with 0, the process sees no GPU.
+            memory_mb: memory of the process beyond a process without rewards, in MiB (see `WorkerLimits`).
+            pass_env: names of environment variables with secrets for the rewards.
+            in_process: trial of the rewards in this process, with the soft deadline only.
 
         Raises:
-            ConfigError: The configuration is wrong, or a reward cannot be loaded.
+            ConfigError: the configuration is wrong, or a reward cannot be loaded.
         """
         self.reward_config, self.deadline_s = plain(reward_config), deadline_s
         check_routes(self.reward_config, ())
@@ -104,7 +104,7 @@ class RewardTrial:
         """Score one sample.
 
         Raises:
-            ConfigError: The data source has no reward, or the reward fails on the sample.
+            ConfigError: the data source has no reward, or the reward fails on the sample.
         """
         source = request.data_source
         check_routes(self.reward_config, [source])
@@ -163,8 +163,8 @@ def trial_deadline_s(reward_config: Mapping[str, Any], deadline_s: float) -> flo
     """Return the seconds for one call in a trial: enough for one answer of a judge.
 
     Args:
-        reward_config: One reward, or a mapping from data source to reward.
-        deadline_s: Seconds for one call in the run.
+        reward_config: one reward, or a mapping from data source to reward.
+        deadline_s: seconds for one call in the run.
     """
     return min(deadline_s, max(DEADLINE_S, 1.5 * longest_timeout(reward_config)))
 
@@ -175,12 +175,12 @@ def check_reward(
     """Score one sample in a child process, before anything heavy starts.
 
     Args:
-        reward_config: One reward, or a mapping from data source to reward (see `calling`).
-        sample_request: The sample.
-        deadline_s: Seconds for the call.
+        reward_config: one reward, or a mapping from data source to reward (see `calling`).
+        sample_request: the sample.
+        deadline_s: seconds for the call.
 
     Raises:
-        ConfigError: The reward cannot be loaded, the sample's data source has no reward, or the reward fails.
+        ConfigError: the reward cannot be loaded, the sample's data source has no reward, or the reward fails.
     """
     with RewardTrial(reward_config, deadline_s=deadline_s) as trial:
         return trial.score(sample_request)

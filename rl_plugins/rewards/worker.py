@@ -25,8 +25,8 @@ class WorkerTask:
     """Rewards and limits of a worker. The record travels to the worker.
 
     Attributes:
-        reward_config: One reward, or a mapping from data source to reward (see `calling`).
-        limits: Environment and memory of the worker.
+        reward_config: one reward, or a mapping from data source to reward (see `calling`).
+        limits: environment and memory of the worker.
         gpus: GPUs of the worker. With 0, the worker sees no GPU.
     """
 
@@ -42,7 +42,7 @@ class LoadedRewards:
         """Limit this process and load all rewards.
 
         Raises:
-            ConfigError: A passed variable does not exist, or a reward cannot be loaded.
+            ConfigError: a passed variable does not exist, or a reward cannot be loaded.
         """
         task.limits.clean(os.environ)
         # CUDA reserves memory of the host as it likes.
@@ -59,7 +59,7 @@ class WorkerLost(Exception):
     """The process of a worker ended.
 
     Attributes:
-        reason: Description of the end.
+        reason: description of the end.
     """
 
     def __init__(self, reason: str) -> None:
@@ -71,10 +71,10 @@ class RewardWorker(ABC):
     """One place in a pool: the current process, and the requests in progress.
 
     Attributes:
-        rows: Numbers of the requests in progress; empty while the rewards are loaded.
-        starts: Number of processes so far.
+        rows: numbers of the requests in progress; empty while the rewards are loaded.
+        starts: number of processes so far.
         busy: True while the process loads rewards or scores.
-        loading: Name of the reward in loading, as far as known.
+        loading: name of the reward in loading, as far as known.
     """
 
     def __init__(self, task: WorkerTask, start_timeout_s: float) -> None:
@@ -100,8 +100,8 @@ class RewardWorker(ABC):
         """Return the scores of the requests in progress, or an empty list after loading.
 
         Raises:
-            ConfigError: The rewards cannot be loaded.
-            WorkerLost: The process ended.
+            ConfigError: the rewards cannot be loaded.
+            WorkerLost: the process ended.
         """
         scores = self.take()
         self.busy, self.rows = False, range(0)

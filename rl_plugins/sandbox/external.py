@@ -66,7 +66,7 @@ class CommandSandbox:
         """Run a program.
 
         Raises:
-            SandboxError: The command failed.
+            SandboxError: the command failed.
         """
         prefix = list(self._prefix(job.limits))
         name = prefix[0] if prefix else self._python
@@ -182,7 +182,7 @@ class RemoteSandbox:
         """Run a program. A request without an answer, or with the status 429 or 503, is sent again.
 
         Raises:
-            SandboxError: The server did not answer, or answered with an error.
+            SandboxError: the server did not answer, or answered with an error.
         """
         content = json.dumps({**job.plain(), "stdin": job.stdin}).encode()
         request = urllib.request.Request(self._address, content, self._headers)

@@ -48,7 +48,7 @@ def visible_folders(folders: Sequence[str]) -> list[str]:
     """Return the folders of programs: system, Python with its packages, and further folders.
 
     Raises:
-        ConfigError: A folder does not exist, or holds the home folder.
+        ConfigError: a folder does not exist, or holds the home folder.
     """
     for folder in folders:
         if not os.path.isabs(folder) or not os.path.exists(folder):
@@ -72,8 +72,8 @@ class Namespaces:
         folders: further folders for programs to read.
 
     Raises:
-        SandboxError: The machine does not allow such a sandbox.
-        ConfigError: A folder is wrong.
+        SandboxError: the machine does not allow such a sandbox.
+        ConfigError: a folder is wrong.
     """
 
     def __init__(self, folders: Sequence[str]) -> None:
@@ -111,7 +111,7 @@ class Namespaces:
         """Map the users of the server's namespace, and wait until the server is ready.
 
         Raises:
-            SandboxError: The server did not start.
+            SandboxError: the server did not start.
         """
         self._control.settimeout(START_S)
         try:
@@ -144,7 +144,7 @@ class Namespaces:
         """Run a program; run the program again if the server ended meanwhile.
 
         Raises:
-            SandboxError: The sandbox failed.
+            SandboxError: the sandbox failed.
         """
         try:
             return self._attempt(job)
@@ -160,8 +160,8 @@ class Namespaces:
         """Run a program.
 
         Raises:
-            EOFError: The supervisor of the program, or the server, ended.
-            SandboxError: The sandbox failed in another way.
+            EOFError: the supervisor of the program, or the server, ended.
+            SandboxError: the sandbox failed in another way.
         """
         own_socket, supervisor_socket = socket.socketpair()
         with own_socket:
@@ -229,8 +229,8 @@ def read_answer(read: Callable[[int], bytes]) -> SandboxResult:
         read: function that returns a number of bytes, or fewer at the end.
 
     Raises:
-        EOFError: The answer is incomplete.
-        SandboxError: The answer is a fault.
+        EOFError: the answer is incomplete.
+        SandboxError: the answer is a fault.
     """
     head = read(36)
     if len(head) < 36:

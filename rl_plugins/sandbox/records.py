@@ -102,7 +102,7 @@ class Backend(Protocol):
         """Run a program. Threads may call this method at once.
 
         Raises:
-            SandboxError: The sandbox failed.
+            SandboxError: the sandbox failed.
         """
         ...
 
@@ -115,10 +115,10 @@ def result_of(answer: Mapping[str, Any]) -> SandboxResult:
     """Return the outcome in an answer: `fault`, or the attributes of a `SandboxResult`.
 
     Raises:
-        SandboxError: The answer is the description of a fault.
-        KeyError: The answer lacks an attribute.
-        TypeError: The answer is no mapping, or an attribute has another type.
-        ValueError: A number of the answer is infinite or no number.
+        SandboxError: the answer is the description of a fault.
+        KeyError: the answer lacks an attribute.
+        TypeError: the answer is no mapping, or an attribute has another type.
+        ValueError: a number of the answer is infinite or no number.
     """
     if "fault" in answer:
         raise SandboxError(str(answer["fault"]))

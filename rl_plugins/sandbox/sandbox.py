@@ -60,7 +60,7 @@ class CodeSandbox:
         limits: limits of each program.
 
     Raises:
-        ConfigError: An option is wrong, or there is no such sandbox on this machine.
+        ConfigError: an option is wrong, or there is no such sandbox on this machine.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CodeSandbox:
             limits: limits of this program that differ from the limits of the sandbox.
 
         Raises:
-            SandboxError: The sandbox failed. There is no outcome, also no bad one.
+            SandboxError: the sandbox failed. There is no outcome, also no bad one.
         """
         own = self.limits if limits is None else _limits_of(limits, self.limits)
         with self._places:
@@ -133,7 +133,7 @@ def _backend_of(sandbox: str | Sequence[str], folders: Sequence[str], headers: M
     """Return the first working way to isolate.
 
     Raises:
-        ConfigError: The sandbox has no such name, or does not work on this machine.
+        ConfigError: the sandbox has no such name, or does not work on this machine.
     """
     if not isinstance(sandbox, str):
         if not isinstance(sandbox, Sequence) or not sandbox:
@@ -182,7 +182,7 @@ def _try_program(backend: Backend) -> None:
     """Run a first program.
 
     Raises:
-        SandboxError: The sandbox does not work.
+        SandboxError: the sandbox does not work.
     """
     try:
         result = backend.run(SandboxJob("print(input())", "ready", _PATIENT, None, "main.py"))

@@ -43,7 +43,7 @@ def read_exactly(descriptor: int, size: int) -> bytes:
     """Read a number of bytes.
 
     Raises:
-        EOFError: The end came before.
+        EOFError: the end came before.
     """
     content = bytearray()
     while len(content) < size:

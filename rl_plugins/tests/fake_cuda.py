@@ -41,7 +41,7 @@ class FakeCuda(TorchFunctionMode):
     """Context with `device="cuda"` as a separate device.
 
     Attributes:
-        waits: Names of the operations with a wait of the host for the fake GPU.
+        waits: names of the operations with a wait of the host for the fake GPU.
     """
 
     def __init__(self) -> None:

@@ -19,8 +19,8 @@ def for_each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Te
     for one item takes longer than most of these cases. Fixtures are made once for all cases.
 
     Args:
-        names: Names of the test function's arguments for the cases: one, or several.
-        cases: Values: one for each case, or tuples with one value for each name.
+        names: names of the test function's arguments for the cases: one, or several.
+        cases: values: one for each case, or tuples with one value for each name.
     """
     keys = (names,) if isinstance(names, str) else names
     rows = [(values,) if isinstance(names, str) else tuple(values) for values in cases]

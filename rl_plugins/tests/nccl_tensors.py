@@ -40,10 +40,10 @@ class NcclTensors(TorchDispatchMode):
     """Context in which a collective raises for a tensor that NCCL refuses.
 
     Args:
-        device_of: Function that returns the device of a tensor, such as `FakeCuda.device_of`.
+        device_of: function that returns the device of a tensor, such as `FakeCuda.device_of`.
 
     Attributes:
-        collectives: Names of the collectives so far.
+        collectives: names of the collectives so far.
     """
 
     def __init__(self, device_of: Callable[[Tensor], torch.device] = lambda tensor: tensor.device) -> None:
@@ -83,11 +83,11 @@ class NcclTensors(TorchDispatchMode):
         """Raise if NCCL refuses a tensor.
 
         Args:
-            name: Name of the collective, for the message.
-            tensor: Tensor that is sent or received.
+            name: name of the collective, for the message.
+            tensor: tensor that is sent or received.
 
         Raises:
-            AssertionError: If NCCL refuses the tensor.
+            AssertionError: if NCCL refuses the tensor.
         """
         device = self._device_of(tensor)
         if device != CUDA:

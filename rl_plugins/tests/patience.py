@@ -21,13 +21,13 @@ def wait_until(
     """Ask again and again until a condition holds.
 
     Args:
-        holds: Function with a true result when the condition holds.
-        awaited: Name of the awaited event, for the message.
-        seconds: Deadline, before `TEST_TIME_SCALE`.
-        state: Function for more details after the deadline, such as the end of a log.
+        holds: function with a true result when the condition holds.
+        awaited: name of the awaited event, for the message.
+        seconds: deadline, before `TEST_TIME_SCALE`.
+        state: function for more details after the deadline, such as the end of a log.
 
     Raises:
-        AssertionError: If the condition does not hold before the deadline.
+        AssertionError: if the condition does not hold before the deadline.
     """
     deadline = time.monotonic() + patient(seconds)
     while not holds():

@@ -78,13 +78,13 @@ def run_ranks(
     environment of each, as nodes of one process.
 
     Args:
-        function: Function of a module, called in each rank.
-        arguments: Further arguments of the function.
-        world_size: Number of ranks.
-        timeout_s: Deadline, before `TEST_TIME_SCALE`.
+        function: function of a module, called in each rank.
+        arguments: further arguments of the function.
+        world_size: number of ranks.
+        timeout_s: deadline, before `TEST_TIME_SCALE`.
 
     Raises:
-        AssertionError: If a rank failed or did not end before the deadline; with the output of all ranks.
+        AssertionError: if a rank failed or did not end before the deadline; with the output of all ranks.
     """
     if world_size not in _resident:
         _resident[world_size] = _Ranks(world_size)

@@ -26,6 +26,10 @@ WORDS = {
 }
 """Name of a rate, and the words in the rate."""
 INDIRECT_STARTS = frozenset({"what", "whether", "how", "those", "who", "where", "which"})
+# Words with a capital letter in mid-sentence.
+_NAMES = frozenset(
+    {"DeepSpeed", "False", "Hugging", "Hydra", "Liger", "Lightning", "None", "Python", "Ray", "True", "Unix"}
+)
 STAGE = "PolicyOptimization"
 
 _WORD = re.compile(r"[A-Za-z']+")
@@ -46,6 +50,7 @@ class Prose:
     indirect_starts: int = 0
     arguments: int = 0
     arguments_starting_with_of: int = 0
+    arguments_in_capitals: int = 0
 
     def add(self, source: str) -> None:
         """Count the prose of a module."""
@@ -67,9 +72,10 @@ class Prose:
         self.docstrings += 1
         first = _WORD.search(docstring)
         self.indirect_starts += first is not None and first.group().lower() in INDIRECT_STARTS
-        first_words = [match.group(1).lower().strip("`.,;") for match in _ARGUMENT.finditer(docstring)]
+        first_words = [match.group(1) for match in _ARGUMENT.finditer(docstring)]
         self.arguments += len(first_words)
         self.arguments_starting_with_of += first_words.count("of")
+        self.arguments_in_capitals += sum(map(_starts_in_capitals, first_words))
 
     def _add_words(self, text: str) -> None:
         self.words.update(word.lower() for word in _WORD.findall(_CODE.sub("CODE", text)))
@@ -82,6 +88,7 @@ class Prose:
             **rates,
             "indirect starts %": 100 * self.indirect_starts / max(self.docstrings, 1),
             "arguments with of %": 100 * self.arguments_starting_with_of / max(self.arguments, 1),
+            "arguments in capitals %": 100 * self.arguments_in_capitals / max(self.arguments, 1),
         }
 
 
@@ -184,12 +191,19 @@ class Source:
 
 
 def prose_of_pages(root: Path) -> dict[str, Prose]:
-    """Return the prose of each Markdown page in the folder of the repository and in docs."""
+    """Return the prose of each Markdown page in the folder of the repository, in docs and in examples."""
     pages = {}
-    for file in [*sorted(root.glob("*.md")), *sorted((root / "docs").glob("*.md"))]:
+    for file in sorted(
+        file for name in ("*", "docs/*", "docs/references/*", "examples/*/*") for file in root.glob(f"{name}.md")
+    ):
         pages[str(file.relative_to(root))] = counts = Prose()
         counts.add_page(file.read_text(encoding="utf-8"))
     return pages
+
+
+def _starts_in_capitals(text: str) -> bool:
+    # Names of axes have one letter.
+    return text.istitle() and len(text.strip("[],")) > 1 and text not in _NAMES
 
 
 def room_of(path: str) -> str:

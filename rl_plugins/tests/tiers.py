@@ -12,8 +12,8 @@ def tiered(cases: Iterable[Any], core: Container[Any]) -> list[Any]:
     """Return cases for `pytest.mark.parametrize`. A case that is not in `core` has the mark `extended`.
 
     Args:
-        cases: Values, or tuples with one value for each name.
-        core: Cases of `make test`.
+        cases: values, or tuples with one value for each name.
+        core: cases of `make test`.
     """
     return [
         pytest.param(

@@ -156,7 +156,7 @@ def algorithm_page(algorithm: Algorithm) -> str:
     mode = algorithm.config["aggregation"]
     parts += ["## Aggregation and KL", f"`{mode}`: {aggregation(mode)}, {COUNTS}."]
     parts += [f"KL to the reference: {algorithm.kl}.", "## Options"]
-    parts += ["Options with their common values: [common options](common_options.md)."]
+    parts += ["Options with common values: [common options](common_options.md)."]
     parts += [table(("option", "value", "meaning"), _options(algorithm))]
     for helper in algorithm.helpers:
         parts += [f"## Options of the {helper.replace('_', ' ')}"]

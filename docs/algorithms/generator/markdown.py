@@ -11,7 +11,7 @@ from typing import Any
 FOLDER = Path(__file__).parents[1]
 ROOT = FOLDER.parents[1]
 RECIPES = ROOT / "recipes" / "conf"
-NOTE = "<!-- Written by docs/algorithms/generate.py from docstrings and recipes/conf: change those. -->"
+NOTE = "<!-- Written by docs/algorithms/generate.py from docstrings and recipes/conf, the places to change. -->"
 NOT_IN_YAML = "An option with `++` is not in the YAML file: the command line needs the two signs before such an option."
 COUNTS = "with D ranks, and N tokens and S sequences in the global mini-batch"
 AXES = {

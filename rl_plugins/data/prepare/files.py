@@ -87,7 +87,7 @@ def read_split(
         folder: folder with one file of the split.
         split: name of the split: `train` or `test`.
         keys: keys of texts every record must have.
-        make_row: Function that makes a row; it raises a ValueError for a bad record.
+        make_row: function that makes a row; it raises a ValueError for a bad record.
 
     Raises:
         ConfigError: the file is missing or unreadable, a record lacks a text, or `make_row` raises a ValueError. The

@@ -29,8 +29,8 @@ class Task:
 
     Attributes:
         summary: one line for `--help`.
-        add_arguments: Function that adds the task's own options to its command.
-        build: Function that returns the rows of each split; a ConfigError names the bad raw file and line.
+        add_arguments: function that adds the task's own options to its command.
+        build: function that returns the rows of each split; a ConfigError names the bad raw file and line.
     """
 
     summary: str

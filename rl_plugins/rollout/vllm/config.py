@@ -13,8 +13,6 @@ from rl_plugins.errors import ConfigError
 CPU_ENVIRONMENT = {
     # One process, because imports of vLLM in three helper processes take longer than the start.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Threads that spin in a wait slow down the trainers.
-    "OMP_WAIT_POLICY": "PASSIVE",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
@@ -85,7 +83,7 @@ class VLLMConfig(EngineOptions):
         """Check all settings.
 
         Raises:
-            ConfigError: A setting is out of its range, `transport` does not run on `device`, or the engine cannot
+            ConfigError: a setting is out of its range, `transport` does not run on `device`, or the engine cannot
                 apply the adapter: the engine frees its weights during sleep, or the rank is too large for vLLM.
         """
         super().__post_init__()

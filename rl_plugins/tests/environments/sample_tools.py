@@ -36,8 +36,8 @@ def add(a: int, b: int) -> int:
     """Add numbers.
 
     Args:
-        a: First number.
-        b: Second number.
+        a: first number.
+        b: second number.
     """
     return a + b
 
@@ -46,7 +46,7 @@ async def wait_long(seconds: float) -> str:
     """Wait.
 
     Args:
-        seconds: Time.
+        seconds: time.
     """
     await asyncio.sleep(seconds)
     return "waited"
@@ -62,7 +62,7 @@ def obey(act: str) -> Any:
     """Do something that a tool must not do.
 
     Args:
-        act: Name of the act.
+        act: name of the act.
     """
     if act == "die":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -90,7 +90,7 @@ def guess(number: float) -> ToolResult:
     """Guess a number.
 
     Args:
-        number: The number, which is also the reward.
+        number: the number, which is also the reward.
     """
     return ToolResult("wrong", reward=number if number < 1e6 else float("inf"))
 
@@ -107,7 +107,7 @@ class Shop:
         """Return a price.
 
         Args:
-            item: Name.
+            item: name.
         """
         return self.prices[item]
 
@@ -116,8 +116,8 @@ def untyped(a, b):
     """Do nothing.
 
     Args:
-        a: First.
-        b: Second.
+        a: first.
+        b: second.
     """
 
 

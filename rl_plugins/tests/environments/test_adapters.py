@@ -56,7 +56,7 @@ class Speaker(canned.CannedRollout):
 
     Args:
         folder: folder of the files of `sample_gates`.
-        uniform: Prompt with equal responses.
+        uniform: prompt with equal responses.
 
     Attributes:
         spoken: token ids and log-probs of each response.

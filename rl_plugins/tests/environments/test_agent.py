@@ -72,8 +72,8 @@ class Reporting(Script):
     """A rollout engine with one new token in each report. The second token of a response waits for `goes_on`.
 
     Args:
-        said: Token ids by prompt, as of `Script`.
-        goes_on: File whose existence lets the engine go on.
+        said: token ids by prompt, as of `Script`.
+        goes_on: file whose existence lets the engine go on.
     """
 
     def __init__(self, said: Mapping[str, Sequence[Any]], goes_on: Path) -> None:

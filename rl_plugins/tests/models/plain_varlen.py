@@ -26,7 +26,7 @@ class PlainVarlen:
     """Compute the same as `varlen_attn`, without waiting for the device. Axes as in `packed_attention`.
 
     Attributes:
-        calls: Arguments of all calls.
+        calls: arguments of all calls.
     """
 
     def __init__(self) -> None:

@@ -10,9 +10,9 @@ def with_random_adapter(model: peft.PeftModel, *, std: float = 0.1, seed: int = 
     """Give the adapter of a model random weights, and return the model.
 
     Args:
-        model: Model with an adapter.
-        std: Standard deviation of the weights.
-        seed: Seed of the weights.
+        model: model with an adapter.
+        std: standard deviation of the weights.
+        seed: seed of the weights.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

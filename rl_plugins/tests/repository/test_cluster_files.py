@@ -163,9 +163,9 @@ def slurm_job(folder: Path, python: str, number: int) -> dict[str, str]:
     """Write stand-ins of the programs of a Slurm job, and return the variables of the job.
 
     Args:
-        folder: Shared folder, which also gets the environment.
-        python: Lines of the stand-in for Python.
-        number: Number of the job.
+        folder: shared folder, which also gets the environment.
+        python: lines of the stand-in for Python.
+        number: number of the job.
     """
     programs = folder / "environment" / "bin"
     programs.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,15 @@ import pytest
 
 from rl_plugins.tests.readability import Prose, Source, prose_of_pages
 
-LIMITS = {"what": 2.0, "that": 7.0, "they": 5.0, "it": 13.0, "indirect starts %": 3.0, "arguments with of %": 0.5}
+LIMITS = {
+    "what": 2.0,
+    "that": 7.0,
+    "they": 5.0,
+    "it": 13.0,
+    "indirect starts %": 3.0,
+    "arguments with of %": 0.5,
+    "arguments in capitals %": 0.5,
+}
 """Largest figures of the prose of a room, of a folder of tests, or of a page."""
 TESTS = ("rl_plugins/tests", "integration_tests")
 # Made from docstrings, which have the same limits for each room.
@@ -65,9 +73,11 @@ def test_figures_of_prose_count_words_starts_and_arguments() -> None:
     prose = Prose()
     prose.add(
         '"""What they keep."""\n\n\ndef half(number: int) -> int:\n    """Return it.\n\n    Args:\n'
-        '        number: of things.\n        other: `that` number.\n    """\n    # that\n    return number // 2\n'
+        "        number: of x.\n        other: `that` number.\n        third: True number.\n        last: Number.\n"
+        '    """\n    # that\n    return number // 2\n'
     )
-    assert (prose.docstrings, prose.indirect_starts, prose.arguments, prose.arguments_starting_with_of) == (2, 1, 2, 1)
+    assert (prose.docstrings, prose.indirect_starts) == (2, 1)
+    assert (prose.arguments, prose.arguments_starting_with_of, prose.arguments_in_capitals) == (4, 1, 1)
     assert prose.words["what"] == prose.words["they"] == prose.words["that"] == prose.words["it"] == 1
     assert prose.figures()["indirect starts %"] == 50
 

@@ -45,8 +45,8 @@ class Scripted(canned.CannedRollout):
     """A rollout engine with a script.
 
     Args:
-        said: Prompt to responses.
-        loses: Requests, counted from 1, that the engine loses by its death.
+        said: prompt to responses.
+        loses: requests, counted from 1, that the engine loses by its death.
     """
 
     def __init__(self, said: dict[str, list[str]] = SAID, loses: Sequence[int] = ()) -> None:

@@ -32,8 +32,8 @@ class Distant(canned.CannedRollout):
     """A rollout engine on another machine. The engine records its requests.
 
     Args:
-        slow: Prompts with an end only when `collect` requires their group, or has no other group to return.
-        loses_at: Calls of `collect` with the loss of the engine.
+        slow: prompts with an end only when `collect` requires their group, or has no other group to return.
+        loses_at: calls of `collect` with the loss of the engine.
     """
 
     sleeps = False
@@ -89,7 +89,7 @@ class Remote(Distant):
     """An engine that keeps finished groups until `fetch`.
 
     Args:
-        loses_fetched: Calls of `fetch` without a group.
+        loses_fetched: calls of `fetch` without a group.
     """
 
     def __init__(self, slow: Sequence[str] = (), loses_fetched: Sequence[int] = ()) -> None:

@@ -46,10 +46,10 @@ class Layout:
     """Number of training ranks, and the division of models and samples between them.
 
     Args:
-        world_size: Number of ranks.
-        strategy: Options of `FSDPStrategy`; None for a single device without the strategy.
-        copies: Number of copies of each prompt in a batch, large enough to give every rank a prompt.
-        updates: Updates in a step.
+        world_size: number of ranks.
+        strategy: options of `FSDPStrategy`; None for a single device without the strategy.
+        copies: number of copies of each prompt in a batch, large enough to give every rank a prompt.
+        updates: updates in a step.
     """
 
     world_size: int

@@ -29,9 +29,9 @@ class FakeRanks(NamedTuple):
     """Two ranks with fake devices.
 
     Attributes:
-        mesh: Mesh of the ranks.
-        sent: Devices of rank 0's broadcasts.
-        nccl: Checks of all collectives.
+        mesh: mesh of the ranks.
+        sent: devices of rank 0's broadcasts.
+        nccl: checks of all collectives.
     """
 
     mesh: DeviceMesh

@@ -38,15 +38,15 @@ class Run:
     """A run.
 
     Args:
-        strategy: Function that makes the strategy, given the folder of all runs.
-        world_size: Number of workers.
-        resume: Name of the run with the checkpoint to start from.
-        steps: Last step.
-        lr: Learning rate of the policy.
-        policy: Folder of the first model of the run.
-        precision: Precision of the trainer.
-        optimizer: Optimizer of policy and critic.
-        lora: Adapter of policy and critic.
+        strategy: function that makes the strategy, given the folder of all runs.
+        world_size: number of workers.
+        resume: name of the run with the checkpoint to start from.
+        steps: last step.
+        lr: learning rate of the policy.
+        policy: folder of the first model of the run.
+        precision: precision of the trainer.
+        optimizer: optimizer of policy and critic.
+        lora: adapter of policy and critic.
     """
 
     strategy: Callable[[Path], Any]

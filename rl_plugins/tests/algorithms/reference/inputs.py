@@ -44,7 +44,7 @@ def make_inputs(
     three zeros, one alone, one with a single valid sample of two, one without a valid sample.
 
     Args:
-        seed: The same seed gives the same batch.
+        seed: the same seed gives the same batch.
         width: T, at least 10.
         components: K of `component_rewards_BK`.
         vocabulary: V of `logits_NV`.
