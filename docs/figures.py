@@ -44,11 +44,11 @@ CALLS: dict[str, str | tuple[str, ...]] = {
     # A context manager: the first line is its start, the second line its end.
     "RolloutPhases.phase": ("start: device -> rollout engine", "end: device -> training"),
     "TrainingMemory.offload_optimizer": "optimizer states -> host",
-    "TransformersRollout.wake_up": ("vLLM allocates weights", "vLLM allocates KV cache"),
+    "TransformersRollout.wake_up": ("engine allocates weights", "engine allocates KV cache"),
     "TransformersRollout.update_weights": "policy's weights -> rollout engine",
     "TrainingMemory.offload_parameters": "parameters -> host",
     "SynchronousGroups.submit": "token ids -> responses with log-probs",
-    "TransformersRollout.sleep": "vLLM frees both",
+    "TransformersRollout.sleep": "engine frees both",
     "TrainingMemory.reload_parameters": "parameters -> device",
     "TrainingMemory.reload_optimizer": "optimizer states -> device",
     "SampleScorer.score": "responses -> scores",

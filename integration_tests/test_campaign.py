@@ -72,7 +72,7 @@ def test_differences_names_metrics_and_files_that_differ(tmp_path: Path) -> None
 
 
 def test_left_behind_finds_and_ends_processes_shared_memory_and_temporary_files(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before, mark = set(os.listdir("/dev/shm")), f"mine-{os.getpid()}"
     memory = Path("/dev/shm") / f"left-{os.getpid()}"
     sessions = tmp_path / f"ray-{os.geteuid()}" / "ray" / "session_1"
     sessions.mkdir(parents=True)
@@ -84,12 +84,12 @@ def test_left_behind_finds_and_ends_processes_shared_memory_and_temporary_files(
         program = "print(flush=True); input()"
         with subprocess.Popen(
             [sys.executable, "-c", program],
-            env={**os.environ, MARK: "mine"},
+            env={**os.environ, MARK: mark},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         ) as process:
             assert process.stdout is not None and process.stdout.readline()
-            left = left_behind("mine", tmp_path, before, patience_s=0.1)
+            left = left_behind(mark, tmp_path, before, patience_s=0.1)
             assert process.wait() == -9
     finally:
         memory.unlink()

@@ -82,4 +82,4 @@ def test_breakpoint_in_a_reward_opens_the_debugger(start_recipe: Callable[..., R
     )  # fmt: skip
     assert run.wait() == 0, run.tail()
     assert "(Pdb)" in run.tail() and "asked for " in run.tail()
-    assert run.metrics()[-1]["train/reward_raised"] == 0
+    assert run.trained()[-1]["train/reward_raised"] == 0

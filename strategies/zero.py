@@ -242,7 +242,10 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
 
     @property
     def needs_all_parameters(self) -> bool:
-        """Ranks sum gradients together. Stage 3 would step an unused parameter by the gradient of an earlier step."""
+        """True with several ranks, which sum gradients together, and under stage 3.
+
+        Stage 3 with an offloaded optimizer would step an unused parameter by the gradient of an earlier step.
+        """
         return self.zero_stage_3 or self.world_size > 1
 
     def model_engine(self, name: str) -> nn.Module:

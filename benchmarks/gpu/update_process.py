@@ -101,9 +101,6 @@ class RandomRollout(SynchronousGroups):
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Do nothing: the engine takes no memory."""
 
-    def abort(self) -> None:
-        """Do nothing: no request is unfinished."""
-
     def close(self) -> None:
         """Do nothing: the engine holds nothing."""
 

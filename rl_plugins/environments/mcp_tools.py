@@ -71,7 +71,9 @@ def _client(item: Mapping[str, Any], passed: Mapping[str, str]) -> Client:
             return Client(place)
         import httpx2
 
-        return Client(streamable_http_client(place, http_client=httpx2.AsyncClient(headers=dict(item["headers"]))))
+        # The time limits of mcp's own client. The library's default of 5 s would end slow calls before their deadline.
+        client = httpx2.AsyncClient(headers=dict(item["headers"]), timeout=httpx2.Timeout(30.0, read=300.0))
+        return Client(streamable_http_client(place, http_client=client))
     command = shlex.split(place) if isinstance(place, str) else [str(part) for part in place or ()]
     if not command:
         raise ConfigError(f"mcp={place!r}: give the command of an MCP server as a list, or its address")

@@ -87,7 +87,7 @@ class TrainingRun:
         config: options of the run.
         folder: folder of the run.
         strategy: strategy of the trainer.
-        scorer: scores the responses; None if the stage samples nothing.
+        scorer: scores the responses; None if the stage samples nothing, or the environment scores by itself.
         checkpoint: folder of the checkpoint from which training continues; None starts from the beginning.
         in_ray: True in a worker of Ray Train.
         redraw_s: seconds between two updates of the progress bar.
@@ -328,7 +328,7 @@ class TrainingRun:
         )
 
     def fit(self, trainer: Trainer, stage: Stage, data: StepDataModule[Any]) -> None:
-        """Train, then export and register the policy.
+        """Train, then export and register the trained model.
 
         After a request to stop, the run is only saved.
 

@@ -10,14 +10,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rl_plugins.config.models import RewardConfig
 from rl_plugins.rewards.calling import Router, check_requests
 from rl_plugins.rewards.pool import RewardPool
 from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
 from rl_plugins.user_code import debugging
 
 Reward = Callable[..., Any] | Mapping[str, Any]
-_DEADLINE_S = 10.0
-"""Deadline of a call of a bare reward, in seconds."""
 
 
 class InlineScorer:
@@ -80,6 +79,8 @@ class InlineScorer:
 def default_scorer(reward: Reward) -> RewardPool | InlineScorer:
     """Return a scorer for a bare reward: a pool of workers where Ray runs, an inline scorer elsewhere.
 
+    The deadline of a call and the allowed share of failed rewards are the defaults of a recipe.
+
     Args:
         reward: reward function, or reward configuration (see `calling`). A function of the script itself is sent to
             the workers by value. The workers import the module of any other function.
@@ -88,7 +89,8 @@ def default_scorer(reward: Reward) -> RewardPool | InlineScorer:
         ConfigError: the function asks for an argument that samples do not have, or cannot be loaded.
     """
     config = reward if isinstance(reward, Mapping) else {"_target_": reward}
+    deadline_s, max_failure_rate = RewardConfig.deadline_s, RewardConfig.max_failure_rate
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
-        return RewardPool(config, num_workers=1, deadline_s=_DEADLINE_S)
-    return InlineScorer(config, deadline_s=_DEADLINE_S)
+        return RewardPool(config, num_workers=1, deadline_s=deadline_s, max_failure_rate=max_failure_rate)
+    return InlineScorer(config, deadline_s=deadline_s, max_failure_rate=max_failure_rate)

@@ -113,5 +113,13 @@ def _free_bytes() -> int:
     free = int(psutil.virtual_memory().available)
     limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
     if limit.is_file() and used.is_file() and (text := limit.read_text(encoding="ascii").strip()).isdigit():
-        free = min(free, max(0, int(text) - int(used.read_text(encoding="ascii"))))
+        # The kernel frees pages of files when a process needs memory.
+        in_use = int(used.read_text(encoding="ascii")) - _bytes_of_inactive_files()
+        free = min(free, max(0, int(text) - in_use))
     return free
+
+
+def _bytes_of_inactive_files() -> int:
+    statistics = _CGROUP / "memory.stat"
+    lines = statistics.read_text(encoding="ascii").splitlines() if statistics.is_file() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))

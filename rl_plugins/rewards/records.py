@@ -34,7 +34,7 @@ _MESSAGE_LIMIT = 500
 
 @dataclass(frozen=True)
 class ScoringRequest:
-    """One response to score. A reward function asks for its arguments by the names of these fields.
+    """One response to score. A reward function names its arguments as in docs/rewards.md.
 
     Attributes:
         data_source: name of the prompt's data set. The name selects the reward.

@@ -329,8 +329,5 @@ class RolloutEngine(GroupSampler, Protocol):
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the freed memory again: `weights`, `kv_cache`, or both (None)."""
 
-    def abort(self) -> None:
-        """End unfinished requests, and return the sampled tokens with finish reason `abort`."""
-
     def close(self) -> None:
         """Free the resources of this rank."""

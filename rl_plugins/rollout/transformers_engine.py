@@ -286,9 +286,6 @@ class TransformersRollout(SynchronousGroups):
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Do nothing: the copy stays in memory."""
 
-    def abort(self) -> None:
-        """Do nothing: `generate` leaves no request unfinished."""
-
     def close(self) -> None:
         """Delete the copy."""
         del self._model, self._parameters

@@ -106,7 +106,7 @@ class CriticPool(ModelPool):
         self._updates += 1
         self._learning.append(sorted(calls, key=lambda call: call[0]))
 
-    def learnt(self) -> dict[str, float]:
+    def wait_for_updates(self) -> dict[str, float]:
         """Wait for all submitted updates, and return the metrics, equal on every rank."""
         metrics = TokenMetrics()
         answers: list[Learnt] = []

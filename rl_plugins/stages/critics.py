@@ -84,13 +84,13 @@ class Critic:
             )
             self._optimize(losses, self.name)
 
-    def learnt(self) -> dict[str, float]:
+    def wait_for_updates(self) -> dict[str, float]:
         """Wait for the updates of a pool, which learns while the policy learns; return the pool's metrics."""
         model = self._model()
         if not isinstance(model, CriticPool):
             return {}
         with self._strategy.phase_log.measure(f"update_{self.name}"):
-            return model.learnt()
+            return model.wait_for_updates()
 
     def measures(self, batch: Experience) -> dict[str, float]:
         """Return the explained variance of the returns of a step. Collective."""

@@ -193,12 +193,12 @@ class SampleMetrics:
         results = []
         for draw, (groups_B, statistics) in enumerate(self._groups):
             # `numpy.unique` can return the first index of each group.
-            rows, firsts = np.unique(groups_B.numpy(), return_index=True)
-            for row, first in zip(rows.tolist(), firsts.tolist(), strict=True):
+            numbers, firsts = np.unique(groups_B.numpy(), return_index=True)
+            for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True):
                 count = float(statistics.count_B[first])
                 if count >= 2:
                     variance = float(statistics.std_B[first]) ** 2 * (count - 1) / count
-                    results.append(GroupResult(draw, row_of(row), float(statistics.mean_B[first]), variance))
+                    results.append(GroupResult(draw, row_of(number), float(statistics.mean_B[first]), variance))
         return results
 
     def averages(

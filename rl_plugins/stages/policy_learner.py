@@ -81,7 +81,7 @@ class PolicyLearner:
             self._strategy.rollout_phases.weights_changed()
         metrics = tokens.averages(self._strategy.ranks.sum, self._strategy.ranks.max)
         for critic in self._critics:
-            metrics |= critic.learnt()
+            metrics |= critic.wait_for_updates() | critic.measures(batch)
         return metrics | self._adapt(batch, metrics)
 
     def _mini_batches(self, batch: Experience) -> Iterator[Experience]:
@@ -165,7 +165,7 @@ class PolicyLearner:
                 self._passes.router_replay.stop()
 
     def _adapt(self, batch: Experience, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Update the controllers; return the coefficients and the measures of the critics."""
+        """Update the controllers, and return their coefficients."""
         ranks, mask_BT = self._strategy.ranks, batch.response_mask
         adapted: dict[str, float] = {}
         if self._algorithm.kl_is_in_reward:
@@ -181,6 +181,4 @@ class PolicyLearner:
         if self._algorithm.entropy.active and "train/entropy" in metrics:
             self._entropy_controller.update(metrics["train/entropy"])
             adapted["train/entropy_coefficient"] = self._entropy_controller.coefficient
-        for critic in self._critics:
-            adapted |= critic.measures(batch)
         return adapted

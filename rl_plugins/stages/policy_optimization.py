@@ -277,7 +277,7 @@ class PolicyOptimization(Stage):
             shown=self.shown_samples,
         )
         # A checkpoint may have been loaded before these parts were made.
-        self.rollouts.scheduled_sampler.roll_back(self._loaded_batches)
+        self.rollouts.scheduled_sampler.restart_groups(self._loaded_batches)
         process_rewards = None
         if self.process_reward_config is not None:
             process_rewards = ProcessRewards(
@@ -433,7 +433,7 @@ class PolicyOptimization(Stage):
         super().on_load_checkpoint(checkpoint)
         self._loaded_batches = checkpoint["stage"]["num_batches"]
         if self._parts_of is not None:
-            self.rollouts.scheduled_sampler.roll_back(self._loaded_batches)
+            self.rollouts.scheduled_sampler.restart_groups(self._loaded_batches)
         self.kl_controller.load_state_dict(checkpoint["stage"]["kl_controller"])
         self.entropy_controller.load_state_dict(checkpoint["stage"]["entropy_controller"])
         if self.multiplier is not None:

@@ -86,7 +86,8 @@ class PromptSampler:
     def sample(self, prompts: PromptBatch, sampling: SamplingConfig, step: int) -> Experience:
         """Sample responses to this rank's prompts. Collective.
 
-        Samples to train on come from `ScheduledSampler`, which may sample ahead.
+        Policy optimization has `ScheduledSampler` for its training samples, which may sample ahead. Online preference
+        optimization and validation use this function.
 
         Args:
             prompts: at least one prompt.

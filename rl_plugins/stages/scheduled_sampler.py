@@ -442,7 +442,7 @@ class ScheduledSampler:
         ranks = self._strategy.ranks
         return self._queue.load(shares, ranks.rank, ranks.world_size, own=own)
 
-    def roll_back(self, num_batches: int) -> None:
+    def restart_groups(self, num_batches: int) -> None:
         """Go on after a checkpoint: sample all groups again, because their policy is gone.
 
         The data goes on after undone steps, so the number of batches never falls.

@@ -1,6 +1,7 @@
 """Fixtures of all unit tests."""
 
 import logging
+import signal
 import socket
 import sys
 from collections.abc import Generator, Iterator
@@ -42,6 +43,16 @@ settings.load_profile("tests")
 def _exact_norms() -> Iterator[None]:
     with exact_norms():
         yield
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """Let signals have their default effect: a shell that starts the tests in the background ignores some signals."""
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

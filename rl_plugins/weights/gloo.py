@@ -115,7 +115,7 @@ class GlooSender:
         tensors = [(meta.name, dtype_name(meta.dtype), list(meta.shape)) for meta in self._source.metadata()]
         for number, engine in enumerate(self._engines):
             assert self._store is not None
-            engine.init(
+            engine.listen(
                 {
                     "store": asdict(self._store.address),
                     "first_rank": 1 + number * num_receivers,
@@ -160,7 +160,7 @@ class GlooSender:
         self._group = None
 
     def _send(self, version: int) -> None:
-        loaded = [engine.load(version) for engine in self._engines]
+        loaded = [engine.begin_update(version) for engine in self._engines]
         tensors_left = iter(self._source)
         try:
             try:

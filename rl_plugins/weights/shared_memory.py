@@ -62,10 +62,10 @@ class ReceiverLost(ConnectionError):
 class WeightUpdateCalls(Protocol):
     """Calls of rank 0 to one engine in updates by shared memory or gloo."""
 
-    def init(self, init_info: dict[str, Any]) -> None:
+    def listen(self, init_info: dict[str, Any]) -> None:
         """Call `SharedMemoryReceiver.expect(**init_info)` in every process of the engine, and wait for the end."""
 
-    def load(self, version: int) -> Callable[[], None]:
+    def begin_update(self, version: int) -> Callable[[], None]:
         """Start one `receive` in every process. Return a function that waits until the new weights are in use."""
 
 
@@ -111,7 +111,7 @@ class SharedMemorySender:
             tensors = [(meta.name, dtype_name(meta.dtype), list(meta.shape)) for meta in source.metadata()]
             for name, engine in zip(names, engines, strict=True):
                 try:
-                    engine.init(
+                    engine.listen(
                         {
                             "name": name,
                             "secret": secret,
@@ -136,7 +136,7 @@ class SharedMemorySender:
         Raises:
             ReceiverLost: an engine did not stop sampling before the deadline, or a process of the engine ended.
         """
-        loaded = [engine.load(version) for engine in self._engines]
+        loaded = [engine.begin_update(version) for engine in self._engines]
         try:
             for position, connection in self._connections:
                 with _receiver_errors(loaded, position):

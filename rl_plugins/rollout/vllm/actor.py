@@ -82,9 +82,9 @@ class VLLMActor:
 
     @collector_off()
     def __init__(self, config: VLLMConfig) -> None:
-        # The import registers weight transports and the plain-weights config, before the construction of the engine.
         from vllm import LLM
 
+        # The import registers weight transports and the plain-weights config, before the construction of the engine.
         from rl_plugins.rollout.vllm import plugin  # noqa: F401
         from rl_plugins.rollout.vllm.engine_loop import EngineLoop
         from rl_plugins.rollout.vllm.executor import end_with
@@ -302,7 +302,7 @@ class VLLMActor:
             raise RuntimeError(f"the engine cannot sample: {self._unusable}; a weight update comes first")
         self._loop.start(requests, self._adapter)
 
-    # The four calls of vLLM's weight-sync protocol. ----------------------------------------------------------------
+    # Weights --------------------------------------------------------------------------------------------------------
 
     async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Open the transport."""
@@ -448,10 +448,6 @@ class VLLMActor:
         self._llm.wake_up(tags)
         if self._unusable is None:
             await self._loop.go_on()
-
-    async def abort(self) -> None:
-        """End all unfinished requests."""
-        self._loop.abort()
 
 
 def _name(rank: int, ticket: int) -> str:

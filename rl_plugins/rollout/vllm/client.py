@@ -331,10 +331,6 @@ class VLLMRollout:
         if self.config.sleeps and self.config.device == "cuda":
             self._fleet.each("wake_up", None if tags is None else list(tags))
 
-    def abort(self) -> None:
-        """End all unfinished requests of the engines."""
-        self._fleet.each("abort")
-
     def close(self) -> None:
         """Close the connections. Engines on the GPUs of the ranks end, and other engines end with their Ray job."""
         self._disconnect()
@@ -386,11 +382,11 @@ class CpuWeightClient:
     def __init__(self, fleet: Fleet, engine: int) -> None:
         self._fleet, self._engine = fleet, engine
 
-    def init(self, init_info: dict[str, Any]) -> None:
+    def listen(self, init_info: dict[str, Any]) -> None:
         """Let the processes of the engine listen for the training ranks."""
         self._begin("init_weight_transfer_engine", {"expect": init_info})()
 
-    def load(self, version: int) -> Callable[[], None]:
+    def begin_update(self, version: int) -> Callable[[], None]:
         """Start an update, and return a function that waits for the end."""
         return self._begin("run_weight_update", version)
 

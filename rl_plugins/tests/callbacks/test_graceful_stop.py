@@ -128,9 +128,8 @@ def test_graceful_stop_takes_no_step_after_a_request_during_the_start(tmp_path: 
     assert RunFolder(tmp_path).stopped.read_text() == "before the first step: SIGTERM"
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_graceful_stop_saves_on_sighup(tmp_path: Path) -> None:
-    # A shell that started the tests in the background ignores SIGHUP.
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     stage = build_stage(STEPS)
     train(stage, callbacks(tmp_path, AfterStep([2], lambda *_: os.kill(os.getpid(), signal.SIGHUP))))
     assert stage.step == 2 and RunFolder(tmp_path).checkpoint(2).is_dir()

@@ -10,9 +10,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import psutil
 import pytest
+from mcp.client import streamable_http
+from mcp.shared._httpx_utils import create_mcp_http_client
 
+from rl_plugins.environments import mcp_tools
 from rl_plugins.environments.tool_host import Result, ToolHost
 from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError
@@ -62,6 +66,13 @@ def test_program_of_mcp_runs_calls_and_ends_with_the_host() -> None:
 def test_server_over_http_runs_calls(address: str) -> None:
     with closing(host_of({"mcp": address, "headers": {"Authorization": "Bearer key"}})) as host:
         assert results_of(host, ("multiply", {"a": 6, "b": 7})) == [Result("", "42")]
+
+
+def test_call_over_http_with_headers_has_the_time_limits_of_mcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients: list[httpx2.AsyncClient] = []
+    monkeypatch.setattr(streamable_http, "streamable_http_client", lambda _, http_client: clients.append(http_client))
+    mcp_tools._client({"mcp": "http://localhost/mcp", "headers": {"Authorization": "Bearer key"}}, {})
+    assert clients[0].timeout == create_mcp_http_client().timeout
 
 
 @pytest.mark.parametrize(

@@ -52,13 +52,11 @@ ENDS: list[tuple[Callable[[], None], int, str]] = [
 ]
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(("run", "status", "line"), ENDS, ids=[f"{status}-{line[:12]}" for _, status, line in ENDS])
 def test_exit_on_user_error_gives_a_line_and_a_status(
     run: Callable[[], None], status: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A shell that started the tests in the background ignores some signals.
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-        signal.signal(number, handler)
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
     try:
         exit_on_user_error(run)

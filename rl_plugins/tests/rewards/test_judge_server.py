@@ -156,7 +156,7 @@ def test_ask_keeps_the_number_of_requests_per_minute(stub: JudgeStub) -> None:
     started = time.monotonic()
     ask(stub.url, questions=5, per_minute=1200)
     assert time.monotonic() - started >= 4 * 60 / 1200
-    slow = ask(stub.url, questions=3, per_minute=1, time_s=30)
+    slow = ask(stub.url, questions=3, per_minute=1e-3, time_s=30)
     assert [isinstance(outcome, JudgeReply) for outcome in slow].count(True) == 1
     said = [str(outcome) for outcome in slow if isinstance(outcome, NoAnswer)]
     assert all("requests_per_minute (in a recipe: reward.judge.requests_per_minute)" in text for text in said)

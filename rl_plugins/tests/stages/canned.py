@@ -102,9 +102,6 @@ class CannedRollout(SynchronousGroups):
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         self.calls.append(f"wake_up {','.join(tags or [])}")
 
-    def abort(self) -> None:
-        raise AssertionError("an abort was not expected")
-
     def close(self) -> None:
         self.calls.append("close")
 

@@ -77,9 +77,6 @@ class RecordingEngine(SynchronousGroups):
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         self.calls.append(f"wake_up {','.join(tags or [])}")
 
-    def abort(self) -> None:
-        raise AssertionError("nobody aborts")
-
     def close(self) -> None:
         self.calls.append("close")
 

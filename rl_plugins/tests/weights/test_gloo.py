@@ -58,10 +58,10 @@ class ThreadEngine:
     def recover(self) -> None:
         self._error = None
 
-    def init(self, init_info: dict[str, Any]) -> None:
+    def listen(self, init_info: dict[str, Any]) -> None:
         self._each(lambda receiver: receiver.expect(**init_info))()
 
-    def load(self, version: int) -> Callable[[], None]:
+    def begin_update(self, version: int) -> Callable[[], None]:
         self.versions.append(version)
         return self._each(GlooReceiver.receive)
 
@@ -80,7 +80,7 @@ class ThreadEngine:
 class AbsentEngine(ThreadEngine):
     """An engine without a connection."""
 
-    def load(self, version: int) -> Callable[[], None]:
+    def begin_update(self, version: int) -> Callable[[], None]:
         return lambda: None
 
 
@@ -135,8 +135,8 @@ def test_store_of_a_sender_ends_with_the_first_update() -> None:
     class Listed(ThreadEngine):
         port = 0
 
-        def init(self, init_info: dict[str, Any]) -> None:
-            super().init(init_info)
+        def listen(self, init_info: dict[str, Any]) -> None:
+            super().listen(init_info)
             self.port = init_info["store"]["port"]
 
     policy, copies = make_model(0), [make_model(1), make_model(2)]

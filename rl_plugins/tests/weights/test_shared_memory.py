@@ -127,11 +127,11 @@ class EngineInThread:
         self.versions: list[int] = []
         self._pool = ThreadPoolExecutor(1)
 
-    def init(self, init_info: dict[str, Any]) -> None:
+    def listen(self, init_info: dict[str, Any]) -> None:
         # An engine does one thing at a time: this call runs after the earlier update.
         self._pool.submit(lambda: self.receiver.expect(**init_info)).result(timeout=DEADLINE_S)
 
-    def load(self, version: int) -> Callable[[], None]:
+    def begin_update(self, version: int) -> Callable[[], None]:
         def receive() -> None:
             self.receiver.receive()
             self.versions.append(version)
@@ -308,7 +308,7 @@ def test_send_writes_the_weights_of_all_ranks_to_every_engine() -> None:
 
 def test_send_raises_the_error_of_an_engine_before_any_deadline() -> None:
     class Full(EngineInThread):
-        def load(self, version: int) -> Callable[[], None]:
+        def begin_update(self, version: int) -> Callable[[], None]:
             def fail() -> None:
                 self.receiver.disconnect()
                 raise MemoryError("no room")
@@ -383,7 +383,7 @@ def test_sender_refuses_a_tensor_that_the_engine_does_not_have() -> None:
 
 def test_send_raises_receiver_lost_after_the_deadline_if_the_engine_never_stops() -> None:
     class Deaf(EngineInThread):
-        def load(self, version: int) -> Callable[[], None]:
+        def begin_update(self, version: int) -> Callable[[], None]:
             return lambda: None
 
     (sender,) = make_senders([make_module(0)], Deaf(), timeout_s=0.1)
@@ -393,7 +393,7 @@ def test_send_raises_receiver_lost_after_the_deadline_if_the_engine_never_stops(
 
 def test_receive_raises_deadline_exceeded_if_no_rank_connects() -> None:
     engine = EngineInThread()
-    engine.init(
+    engine.listen(
         {
             "name": f"no-rank-connects-{uuid.uuid4().hex}",
             "secret": "00",
@@ -428,8 +428,8 @@ def test_send_keeps_the_weights_from_other_users_of_the_machine() -> None:
     class Attacked(EngineInThread):
         answer = ""
 
-        def init(self, init_info: dict[str, Any]) -> None:
-            super().init(init_info)
+        def listen(self, init_info: dict[str, Any]) -> None:
+            super().listen(init_info)
             self.answer = run_as_other_user(TAKE_MEMORY, init_info["name"])
 
     engine = Attacked()
