@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Generator, Iterator
 from sqlite3 import Connection
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -48,7 +49,7 @@ def _exact_norms() -> Iterator[None]:
 @pytest.fixture
 def default_signals() -> Iterator[None]:
     """Let signals have their default effect: a shell that starts the tests in the background ignores some signals."""
-    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    defaults: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     yield
     for number, handler in before.items():

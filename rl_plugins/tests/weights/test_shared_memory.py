@@ -324,7 +324,7 @@ def test_send_raises_the_error_of_an_engine_before_any_deadline() -> None:
     with pytest.raises(ConnectionError, match=r"rank 0 (ended|has left)|lost its connection"):
         sender.send(2)
     # New ranks find both engines intact.
-    full.load = EngineInThread.load.__get__(full)  # type: ignore[method-assign]
+    full.begin_update = EngineInThread.begin_update.__get__(full)  # type: ignore[method-assign]
     send(make_senders([make_module(1)], well, full), 3)
     for engine in (well, full):
         assert_received(engine, make_module(1))
