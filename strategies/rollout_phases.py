@@ -11,6 +11,7 @@ from typing_extensions import get_protocol_members
 
 from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.memory import MemoryChange
+from rl_plugins.models.float8 import has_float8
 from rl_plugins.ranks import broadcast
 from rl_plugins.rollout.engine import HasPolicyCheck, RolloutEngine
 from rl_plugins.strategies.contract import POLICY, Strategy
@@ -242,7 +243,8 @@ class RolloutPhases:
             # A rollout engine lost here is replaced before sampling.
             with suppress(EngineLost):
                 engine.check_weights(self._strategy.weight_source())
-            return self._probe()
+            # The engine does not round as 8-bit products do.
+            return None if has_float8(self._strategy.model_engine(POLICY)) else self._probe()
 
     def _update_weights(self, engine: RolloutEngine, version: int) -> None:
         for _ in range(MAX_LOSSES):

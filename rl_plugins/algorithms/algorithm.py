@@ -89,7 +89,8 @@ class Algorithm(Settings):
         modifiers: modifiers of the policy loss.
         correction: correction of the gap between the policy that sampled and the policy that is trained; an object or a
             name in `ROLLOUT_CORRECTIONS`. None is no correction; recipes replace null with `token_tis` if the rollout
-            engine quantizes weights or KV cache, or `rollout.dtype` differs from the dtype of training.
+            engine quantizes weights or KV cache, `rollout.dtype` differs from the dtype of training, or `model.float8`
+            is set.
         shaping: changes to the scores before advantages are computed.
         group_filter: dynamic sampling; None trains on every group.
         constraint: bound on the mean cost of the samples; None for rewards alone.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 
 from rl_plugins.config.judge import check_deadline, judges_of, models_of_engines
-from rl_plugins.config.placement import CRITIC_POOLS, FROZEN, POOLS
+from rl_plugins.config.placement import CRITIC_POOLS, POOLS, check_offload
 from rl_plugins.config.recipe import COLLECTING_STAGES, GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.config.rollout import ADAPTER_RANKS
 from rl_plugins.errors import ConfigError
@@ -34,7 +34,7 @@ def check_options(config: RecipeConfig) -> None:
         _check_best,
         _check_debug,
         _check_pools,
-        _check_offload,
+        check_offload,
         _check_judges,
     ):
         check(config)
@@ -100,8 +100,8 @@ def _check_launcher(config: RecipeConfig) -> None:
 
 
 def _check_kernels(config: RecipeConfig) -> None:
-    strategy = config.strategy
-    if config.model.compile and config.launcher == "ray":
+    strategy, model = config.strategy, config.model
+    if model.compile and config.launcher == "ray":
         if strategy.name == "zero" and strategy.zero_stage == 3:
             raise ConfigError(
                 "model.compile=true: torch.compile cannot follow the hooks in which ZeRO-3 gathers parameters: add "
@@ -112,19 +112,44 @@ def _check_kernels(config: RecipeConfig) -> None:
                 raise ConfigError(
                     f"model.compile=true has not been tried with strategy.{option}={size}: set strategy.{option}=1"
                 )
-    if not config.model.liger:
-        return
-    if find_spec("liger_kernel") is None:
-        raise ConfigError(
-            "model.liger=true: liger-kernel is not installed: pip install 'rl-plugins[liger]', or leave model.liger out"
-        )
-    for option, is_set in {
-        "model.compile=true": config.model.compile,
+    parts = {
         f"strategy.tensor_parallel={strategy.tensor_parallel}": strategy.tensor_parallel > 1,
         f"strategy.expert_parallel={strategy.expert_parallel}": strategy.expert_parallel > 1,
-    }.items():
-        if is_set:
-            raise ConfigError(f"model.liger=true has not been tried with {option}: leave one of them out")
+    }
+    if model.liger:
+        _needs_package("liger_kernel", "liger", "model.liger=true")
+        _refuse_untried("model.liger=true", {"model.compile=true": model.compile, **parts})
+    if model.float8:
+        _check_float8(config, parts)
+
+
+def _check_float8(config: RecipeConfig, parts: Mapping[str, bool]) -> None:
+    model, strategy, option = config.model, config.strategy, f"model.float8={config.model.float8}"
+    _needs_package("torchao", "torchao", option)
+    ranks = {f"{name}.lora.rank": getattr(config, name).lora.rank for name in ("model", *CRITIC_POOLS)}
+    adapters = {f"{name}={rank}": rank > 0 for name, rank in ranks.items()}
+    pools = {f"placement.{critic}.actors": getattr(config.placement, critic).actors > 0 for critic in CRITIC_POOLS}
+    _refuse_untried(option, {"model.liger=true": model.liger, **adapters, **pools, **parts})
+    gathers = config.launcher == "ray" and strategy.name == "zero" and strategy.zero_stage == 3
+    if gathers and not model.gradient_checkpointing:
+        raise ConfigError(
+            f"{option}: from its forward pass to its backward pass, a layer with 8-bit products keeps the whole weight "
+            "that ZeRO-3 has gathered: add model.gradient_checkpointing=true, strategy.zero_stage=2 or "
+            "strategy.name=fsdp"
+        )
+
+
+def _needs_package(module: str, extra: str, option: str) -> None:
+    if find_spec(module) is None:
+        name, package = option.partition("=")[0], module.replace("_", "-")
+        raise ConfigError(
+            f"{option}: {package} is not installed: pip install 'rl-plugins[{extra}]', or leave {name} out"
+        )
+
+
+def _refuse_untried(option: str, others: Mapping[str, bool]) -> None:
+    for other in (other for other, is_set in others.items() if is_set):
+        raise ConfigError(f"{option} has not been tried with {other}: leave one of them out")
 
 
 def _check_routes(config: RecipeConfig) -> None:
@@ -141,9 +166,8 @@ def _check_routes(config: RecipeConfig) -> None:
         f"strategy.tensor_parallel={parts}": parts > 1,
         f"strategy.sequence_parallel={config.strategy.sequence_parallel}": config.strategy.sequence_parallel > 1,
     }
-    for (option, is_used), (other, is_set) in product(options.items(), others.items()):
-        if is_used and is_set:
-            raise ConfigError(f"{option} has not been tried with {other}: leave one of them out")
+    for option in (option for option, is_used in options.items() if is_used):
+        _refuse_untried(option, others)
 
 
 def _check_parallelism(config: RecipeConfig) -> None:
@@ -321,8 +345,8 @@ def _check_four_bits(config: RecipeConfig) -> None:
             "model.liger=true": config.model.liger,
             f"placement.{model}.actors": model in CRITIC_POOLS and getattr(config.placement, model).actors,
         }
-        for other in (other for other, is_set in others.items() if getattr(config, model).lora.quantization and is_set):
-            raise ConfigError(f"{model}.lora.quantization has not been tried with {other}: leave one of them out")
+        if getattr(config, model).lora.quantization:
+            _refuse_untried(f"{model}.lora.quantization", others)
     actors = config.placement.reference.actors
     if config.model.lora.quantization and actors and config.reference.path in (None, config.model.path):
         raise ConfigError(
@@ -409,27 +433,6 @@ def _check_pools(config: RecipeConfig) -> None:
                 f"placement.{critic}.actors={actors}: the critic of a pool keeps its states in the pool: leave "
                 f"strategy.offload.{critic}={place} out"
             )
-
-
-def _check_offload(config: RecipeConfig) -> None:
-    strategy, offload = config.strategy, config.strategy.offload
-    for model, place in offload.places.items():
-        if place not in ("cpu", "nvme"):
-            continue
-        option = f"strategy.offload.{model}={place}"
-        frozen = model in FROZEN and not (model == "reward_model" and config.stage == "reward_modeling")
-        if strategy.name == "fsdp" and place == "nvme":
-            raise ConfigError(f"{option} needs DeepSpeed: use strategy.name=zero, or cpu")
-        if config.launcher == "local":
-            raise ConfigError(f"{option}: launcher=local keeps all on one device; use launcher=ray, or leave it out")
-        if strategy.zero_stage != 3 and (frozen or place == "nvme"):
-            raise ConfigError(f"{option} needs strategy.zero_stage=3, not {strategy.zero_stage}")
-        if place == "nvme" and not offload.folder:
-            raise ConfigError(f"{option} needs strategy.offload.folder, a folder on the drive")
-    if offload.reference == "nvme" and config.reference.update_every:
-        raise ConfigError("strategy.offload.reference=nvme: a reference that follows the policy cannot be in files")
-    if offload.teacher == "nvme" and config.teacher.update_every:
-        raise ConfigError("strategy.offload.teacher=nvme: a teacher that follows the policy cannot be in files")
 
 
 def _check_judges(config: RecipeConfig) -> None:

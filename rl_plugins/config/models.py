@@ -31,6 +31,7 @@ from rl_plugins.config.settings import (
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.names import model_name
 
+FLOAT8_SCALES = ("tensorwise", "rowwise")
 LANGUAGE_MODEL = "language-model"
 """Setting of `LoraConfig.target_modules` for a vision-language model whose vision tower stays as it is."""
 _LAYERS = Range(
@@ -132,6 +133,10 @@ class ModelConfig(Settings):
             longer.
         liger: run norms, rotary positions, MLPs and output heads of the models in the training workers by the Triton
             kernels of Liger (`pip install 'rl-plugins[liger]'`); on GPUs only.
+        float8: train with 8-bit floating point products in the linear layers inside the blocks of policy and critic
+            (`pip install 'rl-plugins[torchao]'`): `tensorwise` has a scale for each matrix and is the fastest,
+            `rowwise` has a scale for each row and is more precise. GPUs of compute capability 8.9 or more only; null
+            keeps the precision.
         attention: attention of transformers in the training workers, such as `eager`, `flash_attention_2` or
             `flex_attention`; null is the package's own for packed samples (`packed_sdpa`), which shares prompts.
         router_replay: in a mixture of experts, the experts of the tokens in the updates of a step, so that ratios
@@ -149,6 +154,7 @@ class ModelConfig(Settings):
     gradient_checkpointing: bool = False
     compile: bool = False
     liger: bool = False
+    float8: Annotated[str | None, one_of(None, *FLOAT8_SCALES)] = None
     attention: str | None = None
     router_replay: Annotated[str | None, one_of(None, "recompute", "rollout")] = None
     router_losses: RouterLossConfig = field(default_factory=RouterLossConfig)

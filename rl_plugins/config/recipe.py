@@ -98,7 +98,7 @@ class RecipeConfig(Settings):
         if not isinstance(self.algorithm, dict) or self.algorithm.get("correction", "none") is not None:
             return
         # With a staleness, the ratios of the loss are ratios to the sampling policies already.
-        gap = self.rollout.quantizes or self.rollout_dtype != self._passes_dtype
+        gap = self.rollout.quantizes or self.model.float8 or self.rollout_dtype != self._passes_dtype
         self.algorithm["correction"] = "token_tis" if gap and not self.schedule.max_staleness else "none"
 
     @property
@@ -250,8 +250,13 @@ class RecipeConfig(Settings):
         """Set the device of the run, `cpu` or `cuda`, and the precision that follows from the device.
 
         Raises:
-            ConfigError: the kernels of Liger, or the engine of a replay of routes, do not run on the device.
+            ConfigError: the kernels of Liger, 8-bit products, or the engine of a replay of routes, do not run on the
+                device.
         """
+        if self.model.float8 and device == "cpu":
+            raise ConfigError(
+                f"model.float8={self.model.float8}: 8-bit products run on GPUs, and the run is on CPU: leave it out"
+            )
         if self.model.liger and device == "cpu":
             raise ConfigError("model.liger=true: the kernels of Liger run on GPUs, and the run is on CPU: leave it out")
         if self.model.router_replay == "rollout" and device == "cpu" and self.rollout.engine == "vllm":

@@ -26,7 +26,15 @@ _DATA = (
     "bad_images", "chat_template_kwargs", "chosen_key", "curriculum", "eval_batch_size", "label_key", "labels_key",
     "margin_key", "max_prompt_tokens", "overlong_prompts", "rejected_key", "response_key", "steps_key",
 )  # fmt: skip
-_MODEL = ("attention", "gradient_checkpointing", "lora", "router_losses", "router_replay", "trust_remote_code")
+_MODEL = (
+    "attention",
+    "float8",
+    "gradient_checkpointing",
+    "lora",
+    "router_losses",
+    "router_replay",
+    "trust_remote_code",
+)
 _MODELS = ("cost_critic", "cost_model", "critic", "process_reward_model", "reference", "reward_model", "teacher")
 _STRATEGY = ("accumulate_shards", "expert_parallel", "sequence_parallel", "tensor_parallel", "workers_per_copy")
 

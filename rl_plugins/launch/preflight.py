@@ -306,6 +306,11 @@ def _check_trained_parts(config: RecipeConfig, path: str, model: dict[str, Any])
         text = model.get("text_config") or model
         if each.lora.rank and each.lora.experts and not any(text.get(key) for key in EXPERT_COUNT_KEYS):
             raise ConfigError(f"{each.lora_option}.experts=true: {path} has no experts: leave the option out")
+        if config.model.float8 and any(text.get(key) for key in EXPERT_COUNT_KEYS):
+            raise ConfigError(
+                f"model.float8={config.model.float8} has not been tried with mixtures of experts such as {path}: leave "
+                "the option out"
+            )
         if each.lora.quantization:
             # The import loads torch, which takes seconds.
             from rl_plugins.launch.algorithm_check import check_four_bits

@@ -147,6 +147,7 @@ class TrainingRun:
             "trust_remote_code": config.model.trust_remote_code,
             "optimizer": config.optimizer,
             "gradient_checkpointing": config.model.gradient_checkpointing,
+            "float8": config.model.float8,
             "lora": config.model.lora,
             "max_steps": config.run.steps,
         }

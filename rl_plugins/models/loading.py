@@ -40,12 +40,14 @@ class LoadingOptions(TypedDict, total=False):
 
     Attributes:
         gradient_checkpointing: recompute activations in the backward pass.
+        float8: scales of 8-bit products, for trained models; see `rl_plugins.models.float8`.
         attention: attention of transformers, such as `eager` or `flash_attention_2`; None for `packed_sdpa`.
         trust_remote_code: run Python code that the model's config.json names (`auto_map`). The code has all rights of
             the user.
     """
 
     gradient_checkpointing: bool
+    float8: str | None
     attention: str | None
     trust_remote_code: bool
 
@@ -62,6 +64,7 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOp
         ConfigError: a weight is missing or has another shape than the model, where transformers would make up a weight;
             or the model needs code of its folder, and the code is not trusted.
     """
+    check_loading(options)
     trust_remote_code = options.get("trust_remote_code", False)
     folder = model_folder(path, trust_remote_code=trust_remote_code)
     check_code_of_folder(folder, trust_remote_code=trust_remote_code)
@@ -90,10 +93,35 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOp
     return prepared(model, options)
 
 
+def options_of(frozen: str | None, options: LoadingOptions) -> LoadingOptions:
+    """Return the options for a frozen model, which has the name `frozen`, or for a trained model, without a name."""
+    return {**options, "float8": None} if frozen else options
+
+
+def check_loading(options: LoadingOptions) -> None:
+    """Check for the software and the device that the options need, before a model is loaded.
+
+    Raises:
+        ConfigError: something is missing.
+    """
+    if scales := options.get("float8"):
+        from rl_plugins.models.float8 import check_float8
+
+        check_float8(scales)
+
+
 def prepared(model: PreTrainedModel, options: LoadingOptions) -> PreTrainedModel:
-    """Return a loaded model in train mode, with gradient checkpointing and packed attention as the options say."""
+    """Return a loaded model in train mode, with 8-bit products, gradient checkpointing and packed attention.
+
+    Raises:
+        ConfigError: the model cannot have 8-bit products, which the options demand.
+    """
     from rl_plugins.models.packed_attention import use_packed_attention
 
+    if scales := options.get("float8"):
+        from rl_plugins.models.float8 import use_float8
+
+        use_float8(model, scales)
     if options.get("gradient_checkpointing"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if options.get("attention") is None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.float8 import plain_products
 from rl_plugins.models.packed_attention import boundaries, has_packed_attention
 from rl_plugins.vision_language import ModelInputs, SampleImages, has_grid_positions
 
@@ -204,7 +205,7 @@ def _test_rows(model: nn.Module, device: torch.device) -> _RowSupport:
             logits = model(**_inputs(model, torch.cat(tokens), torch.cat(positions), device), use_cache=False).logits
         return [output[0, -last:] for output in (logits, *seen)]
 
-    with torch.no_grad(), _without_dropout(model):
+    with torch.no_grad(), _without_dropout(model), plain_products(model):
         whole = outputs([reversed_ids, ids], [ids, ids], _TEST_TOKENS)
         after_zeros = outputs([torch.zeros_like(ids), ids], [ids, ids], _TEST_TOKENS)
         if not (separates_samples := _are_close(whole, after_zeros)) or not has_packed_attention(model):

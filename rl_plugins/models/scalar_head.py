@@ -24,7 +24,7 @@ from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.models.folder import check_code_of_folder
-from rl_plugins.models.loading import LoadingOptions, device_map, prepared
+from rl_plugins.models.loading import LoadingOptions, check_loading, device_map, prepared
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.token_distributions import accumulation_dtype
@@ -54,6 +54,7 @@ def load_scalar_head(
     """
     from transformers import AutoModelForTokenClassification
 
+    check_loading(options)
     trust_remote_code = options.get("trust_remote_code", False)
     model: PreTrainedModel
     with _without_load_report():

@@ -18,6 +18,7 @@ class StageArguments(TypedDict, total=False):
     tokenizer: Any
     optimizer: OptimizerConfig | None
     gradient_checkpointing: bool
+    float8: str | None
     lora: LoraConfig | None
     max_steps: int
     tokens_per_micro_batch: int

@@ -158,12 +158,14 @@ def check_model(model: object) -> None:
         model_of(model)
 
 
-def check_adapter(lora: LoraConfig, model: object, stage: str, *, compares_log_probs: bool) -> None:
+def check_adapter(lora: LoraConfig | None, model: object, stage: str, *, compares_log_probs: bool) -> None:
     """Check the settings of an adapter for the model of a stage.
 
     Raises:
         ConfigError: the model is not loaded by name, or the adapter has dropout in a stage that compares log-probs.
     """
+    if lora is None or not lora.rank:
+        return
     if not isinstance(model, str):
         raise ConfigError(
             f"lora needs a model that is loaded by name, and the model is a {type(model).__name__}: leave lora out "

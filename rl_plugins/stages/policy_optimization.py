@@ -23,6 +23,7 @@ from rl_plugins.data.loaders import PromptSource
 from rl_plugins.data.prompts import PromptBatch, foreign_batch
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.loading import options_of
 from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.rewards.inline import Reward
@@ -343,7 +344,8 @@ class PolicyOptimization(Stage):
 
     def _load_scalar_head(self, path: str, *, new_head: bool, frozen: str | None = None) -> nn.Module:
         with self.sharded_init(frozen):
-            return load_scalar_head(path, dtype=self.model_dtype, new_head=new_head, **self.loading)
+            options = options_of(frozen, self.loading)
+            return load_scalar_head(path, dtype=self.model_dtype, new_head=new_head, **options)
 
     @override
     def named_models(self) -> dict[str, nn.Module]:

@@ -23,7 +23,7 @@ from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.dropout import turn_off_dropout
 from rl_plugins.models.export import save_adapter, save_policy
-from rl_plugins.models.loading import LoadingOptions, load_causal_lm
+from rl_plugins.models.loading import LoadingOptions, load_causal_lm, options_of
 from rl_plugins.models.lora import MergedWeightSource, adapted_layers, has_adapter, with_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages import own_module
@@ -65,13 +65,13 @@ class Stage(LightningModule):
 
     Args:
         model: Hugging Face name or folder; a model with the forward of a Hugging Face causal language model; or a
-            LightningModule with such a model as `.model` (since its constructor or its `configure_model`). The
-            `configure_optimizers` of a LightningModule, its hooks of training and its hyperparameters are used; its
-            steps, data loaders and hooks of validation are not.
+            LightningModule with such a model as `.model`, since its constructor or `configure_model`. Its optimizers,
+            hooks of training and hyperparameters are used; its steps, data loaders and hooks of validation are not.
         tokenizer: tokenizer, or processor of a vision-language model, or its folder or hub name; else the model's own.
         optimizer: settings of the optimizer, for models without `configure_optimizers`.
             `Trainer(gradient_clip_val=...)` replaces the bound on gradient norms of this and every other optimizer.
         gradient_checkpointing: recompute activations in the backward pass (models loaded by name).
+        float8: `tensorwise` or `rowwise` for 8-bit products (models loaded by name); see `ModelConfig`.
         lora: train an adapter instead of the model (models loaded by name; other models may be peft models).
         max_steps: steps of the clock after which training stops; 0 for no bound.
         tokens_per_micro_batch: tokens of one forward and backward pass on one rank: real tokens with `packing`, padded
@@ -89,10 +89,7 @@ class Stage(LightningModule):
     trained: ClassVar[str] = POLICY
     """Name, and attribute, of the model that the stage trains."""
     compares_log_probs: ClassVar[bool] = False
-    """True if the loss compares log-probs of the model with other log-probs. Dropout would change the first alone, so
-    the stage turns dropout off."""
-
-    passes: ForwardPasses
+    """True if the loss compares log-probs of the model with other log-probs. The stage then turns dropout off."""
 
     def __init__(
         self,
@@ -101,6 +98,7 @@ class Stage(LightningModule):
         tokenizer: Any = None,
         optimizer: OptimizerConfig | None = None,
         gradient_checkpointing: bool = False,
+        float8: str | None = None,
         lora: LoraConfig | None = None,
         max_steps: int = 0,
         tokens_per_micro_batch: int = 16_384,
@@ -112,8 +110,7 @@ class Stage(LightningModule):
     ) -> None:
         super().__init__()
         own_module.check_model(model)
-        if lora is not None and lora.rank:
-            own_module.check_adapter(lora, model, type(self).__name__, compares_log_probs=self.compares_log_probs)
+        own_module.check_adapter(lora, model, type(self).__name__, compares_log_probs=self.compares_log_probs)
         self.automatic_optimization = False
         self.processor = own_module.tokenizer_for(model, tokenizer, trust_remote_code)
         self.tokenizer: Any = tokenizer_of(self.processor)
@@ -130,7 +127,10 @@ class Stage(LightningModule):
         # In a list: nn.Module must not register the model a second time.
         self._source = [model]
         self.loading = LoadingOptions(
-            gradient_checkpointing=gradient_checkpointing, attention=attention, trust_remote_code=trust_remote_code
+            gradient_checkpointing=gradient_checkpointing,
+            float8=float8,
+            attention=attention,
+            trust_remote_code=trust_remote_code,
         )
         self._lora, self._has_reference = lora, False
         self._own_path = self._reference_path = model if isinstance(model, str) else None
@@ -227,7 +227,7 @@ class Stage(LightningModule):
             frozen: name of the model, if it is frozen.
         """
         with self.sharded_init(frozen):
-            model = load_causal_lm(path, dtype=self.model_dtype, **self.loading)
+            model = load_causal_lm(path, dtype=self.model_dtype, **options_of(frozen, self.loading))
         if self.compares_log_probs:
             turn_off_dropout(model)
         return model

@@ -24,6 +24,8 @@ VARIANTS = {
     "lora bf16-mixed": Variant(lora_rank=4),
     "qlora 32-true": Variant("32-true", lora_rank=4, quantization="nf4"),
     "qlora bf16-mixed": Variant(lora_rank=4, quantization="nf4"),
+    "float8 tensorwise": Variant(float8="tensorwise", gradient_checkpointing=True),
+    "float8 rowwise": Variant(float8="rowwise"),
     "padded": Variant(packing=False),
 }
 ON_HOST = {"offload cpu 32-true": Variant("32-true", place="cpu"), "offload cpu bf16-mixed": Variant(place="cpu")}
@@ -40,7 +42,7 @@ def single_device(place: Place) -> Iterable[Case]:
     def make(engine: TransformersRollout, variant: Variant) -> SingleDeviceRolloutStrategy:
         return SingleDeviceRolloutStrategy(place.device, rollout=engine)
 
-    names = ("32-true", "bf16-mixed", "lora bf16-mixed", "qlora bf16-mixed")
+    names = ("32-true", "bf16-mixed", "lora bf16-mixed", "qlora bf16-mixed", "float8 tensorwise")
     return _cases(place, make, {name: VARIANTS[name] for name in names})
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import override
 
-from integration_tests.gpu.without_vllm.cases import Place, need
+from integration_tests.gpu.without_vllm.cases import Place, Skipped, need
 from integration_tests.rewards import shortness
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.regularization import KLConfig
@@ -41,6 +41,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 # Another order of sums changes the sign of the smallest gradients, and AdamW's first step has the size of the rate.
 _LARGEST_DIFFERENCE = {torch.float32: 0.05, torch.bfloat16: 0.3}
 _LARGEST_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+_LARGEST_GAP_OF_FLOAT8 = 1.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Variant:
         gradient_checkpointing: recompute activations.
         lora_rank: rank of the adapter; 0 trains the model itself.
         quantization: quantization of the weights under the adapter.
+        float8: scales of 8-bit products.
         packing: run samples as one row without padding.
     """
 
@@ -62,12 +64,18 @@ class Variant:
     gradient_checkpointing: bool = False
     lora_rank: int = 0
     quantization: str | None = None
+    float8: str | None = None
     packing: bool = True
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the rollout engine."""
         return torch.float32 if self.precision == "32-true" else torch.bfloat16
+
+    @property
+    def largest_gap(self) -> float:
+        """Largest difference between the log-probs of policy and rollout engine."""
+        return _LARGEST_GAP_OF_FLOAT8 if self.float8 else _LARGEST_GAP[self.dtype]
 
 
 class _Interrupted(PolicyOptimization):
@@ -190,6 +198,10 @@ def _fit(place: Place, strategy_of: Callable[[TransformersRollout, Variant], Any
     """Train, and return the stage."""
     if variant.quantization:
         need("bitsandbytes", "model.lora.quantization")
+    if variant.float8:
+        need("torchao", "model.float8")
+        if not place.on_gpu:
+            raise Skipped("8-bit products need a GPU")
     torch.manual_seed(0)
     folder, model = place.folder, place.folder / "model"
     if not model.is_dir():
@@ -203,6 +215,7 @@ def _fit(place: Place, strategy_of: Callable[[TransformersRollout, Variant], Any
         algorithm=Algorithm(kl=KLConfig(0.1)),
         optimizer=OptimizerConfig(lr=1e-4),
         gradient_checkpointing=variant.gradient_checkpointing,
+        float8=variant.float8,
         lora=LoraConfig(rank=variant.lora_rank, quantization=variant.quantization),
         packing=variant.packing,
         # Several micro-batches.
@@ -226,7 +239,7 @@ def _fit(place: Place, strategy_of: Callable[[TransformersRollout, Variant], Any
 def _checked(stage: _Interrupted, variant: Variant, folder: Path) -> Mapping[str, Any]:
     """Check gaps and exports, and return the figures of `train`."""
     gap = max(row["train/rollout_gap_max"] for row in stage.rows)
-    assert gap < _LARGEST_GAP[variant.dtype], f"the log-probs of policy and rollout engine differ by {gap:.2g}"
+    assert gap < variant.largest_gap, f"the log-probs of policy and rollout engine differ by {gap:.2g}"
     _check_exports(stage, variant, folder)
     return {"gap": gap, **_costs(stage.rows[-1])}
 

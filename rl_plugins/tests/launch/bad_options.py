@@ -93,6 +93,7 @@ CHECKS: dict[str, list[Case]] = {
         (["model.router_losses.z=0.1"], ["model.router_losses: the model", "leave model.router_losses out"]),
         (["model.router_replay=rollout", "model.compile=true", "strategy.zero_stage=2"], ["with model.compile=true"]),
         (["model.liger=true"], ["model.liger=true", "not installed", "pip install 'rl-plugins[liger]'"]),
+        (["model.float8=e4m3"], ["model.float8=e4m3", "tensorwise", "rowwise"]),
         (
             ["strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=2", "model.lora.rank=4"],
             ["model.lora.rank=4", "tensor_parallel=1"],
