@@ -43,6 +43,12 @@ def reads_images(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get("vision_config"), Mapping)
 
 
+def expert_count(config: Mapping[str, Any]) -> int:
+    """Return the number of experts in a sparse layer of a model; 0 if the model is no mixture of experts."""
+    text = config.get("text_config") or config
+    return next((text[key] for key in EXPERT_COUNT_KEYS if isinstance(text.get(key), int) and text[key]), 0)
+
+
 def context_window(config: Mapping[str, Any]) -> int | None:
     """Return the longest sequence of a model in tokens; None if its config.json does not contain the length."""
     text = config.get("text_config") or config

@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError
-from rl_plugins.model_json import EXPERT_COUNT_KEYS
+from rl_plugins.model_json import expert_count
 
 
 class RouterReplay:
@@ -252,7 +252,7 @@ def routers_of(model: nn.Module, option: str) -> dict[str, ExpertRouter]:
     for inner in model.modules():
         if isinstance(inner, PreTrainedModel):
             sizes: Any = inner.config.get_text_config()
-            experts = next((number for key in EXPERT_COUNT_KEYS if (number := getattr(sizes, key, None))), 0)
+            experts = expert_count(sizes.to_dict())
             chosen = getattr(sizes, "num_experts_per_tok", 0)
             found = {
                 name: ExpertRouter(module, one.index, experts, chosen)

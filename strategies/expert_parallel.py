@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.tensor_parallel import apply_expert_parallelism, replace_layer_number_by_wildcard
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.model_json import EXPERT_COUNT_KEYS
+from rl_plugins.model_json import expert_count
 from rl_plugins.models.lora import adapted_layers, has_adapter
 from rl_plugins.vision_language import is_vision_language
 
@@ -90,8 +90,7 @@ def experts_of(model: nn.Module, name: str, size: int) -> dict[str, nn.Module]:
             the model reads images, or experts have an adapter.
     """
     whole: Any = model.get_base_model() if has_adapter(model) else model
-    config = whole.config.get_text_config() if hasattr(whole, "config") else None
-    number = next((count for key in EXPERT_COUNT_KEYS if (count := getattr(config, key, None))), 0)
+    number = expert_count(whole.config.get_text_config().to_dict()) if hasattr(whole, "config") else 0
     if not number:
         return {}
     way_out = f"set expert_parallel=1, or use another model for the {name}"

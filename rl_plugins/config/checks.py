@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 
 from rl_plugins.config.judge import check_deadline, judges_of, models_of_engines
-from rl_plugins.config.placement import CRITIC_POOLS, POOLS, check_offload
+from rl_plugins.config.models import RouterLossConfig
+from rl_plugins.config.placement import CRITIC_POOLS, FROZEN, POOLS
 from rl_plugins.config.recipe import COLLECTING_STAGES, GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.config.rollout import ADAPTER_RANKS
 from rl_plugins.errors import ConfigError
+from rl_plugins.extras import check_installed
+
+_FOLLOWERS = ("reference", "teacher")
+"""Models that can follow the policy."""
+_WITHOUT_ZERO = {
+    "strategy.tensor_parallel": "ZeRO has no tensor parallelism",
+    "strategy.expert_parallel": "ZeRO has no expert parallelism",
+    "strategy.workers_per_copy": "ZeRO shards one copy over all workers",
+}
+"""Options that need FSDP2, and the reason."""
+_PARTS = ("strategy.tensor_parallel", "strategy.expert_parallel")
+_UNTRIED = {
+    "model.compile": _PARTS,
+    "model.liger": ("model.compile", *_PARTS),
+    "model.float8": (
+        "model.liger",
+        *(f"{model}.lora.rank" for model in ("model", *CRITIC_POOLS)),
+        *(f"placement.{model}.actors" for model in CRITIC_POOLS),
+        *_PARTS,
+    ),
+    **dict.fromkeys(
+        ("model.router_replay", "model.router_losses"),
+        ("model.compile", "strategy.tensor_parallel", "strategy.sequence_parallel"),
+    ),
+    "model.lora.quantization": ("model.compile", "model.liger"),
+    **{f"{of}.lora.quantization": ("model.compile", "model.liger", f"placement.{of}.actors") for of in CRITIC_POOLS},
+    "average.keep": ("strategy.expert_parallel",),
+}
+"""Options, and the options that have not been tried with each of them."""
+_EXCLUSIVE = {
+    "strategy.workers_per_copy": ("strategy.tensor_parallel",),
+    "strategy.tensor_parallel": ("strategy.sequence_parallel",),
+    "strategy.expert_parallel": ("strategy.workers_per_copy", "strategy.tensor_parallel"),
+}
+"""Options, and the options that contradict each of them."""
 
 
 def check_options(config: RecipeConfig) -> None:
@@ -30,11 +65,12 @@ def check_options(config: RecipeConfig) -> None:
         _check_schedule,
         _check_lora,
         _check_four_bits,
+        _check_pairs,
         _check_registration,
         _check_best,
         _check_debug,
         _check_pools,
-        check_offload,
+        _check_offload,
         _check_judges,
     ):
         check(config)
@@ -101,73 +137,32 @@ def _check_launcher(config: RecipeConfig) -> None:
 
 def _check_kernels(config: RecipeConfig) -> None:
     strategy, model = config.strategy, config.model
-    if model.compile and config.launcher == "ray":
-        if strategy.name == "zero" and strategy.zero_stage == 3:
-            raise ConfigError(
-                "model.compile=true: torch.compile cannot follow the hooks in which ZeRO-3 gathers parameters: add "
-                "strategy.zero_stage=2 or strategy.name=fsdp"
-            )
-        for option in ("tensor_parallel", "expert_parallel"):
-            if (size := getattr(strategy, option)) > 1:
-                raise ConfigError(
-                    f"model.compile=true has not been tried with strategy.{option}={size}: set strategy.{option}=1"
-                )
-    parts = {
-        f"strategy.tensor_parallel={strategy.tensor_parallel}": strategy.tensor_parallel > 1,
-        f"strategy.expert_parallel={strategy.expert_parallel}": strategy.expert_parallel > 1,
-    }
-    if model.liger:
-        _needs_package("liger_kernel", "liger", "model.liger=true")
-        _refuse_untried("model.liger=true", {"model.compile=true": model.compile, **parts})
-    if model.float8:
-        _check_float8(config, parts)
-
-
-def _check_float8(config: RecipeConfig, parts: Mapping[str, bool]) -> None:
-    model, strategy, option = config.model, config.strategy, f"model.float8={config.model.float8}"
-    _needs_package("torchao", "torchao", option)
-    ranks = {f"{name}.lora.rank": getattr(config, name).lora.rank for name in ("model", *CRITIC_POOLS)}
-    adapters = {f"{name}={rank}": rank > 0 for name, rank in ranks.items()}
-    pools = {f"placement.{critic}.actors": getattr(config.placement, critic).actors > 0 for critic in CRITIC_POOLS}
-    _refuse_untried(option, {"model.liger=true": model.liger, **adapters, **pools, **parts})
     gathers = config.launcher == "ray" and strategy.name == "zero" and strategy.zero_stage == 3
-    if gathers and not model.gradient_checkpointing:
+    if model.compile and gathers:
         raise ConfigError(
-            f"{option}: from its forward pass to its backward pass, a layer with 8-bit products keeps the whole weight "
-            "that ZeRO-3 has gathered: add model.gradient_checkpointing=true, strategy.zero_stage=2 or "
-            "strategy.name=fsdp"
+            "model.compile=true: torch.compile cannot follow the hooks in which ZeRO-3 gathers parameters: add "
+            "strategy.zero_stage=2 or strategy.name=fsdp"
         )
-
-
-def _needs_package(module: str, extra: str, option: str) -> None:
-    if find_spec(module) is None:
-        name, package = option.partition("=")[0], module.replace("_", "-")
+    if model.liger:
+        check_installed("liger_kernel", "liger", "model.liger=true")
+    if model.float8:
+        check_installed("torchao", "torchao", f"model.float8={model.float8}")
+    if model.float8 and gathers and not model.gradient_checkpointing:
         raise ConfigError(
-            f"{option}: {package} is not installed: pip install 'rl-plugins[{extra}]', or leave {name} out"
+            f"model.float8={model.float8}: from its forward pass to its backward pass, a layer with 8-bit products "
+            "keeps the whole weight that ZeRO-3 has gathered: add model.gradient_checkpointing=true, "
+            "strategy.zero_stage=2 or strategy.name=fsdp"
         )
-
-
-def _refuse_untried(option: str, others: Mapping[str, bool]) -> None:
-    for other in (other for other, is_set in others.items() if is_set):
-        raise ConfigError(f"{option} has not been tried with {other}: leave one of them out")
 
 
 def _check_routes(config: RecipeConfig) -> None:
-    source, losses, parts = config.model.router_replay, config.model.router_losses, config.strategy.tensor_parallel
+    source = config.model.router_replay
     if source is not None:
         _needs_collecting(config, f"model.router_replay={source}")
     if source == "rollout" and config.rollout.engine == "vllm" and not config.rollout.prefix_caching:
         raise ConfigError(
             "model.router_replay=rollout: vLLM returns experts with rollout.prefix_caching=true only: set it"
         )
-    options = {f"model.router_replay={source}": source is not None, "model.router_losses": losses.active}
-    others = {
-        "model.compile=true": config.model.compile,
-        f"strategy.tensor_parallel={parts}": parts > 1,
-        f"strategy.sequence_parallel={config.strategy.sequence_parallel}": config.strategy.sequence_parallel > 1,
-    }
-    for option in (option for option, is_used in options.items() if is_used):
-        _refuse_untried(option, others)
 
 
 def _check_parallelism(config: RecipeConfig) -> None:
@@ -183,35 +178,9 @@ def _check_parallelism(config: RecipeConfig) -> None:
             "parameters: add strategy.name=fsdp, or use another optimizer"
         )
     _check_low_bit_optimizers(config)
-    if strategy.tensor_parallel > 1 and strategy.name != "fsdp":
-        raise ConfigError(
-            f"strategy.tensor_parallel={strategy.tensor_parallel}: ZeRO has no tensor parallelism: add "
-            "strategy.name=fsdp"
-        )
-    copies = f"strategy.workers_per_copy={strategy.workers_per_copy}"
-    if strategy.workers_per_copy and strategy.name != "fsdp":
-        raise ConfigError(f"{copies}: ZeRO shards one copy over all workers: add strategy.name=fsdp")
-    if strategy.workers_per_copy and strategy.tensor_parallel > 1:
-        raise ConfigError(
-            f"{copies} and strategy.tensor_parallel={strategy.tensor_parallel} cannot be combined: leave one out"
-        )
-    if min(strategy.tensor_parallel, strategy.sequence_parallel) > 1:
-        raise ConfigError(
-            f"strategy.tensor_parallel={strategy.tensor_parallel} and "
-            f"strategy.sequence_parallel={strategy.sequence_parallel} cannot be combined: set one of them to 1"
-        )
-    experts = f"strategy.expert_parallel={strategy.expert_parallel}"
-    if strategy.expert_parallel > 1 and strategy.name != "fsdp":
-        raise ConfigError(f"{experts}: ZeRO has no expert parallelism: add strategy.name=fsdp")
-    if strategy.expert_parallel > 1 and config.average.keep:
-        raise ConfigError(f"average.keep={config.average.keep:g} has not been tried with {experts}: leave one out")
-    others = {
-        copies: strategy.workers_per_copy > 0,
-        f"strategy.tensor_parallel={strategy.tensor_parallel}": strategy.tensor_parallel > 1,
-    }
-    for other, is_set in others.items():
-        if strategy.expert_parallel > 1 and is_set:
-            raise ConfigError(f"{experts} and {other} cannot be combined: leave one out")
+    for option, reason in _WITHOUT_ZERO.items():
+        if strategy.name != "fsdp" and (used := _option_in_use(config, option)):
+            raise ConfigError(f"{used}: {reason}: add strategy.name=fsdp")
     for option in ("workers_per_copy", "tensor_parallel", "sequence_parallel", "expert_parallel"):
         size = getattr(strategy, option)
         if size and workers % size:
@@ -339,20 +308,49 @@ def _check_lora(config: RecipeConfig) -> None:
 
 
 def _check_four_bits(config: RecipeConfig) -> None:
-    for model in ("model", *CRITIC_POOLS):
-        others = {
-            "model.compile=true": config.model.compile,
-            "model.liger=true": config.model.liger,
-            f"placement.{model}.actors": model in CRITIC_POOLS and getattr(config.placement, model).actors,
-        }
-        if getattr(config, model).lora.quantization:
-            _refuse_untried(f"{model}.lora.quantization", others)
     actors = config.placement.reference.actors
     if config.model.lora.quantization and actors and config.reference.path in (None, config.model.path):
         raise ConfigError(
             f"placement.reference.actors={actors}: weights of a pool are not quantised, and the policy has "
             "model.lora.quantization: leave the pool out, and the policy with its adapter off is the reference"
         )
+
+
+def _check_pairs(config: RecipeConfig) -> None:
+    for pairs, relation in ((_EXCLUSIVE, "cannot be combined"), (_UNTRIED, "have not been tried together")):
+        for option, others in pairs.items():
+            for other in others:
+                if (one := _option_in_use(config, option)) and (two := _option_in_use(config, other)):
+                    raise ConfigError(f"{one} and {two} {relation}: leave one of them out")
+
+
+def _option_in_use(config: RecipeConfig, option: str) -> str | None:
+    """Return `option=value` of an option in use, and None for an option that is off."""
+    value = attrgetter(option)(config)
+    if isinstance(value, RouterLossConfig):
+        return option if value.active else None
+    is_used = value > 1 if option.endswith("_parallel") else bool(value)
+    return f"{option}={str(value).lower()}" if is_used else None
+
+
+def _check_offload(config: RecipeConfig) -> None:
+    strategy, offload = config.strategy, config.strategy.offload
+    for model, place in offload.places.items():
+        if place not in ("cpu", "nvme"):
+            continue
+        option = f"strategy.offload.{model}={place}"
+        frozen = model in FROZEN and not (model == "reward_model" and config.stage == "reward_modeling")
+        if strategy.name == "fsdp" and place == "nvme":
+            raise ConfigError(f"{option} needs DeepSpeed: use strategy.name=zero, or cpu")
+        if config.launcher == "local":
+            raise ConfigError(f"{option}: launcher=local keeps all on one device; use launcher=ray, or leave it out")
+        if strategy.zero_stage != 3 and (frozen or place == "nvme"):
+            raise ConfigError(f"{option} needs strategy.zero_stage=3, not {strategy.zero_stage}")
+        if place == "nvme" and not offload.folder:
+            raise ConfigError(f"{option} needs strategy.offload.folder, a folder on the drive")
+    for model in _FOLLOWERS:
+        if getattr(offload, model) == "nvme" and getattr(config, model).update_every:
+            raise ConfigError(f"strategy.offload.{model}=nvme: a {model} that follows the policy cannot be in files")
 
 
 def _check_registration(config: RecipeConfig) -> None:
@@ -416,16 +414,13 @@ def _check_pools(config: RecipeConfig) -> None:
         _needs_collecting(config, option)
         if models[role] is None:
             raise ConfigError(f"{option}, and there is no such model: name it with {role}.path, or leave the pool out")
-    if config.placement.reference.actors and config.reference.update_every:
-        raise ConfigError(
-            f"placement.reference.actors={config.placement.reference.actors}: a reference that follows the policy "
-            f"(reference.update_every={config.reference.update_every}) moves in the training workers: leave one out"
-        )
-    if config.placement.teacher.actors and config.teacher.update_every:
-        raise ConfigError(
-            f"placement.teacher.actors={config.placement.teacher.actors}: a teacher that follows the policy "
-            f"(teacher.update_every={config.teacher.update_every}) moves in the training workers: leave one out"
-        )
+    for model in _FOLLOWERS:
+        actors, every = getattr(config.placement, model).actors, getattr(config, model).update_every
+        if actors and every:
+            raise ConfigError(
+                f"placement.{model}.actors={actors}: a {model} that follows the policy ({model}.update_every={every}) "
+                "moves in the training workers: leave one out"
+            )
     for critic in CRITIC_POOLS:
         actors, place = getattr(config.placement, critic).actors, config.strategy.offload.places[critic]
         if actors and place in ("cpu", "nvme"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from rl_plugins.config.rollout import check_engine_arguments
 from rl_plugins.config.settings import (
@@ -17,10 +17,6 @@ from rl_plugins.config.settings import (
     Settings,
     one_of,
 )
-from rl_plugins.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rl_plugins.config.recipe import RecipeConfig
 
 _PLACE = one_of("while_sampling", "stay", "cpu", "nvme")
 
@@ -207,29 +203,3 @@ class PlacementConfig(Settings):
         """Pools with at least one process, by the role of the model."""
         options: dict[str, PoolOptions] = {role: getattr(self, role) for role in POOLS}
         return {role: pool for role, pool in options.items() if pool.actors}
-
-
-def check_offload(config: RecipeConfig) -> None:
-    """Check the places of the models against the strategy and the launcher.
-
-    Raises:
-        ConfigError: a model cannot be in its place. The message names the way out.
-    """
-    strategy, offload = config.strategy, config.strategy.offload
-    for model, place in offload.places.items():
-        if place not in ("cpu", "nvme"):
-            continue
-        option = f"strategy.offload.{model}={place}"
-        frozen = model in FROZEN and not (model == "reward_model" and config.stage == "reward_modeling")
-        if strategy.name == "fsdp" and place == "nvme":
-            raise ConfigError(f"{option} needs DeepSpeed: use strategy.name=zero, or cpu")
-        if config.launcher == "local":
-            raise ConfigError(f"{option}: launcher=local keeps all on one device; use launcher=ray, or leave it out")
-        if strategy.zero_stage != 3 and (frozen or place == "nvme"):
-            raise ConfigError(f"{option} needs strategy.zero_stage=3, not {strategy.zero_stage}")
-        if place == "nvme" and not offload.folder:
-            raise ConfigError(f"{option} needs strategy.offload.folder, a folder on the drive")
-    if offload.reference == "nvme" and config.reference.update_every:
-        raise ConfigError("strategy.offload.reference=nvme: a reference that follows the policy cannot be in files")
-    if offload.teacher == "nvme" and config.teacher.update_every:
-        raise ConfigError("strategy.offload.teacher=nvme: a teacher that follows the policy cannot be in files")

@@ -67,12 +67,11 @@ def _client(item: Mapping[str, Any], passed: Mapping[str, str]) -> Client:
         raise ConfigError(f"the tool {item['mcp']!r} needs the package mcp: pip install 'rl-plugins[mcp]'") from None
     place = item["mcp"]
     if isinstance(place, str) and place.startswith(("http://", "https://")):
-        if not item.get("headers"):
-            return Client(place)
         import httpx2
 
-        # The time limits of mcp's own client. The library's default of 5 s would end slow calls before their deadline.
-        client = httpx2.AsyncClient(headers=dict(item["headers"]), timeout=httpx2.Timeout(30.0, read=300.0))
+        # A call has the deadline of its tool. By default, a client ends a call whose server is silent for 300 s.
+        timeout = httpx2.Timeout(30.0, read=None)
+        client = httpx2.AsyncClient(headers=dict(item.get("headers") or {}), timeout=timeout)
         return Client(streamable_http_client(place, http_client=client))
     command = shlex.split(place) if isinstance(place, str) else [str(part) for part in place or ()]
     if not command:

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, get_type_hints
 
 import torch
@@ -33,10 +32,11 @@ from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.settings import fits, shown, words_of
 from rl_plugins.errors import ConfigError
+from rl_plugins.extras import check_installed
 from rl_plugins.hub.files import model_folder
 from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
 from rl_plugins.launch.instantiation import instantiate_node
-from rl_plugins.model_json import EXPERT_COUNT_KEYS, reads_images
+from rl_plugins.model_json import expert_count, reads_images
 from rl_plugins.python_file import nearest
 from rl_plugins.stages.off_policy import check_comparable, check_recomputed_routes
 
@@ -107,8 +107,7 @@ def check_expert_parallel(config: RecipeConfig, models: Mapping[str, Mapping[str
     mixtures = 0
     for option, path in local.items():
         model = models.get(path, {})
-        text = model.get("text_config") or model
-        number = next((int(text[key]) for key in EXPERT_COUNT_KEYS if text.get(key)), 0)
+        number = expert_count(model)
         if not number:
             continue
         mixtures += 1
@@ -139,11 +138,7 @@ def check_four_bits(option: str, path: str, lora: LoraConfig, *, trust_remote_co
         ConfigError: bitsandbytes is not installed, a layer is not a linear layer, or `target_modules` does not fit the
             model.
     """
-    if find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            f"{option}.quantization={lora.quantization}: bitsandbytes is not installed: pip install "
-            "'rl-plugins[bitsandbytes]', or leave the option out"
-        )
+    check_installed("bitsandbytes", "bitsandbytes", f"{option}.quantization={lora.quantization}")
     # The imports load transformers and peft, which takes seconds.
     from transformers import AutoConfig
 

@@ -30,7 +30,7 @@ from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.launch.ray_train import JOB_FOLDERS
 from rl_plugins.launch.resume import check_resume
-from rl_plugins.model_json import EXPERT_COUNT_KEYS, context_window, reads_images
+from rl_plugins.model_json import context_window, expert_count, reads_images
 from rl_plugins.redaction import without_password
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.storage import fetch_copy, is_address
@@ -303,10 +303,9 @@ def _check_trained_parts(config: RecipeConfig, path: str, model: dict[str, Any])
     for each in trained:
         if each.path != path:
             continue
-        text = model.get("text_config") or model
-        if each.lora.rank and each.lora.experts and not any(text.get(key) for key in EXPERT_COUNT_KEYS):
+        if each.lora.rank and each.lora.experts and not expert_count(model):
             raise ConfigError(f"{each.lora_option}.experts=true: {path} has no experts: leave the option out")
-        if config.model.float8 and any(text.get(key) for key in EXPERT_COUNT_KEYS):
+        if config.model.float8 and expert_count(model):
             raise ConfigError(
                 f"model.float8={config.model.float8} has not been tried with mixtures of experts such as {path}: leave "
                 "the option out"

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,8 @@ from torch import nn
 
 from rl_plugins.config.models import FLOAT8_SCALES
 from rl_plugins.errors import ConfigError
-from rl_plugins.model_json import EXPERT_COUNT_KEYS
+from rl_plugins.extras import check_installed
+from rl_plugins.model_json import expert_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,8 +50,7 @@ def check_float8(scales: str) -> None:
     option = f"float8={scales}"
     if scales not in FLOAT8_SCALES:
         raise ConfigError(f"{option} is unknown: use one of {', '.join(FLOAT8_SCALES)}")
-    if find_spec("torchao") is None:
-        raise ConfigError(f"{option}: torchao is not installed: pip install 'rl-plugins[torchao]', or leave float8 out")
+    check_installed("torchao", "torchao", option)
     if float8_config(scales).emulate:
         # Tests compute the same numbers without the kernels.
         return
@@ -79,8 +78,7 @@ def use_float8(model: PreTrainedModel, scales: str) -> None:
     from torchao.float8 import convert_to_float8_training
 
     kind = type(model).__name__
-    sizes = model.config.get_text_config()
-    if any(getattr(sizes, key, None) for key in EXPERT_COUNT_KEYS):
+    if expert_count(model.config.get_text_config().to_dict()):
         raise ConfigError(f"float8 has not been tried with mixtures of experts such as {kind}: leave float8 out")
     named = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.get_decoder().modules() if type(module).__name__ in named]

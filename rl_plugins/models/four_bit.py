@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.extras import check_installed
 from rl_plugins.weights.source import WeightMeta, WeightSource
 
 CODES = 2
@@ -133,10 +133,7 @@ def quantize_layer(layer: nn.Module, name: str) -> None:
         ConfigError: bitsandbytes is not installed, or the layer is not a plain linear layer, or in float64.
     """
     base: Any = layer.base_layer
-    if find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "LoraConfig: quantization='nf4': bitsandbytes is not installed: pip install 'rl-plugins[bitsandbytes]'"
-        )
+    check_installed("bitsandbytes", "bitsandbytes", "LoraConfig: quantization='nf4'")
     weight: Any = base.weight
     if type(base) is not nn.Linear or base.in_features * base.out_features % CODES:
         raise ConfigError(

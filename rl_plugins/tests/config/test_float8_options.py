@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.config import checks
+from rl_plugins import extras
 from rl_plugins.config.checks import check_options
 from rl_plugins.launch.preflight import check_models
 from rl_plugins.model_json import EXPERT_COUNT_KEYS
@@ -22,7 +22,7 @@ SHARDED = ("strategy.name=fsdp", "placement.num_workers=2")
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr(extras, "find_spec", lambda name: ModuleSpec(name, None))
 
 
 @for_each(
@@ -43,12 +43,15 @@ def test_check_options_of_float8_allow(recipe: str, options: tuple[str, ...]) ->
     ("options", "message"),
     [
         ((), "add model.gradient_checkpointing=true, strategy.zero_stage=2 or strategy.name=fsdp"),
-        (("model.lora.rank=4", "rollout.lora=merged"), "has not been tried with model.lora.rank=4: leave one of them"),
-        (("critic.lora.rank=4",), "has not been tried with critic.lora.rank=4: leave one of them out"),
-        (("model.liger=true",), "model.float8=tensorwise has not been tried with model.liger=true: leave one of them"),
-        ((*SHARDED, "strategy.tensor_parallel=2"), "has not been tried with strategy.tensor_parallel=2: leave one"),
-        ((*SHARDED, "strategy.expert_parallel=2"), "has not been tried with strategy.expert_parallel=2: leave one"),
-        (("placement.critic.actors=1",), "has not been tried with placement.critic.actors: leave one of them out"),
+        (
+            ("model.lora.rank=4", "rollout.lora=merged"),
+            "and model.lora.rank=4 have not been tried together: leave",
+        ),
+        (("critic.lora.rank=4",), "and critic.lora.rank=4 have not been tried together: leave one"),
+        (("model.liger=true",), "model.float8=tensorwise and model.liger=true have not been tried together"),
+        ((*SHARDED, "strategy.tensor_parallel=2"), "and strategy.tensor_parallel=2 have not been tried together"),
+        ((*SHARDED, "strategy.expert_parallel=2"), "and strategy.expert_parallel=2 have not been tried together"),
+        (("placement.critic.actors=1",), "and placement.critic.actors=1 have not been tried together"),
     ],
 )
 def test_check_options_of_float8_name_the_way_out(options: tuple[str, ...], message: str) -> None:
@@ -56,7 +59,7 @@ def test_check_options_of_float8_name_the_way_out(options: tuple[str, ...], mess
 
 
 def test_float8_needs_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     message = message_of(lambda: check_options(configured("grpo", *BASE)))
     assert message.startswith(
         "model.float8=tensorwise: torchao is not installed: pip install 'rl-plugins[torchao]', or"

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config
 
-from rl_plugins.config import checks
+from rl_plugins import extras
 from rl_plugins.config.checks import check_options
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.rollout import check_engine_adapter
-from rl_plugins.launch import algorithm_check
 from rl_plugins.launch.algorithm_check import check_four_bits
-from rl_plugins.models import four_bit
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.tests.launch.configurations import configured, message_of
 from rl_plugins.tests.loops import for_each
@@ -46,21 +44,21 @@ def test_check_options_of_four_bits_allow(recipe: str, options: tuple[str, ...])
         (("critic.lora.quantization=nf4",), "critic.lora.quantization=nf4 is for weights under an adapter"),
         (("model.lora.experts=true",), "model.lora.quantization=nf4: experts stay as they are: use experts=false"),
         (("model.lora.quantization=int4",), "model.lora.quantization=int4"),
-        (("model.compile=true", "strategy.zero_stage=2"), "has not been tried with model.compile=true"),
-        (("model.liger=true",), "model.lora.quantization has not been tried with model.liger=true: leave one of them"),
+        (("model.compile=true", "strategy.zero_stage=2"), "and model.compile=true have not been tried together"),
+        (("model.liger=true",), "model.lora.quantization=nf4 and model.liger=true have not been tried"),
         (
             ("model.lora.quantization=null", *CRITIC, "model.liger=true"),
-            "critic.lora.quantization has not been tried with model.liger=true: leave one of them out",
+            "critic.lora.quantization=nf4 and model.liger=true have not been tried together: leave one of them out",
         ),
         (("strategy.name=fsdp", "strategy.tensor_parallel=2", "placement.num_workers=2"), "does not support adapters"),
         (("placement.reference.actors=1",), "leave the pool out, and the policy with its adapter off is the reference"),
-        ((*CRITIC, "placement.critic.actors=1"), "critic.lora.quantization has not been tried with placement.critic"),
+        ((*CRITIC, "placement.critic.actors=1"), "critic.lora.quantization=nf4 and placement.critic"),
     ],
 )
 def test_check_options_of_four_bits_name_the_way_out(
     monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    monkeypatch.setattr(extras, "find_spec", lambda name: object())
     assert message in message_of(lambda: check_options(configured("grpo", *BASE, *options)))
 
 
@@ -70,7 +68,7 @@ def test_check_engine_adapter_refuses_four_bits() -> None:
 
 
 def test_check_four_bits_needs_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(algorithm_check, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     message = message_of(lambda: check_four_bits("model.lora", "model", CONFIG, trust_remote_code=False))
     assert message.startswith("model.lora.quantization=nf4: bitsandbytes is not installed: pip install 'rl-plugins[")
 
@@ -78,8 +76,7 @@ def test_check_four_bits_needs_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> 
 def test_check_four_bits_adds_the_adapter_to_a_model_without_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (algorithm_check, four_bit):
-        monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setattr(extras, "find_spec", lambda name: object())
     check_four_bits("model.lora", str(save_tiny_policy(tmp_path / "policy")), CONFIG, trust_remote_code=False)
     GPT2Config(n_embd=8, n_layer=1, n_head=2, architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path / "gpt2")
     message = message_of(lambda: check_four_bits("model.lora", str(tmp_path / "gpt2"), CONFIG, trust_remote_code=False))

@@ -14,7 +14,6 @@ import httpx2
 import psutil
 import pytest
 from mcp.client import streamable_http
-from mcp.shared._httpx_utils import create_mcp_http_client
 
 from rl_plugins.environments import mcp_tools
 from rl_plugins.environments.tool_host import Result, ToolHost
@@ -22,6 +21,7 @@ from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.tests.environments.test_tool_host import results_of
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient, wait_until
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
@@ -68,11 +68,14 @@ def test_server_over_http_runs_calls(address: str) -> None:
         assert results_of(host, ("multiply", {"a": 6, "b": 7})) == [Result("", "42")]
 
 
-def test_call_over_http_with_headers_has_the_time_limits_of_mcp(monkeypatch: pytest.MonkeyPatch) -> None:
+@for_each("headers", [{}, {"headers": {"Authorization": "Bearer key"}}])
+def test_call_over_http_waits_for_the_deadline_of_its_tool(
+    monkeypatch: pytest.MonkeyPatch, headers: dict[str, Any]
+) -> None:
     clients: list[httpx2.AsyncClient] = []
     monkeypatch.setattr(streamable_http, "streamable_http_client", lambda _, http_client: clients.append(http_client))
-    mcp_tools._client({"mcp": "http://localhost/mcp", "headers": {"Authorization": "Bearer key"}}, {})
-    assert clients[0].timeout == create_mcp_http_client().timeout
+    mcp_tools._client({"mcp": "http://localhost/mcp", **headers}, {})
+    assert clients[0].timeout.read is None
 
 
 @pytest.mark.parametrize(

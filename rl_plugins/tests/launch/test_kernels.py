@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.config import checks
+from rl_plugins import extras
 from rl_plugins.config.checks import check_options
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.algorithm_check import check_router_options
@@ -41,16 +41,16 @@ def test_callbacks_of_a_run_have_the_kernels_of_the_option(tmp_path: Path, optio
 
 
 def test_liger_runs_on_gpus_and_not_with_compiled_or_cut_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr(extras, "find_spec", lambda name: ModuleSpec(name, None))
     config = configured("grpo", *OPTIONS, "model.liger=true")
     check_options(config)
     config.set_device("cuda")
     with pytest.raises(ConfigError, match=r"model\.liger=true: the kernels of Liger run on GPUs"):
         config.set_device("cpu")
     compiled = configured("grpo", *OPTIONS, "model.liger=true", "model.compile=true")
-    assert "has not been tried with model.compile=true" in message_of(lambda: check_options(compiled))
+    assert "and model.compile=true have not been tried together" in message_of(lambda: check_options(compiled))
     cut = configured("grpo", "model.path=model", "model.liger=true", "strategy.name=fsdp", "strategy.tensor_parallel=2")
-    assert "has not been tried with strategy.tensor_parallel=2" in message_of(lambda: check_options(cut))
+    assert "and strategy.tensor_parallel=2 have not been tried together" in message_of(lambda: check_options(cut))
 
 
 def test_router_replay_needs_experts_and_a_second_update() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from rl_plugins import extras
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.models import float8
 from rl_plugins.models.float8 import check_float8, has_float8, plain_products, use_float8
@@ -99,7 +100,7 @@ def test_check_float8_names_the_missing_part(
     scales: str, installed: bool, capability: tuple[int, int] | None, message: str
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(float8, "find_spec", lambda name: ModuleSpec(name, None) if installed else None)
+        patch.setattr(extras, "find_spec", lambda name: ModuleSpec(name, None) if installed else None)
         patch.setattr(float8, "float8_config", lambda name: SimpleNamespace(emulate=False))
         patch.setattr(torch.cuda, "is_available", lambda: capability is not None)
         patch.setattr(torch.cuda, "get_device_capability", lambda: capability)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from rl_plugins import extras
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.models import four_bit
 from rl_plugins.models.four_bit import FourBitLinear, four_bit_layers, quantize_layer
 from rl_plugins.models.lora import MergedWeightSource, adapter_off, add_adapter
 from rl_plugins.models.tiny import build_model
@@ -152,7 +152,7 @@ def test_layers_without_weights_have_the_shapes_of_layers_with_weights(library: 
     ],
 )
 def test_quantize_layer_needs_a_plain_linear_layer(monkeypatch: pytest.MonkeyPatch, layer: Any, message: str) -> None:
-    monkeypatch.setattr(four_bit, "find_spec", lambda name: object())
+    monkeypatch.setattr(extras, "find_spec", lambda name: object())
     layer.in_features, layer.out_features = getattr(layer, "in_features", 4), layer.out_features
     adapter = nn.Module()
     adapter.base_layer = layer
@@ -161,7 +161,7 @@ def test_quantize_layer_needs_a_plain_linear_layer(monkeypatch: pytest.MonkeyPat
 
 
 def test_add_adapter_refuses_four_bits_for_layers_of_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(four_bit, "find_spec", lambda name: object())
+    monkeypatch.setattr(extras, "find_spec", lambda name: object())
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=10))
         with pytest.raises(ConfigError, match=r"transformer\.h\.0\.attn\.c_attn \(Conv1D\) is not a linear layer"):
@@ -169,6 +169,6 @@ def test_add_adapter_refuses_four_bits_for_layers_of_gpt2(monkeypatch: pytest.Mo
 
 
 def test_quantize_layer_needs_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(four_bit, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"not installed: pip install 'rl-plugins\[bitsandbytes\]'"):
         add_adapter(model_of(), NF4)
