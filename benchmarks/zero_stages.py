@@ -164,6 +164,25 @@ def work(
         output.write_text(json.dumps(measured))
 
 
+def train(policy: Path, stage: int, *options: str) -> dict[str, Any]:
+    """Return the measurements of the first worker of a run: `seconds` of each step after the warm-up, and more.
+
+    Args:
+        policy: folder of the model.
+        stage: stage of ZeRO.
+        *options: options of this program.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "measured.json"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}",
+            "-m", "benchmarks.zero_stages", "--worker", str(policy), str(output), str(stage), *options,
+        ]  # fmt: skip
+        subprocess.run(command, check=True, timeout=TIMEOUT_S)
+        measured: dict[str, Any] = json.loads(output.read_text())
+    return {**measured, "seconds": measured["seconds"][WARM_UP:]}
+
+
 def main() -> None:
     """Run each stage in turn, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -190,16 +209,12 @@ def main() -> None:
         tokens = WORKERS * SEQUENCES * TOKENS
         print(f"{parameters / 1e6:.1f} M parameters, {options.precision}, {WORKERS} workers, {tokens} tokens a step")
         for stage in options.stages:
-            output = folder / f"{stage}.json"
-            command = [
-                sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}",
-                "-m", "benchmarks.zero_stages", "--precision", options.precision, "--steps", str(options.steps),
-                "--worker", str(folder / "policy"), str(output), str(stage), "--zero", *options.zero,
+            measured = train(
+                folder / "policy", stage, "--precision", options.precision, "--steps", str(options.steps),
+                "--zero", *options.zero,
                 *(["--profile"] if options.profile else []), *(["--recompute"] if options.recompute else []),
-            ]  # fmt: skip
-            subprocess.run(command, check=True, timeout=TIMEOUT_S)
-            measured = json.loads(output.read_text())
-            seconds = measured["seconds"][WARM_UP:]
+            )  # fmt: skip
+            seconds = measured["seconds"]
             rates[stage] = tokens / median(seconds)
             print(
                 f"ZeRO-{stage}: {rates[stage]:6.0f} tokens/s (median of {len(seconds)}; {min(seconds):.2f} to "
