@@ -187,7 +187,7 @@ def user_targets(folder: Path) -> Mapping[str, Target]:
         "model": {**base["model"], "path": "m"},
         "run": {**base["run"], "name": "r"},
     }
-    options = ["=", "option", "configuration", "rollout.vllm.", "sampling.vllm."]
+    options = ["=", "option", "configuration", "rollout.vllm.", "sampling.vllm.", "placement.judge.vllm."]
     found = {
         "options": Target(changed(base), _check_config, options),
         "any options": Target(VALUES, _check_config, options),

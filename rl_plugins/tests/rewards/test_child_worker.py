@@ -148,14 +148,15 @@ def test_breakpoint_in_a_child_worker_opens_the_debugger_without_deadline(tmp_pa
         # The deadline of a call has no place for the import of the debugger.
         "import pdb\ndef f(solution_str):\n    breakpoint()\n    return len(solution_str)\n"
     )
+    deadline_s = patient(3)
     program = f"""
 from rl_plugins.rewards.pool import RewardPool
 from rl_plugins.rewards.records import ScoringRequest
 config = dict(path={str(tmp_path / "debugged.py")!r}, name="f")
-with RewardPool(config, num_workers=1, deadline_s=1.0, grace_s=0.5) as p:
+with RewardPool(config, num_workers=1, deadline_s={deadline_s}, grace_s=0.5) as p:
     print("SCORE", p.score([ScoringRequest("s", "abc", None, dict())])[0].value)
 """
-    session = "import time; time.sleep(3.5)\np 'value', solution_str\nc\n"
+    session = f"import time; time.sleep({deadline_s + 1})\np 'value', solution_str\nc\n"
     result = subprocess.run(
         [sys.executable, "-c", program], input=session, capture_output=True, text=True, timeout=patient(60)
     )
