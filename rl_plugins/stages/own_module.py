@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.model_json import context_window, read_model_config
 from rl_plugins.models.export import SavesPretrained
-from rl_plugins.models.lora import has_adapter
+from rl_plugins.models.lora import adapted_layers, has_adapter
 from rl_plugins.stages.trainer_flags import check_not_compiled
 
 _CALLED = (
@@ -41,6 +42,108 @@ _MAKE_MODELS = ("setup", "configure_model")
 """Hooks that may set `.model` after the constructor."""
 _LEFT_OUT = ("on_validation_", "on_test_", "on_predict_")
 """Beginnings of the names of hooks around the module's own steps."""
+
+
+class OwnModel:
+    """The model that a stage trains, as the user passed the model: a name, a module or a LightningModule.
+
+    Args:
+        source: Hugging Face name or folder; a module; or a LightningModule with the model as `.model`.
+        lora: settings of an adapter, for a model that is loaded by name.
+        stage: class of the stage, for messages.
+        compares_log_probs: True if the stage compares log-probs of the model with other log-probs.
+
+    Attributes:
+        path: name or folder; None for a module.
+        lightning_module: the LightningModule, if there is one.
+
+    Raises:
+        ConfigError: the model is compiled, or the LightningModule has no model and does not make one later; or the
+            adapter is for a model that is not loaded by name, or has dropout in a stage that compares log-probs.
+    """
+
+    def __init__(
+        self, source: str | nn.Module, lora: LoraConfig | None, stage: str, *, compares_log_probs: bool
+    ) -> None:
+        check_not_compiled(source)
+        if isinstance(source, LightningModule) and not any(is_overridden(hook, source) for hook in _MAKE_MODELS):
+            model_of(source)
+        if lora is not None and lora.rank and not isinstance(source, str):
+            raise ConfigError(
+                f"lora needs a model that is loaded by name, and the model is a {type(source).__name__}: leave lora "
+                "out and wrap the model with peft.get_peft_model"
+            )
+        if lora is not None and lora.rank and lora.dropout and compares_log_probs:
+            raise ConfigError(
+                f"lora.dropout={lora.dropout:g}: {stage} compares log-probs, and dropout would change one side of the "
+                "comparison: leave lora.dropout out"
+            )
+        self._source, self.lora = source, lora
+        self.path = source if isinstance(source, str) else None
+        self.lightning_module = source if isinstance(source, LightningModule) else None
+
+    @property
+    def comes_with_adapter(self) -> bool:
+        """True if the model has an adapter before `configure_model`."""
+        inner = self._source if self.lightning_module is None else getattr(self._source, "model", None)
+        return isinstance(inner, nn.Module) and has_adapter(inner)
+
+    @property
+    def optimizer_owner(self) -> LightningModule | None:
+        """The LightningModule, if the module brings its own optimizer."""
+        module = self.lightning_module
+        return module if module is not None and is_overridden("configure_optimizers", module) else None
+
+    def module(self, trainer: Trainer, sharded_init: Callable[[], AbstractContextManager[None]]) -> nn.Module:
+        """Return the module to train, and let a LightningModule make the module first.
+
+        Args:
+            trainer: trainer of the stage.
+            sharded_init: function that returns a context in which models are sharded.
+
+        Raises:
+            ConfigError: see `model_of`; or the model has an adapter that is not supported.
+        """
+        source: Any = self._source
+        if self.lightning_module is not None:
+            # Its configure_optimizers may read the number of steps from the trainer.
+            source.trainer = trainer
+            with sharded_init():
+                source.configure_model()
+        model = model_of(source)
+        if has_adapter(model):
+            # Refuse unsupported adapters before training.
+            adapted_layers(model)
+        return model
+
+    def tokenizer(self, given: str | Processor | None, trust_remote_code: bool) -> Processor:
+        """Return the tokenizer for the model, or the processor of a vision-language model.
+
+        Args:
+            given: tokenizer or processor, or the folder or hub name to load it from; by default the folder of the
+                model.
+            trust_remote_code: run Python code that the folder's configuration names, with all rights of the user.
+
+        Raises:
+            ConfigError: there is no tokenizer in the folder, or no folder.
+        """
+        if not isinstance(given, str | None):
+            return given
+        inner = getattr(self._source, "model", self._source)
+        name = given or self.path or getattr(inner, "name_or_path", None)
+        if not name:
+            raise ConfigError(
+                f"{type(self._source).__name__} has no name_or_path to load a tokenizer from: pass tokenizer=... to "
+                "the stage"
+            )
+        return load_tokenizer_or_processor(name, trust_remote_code=trust_remote_code)
+
+    def log_hyperparameters(self, trainer: Trainer) -> None:
+        """Send the hyperparameters of a LightningModule to all loggers, unless the module keeps them from loggers."""
+        module = self.lightning_module
+        if module is not None and module._log_hyperparams:
+            for logger in trainer.loggers:
+                logger.log_hyperparams(dict(module.hparams_initial))
 
 
 def call_hooks_of(module: LightningModule, stage: LightningModule) -> None:
@@ -89,18 +192,6 @@ def _call_both(
     return result if own is None else own
 
 
-def optimizer_owner(model: object) -> LightningModule | None:
-    """Return a LightningModule that brings its own optimizer; None for any other model."""
-    return model if isinstance(model, LightningModule) and is_overridden("configure_optimizers", model) else None
-
-
-def log_hyperparameters(module: LightningModule, trainer: Trainer) -> None:
-    """Send the hyperparameters of a module to all loggers, unless the module keeps them from loggers."""
-    if module._log_hyperparams:
-        for logger in trainer.loggers:
-            logger.log_hyperparams(dict(module.hparams_initial))
-
-
 def model_of(source: nn.Module) -> nn.Module:
     """Return the model to train: `.model` of a LightningModule, or the module itself.
 
@@ -145,62 +236,3 @@ def _config_of(model: str | nn.Module) -> Mapping[str, Any]:
         return read_model_config(file) if file.is_file() else {}
     config: Any = getattr(getattr(model, "model", model), "config", getattr(model, "config", None))
     return config.to_dict() if isinstance(config, PretrainedConfig) else {}
-
-
-def check_model(model: object) -> None:
-    """Refuse a compiled model, and a LightningModule that has no model and does not make one later.
-
-    Raises:
-        ConfigError: see `model_of`.
-    """
-    check_not_compiled(model)
-    if isinstance(model, LightningModule) and not any(is_overridden(hook, model) for hook in _MAKE_MODELS):
-        model_of(model)
-
-
-def check_adapter(lora: LoraConfig | None, model: object, stage: str, *, compares_log_probs: bool) -> None:
-    """Check the settings of an adapter for the model of a stage.
-
-    Raises:
-        ConfigError: the model is not loaded by name, or the adapter has dropout in a stage that compares log-probs.
-    """
-    if lora is None or not lora.rank:
-        return
-    if not isinstance(model, str):
-        raise ConfigError(
-            f"lora needs a model that is loaded by name, and the model is a {type(model).__name__}: leave lora out "
-            "and wrap the model with peft.get_peft_model"
-        )
-    if lora.dropout and compares_log_probs:
-        raise ConfigError(
-            f"lora.dropout={lora.dropout:g}: {stage} compares log-probs, and dropout would change one side of the "
-            "comparison: leave lora.dropout out"
-        )
-
-
-def comes_with_adapter(model: str | nn.Module) -> bool:
-    """Return True if a model has an adapter before `configure_model`."""
-    inner = getattr(model, "model", None) if isinstance(model, LightningModule) else model
-    return isinstance(inner, nn.Module) and has_adapter(inner)
-
-
-def tokenizer_for(model: str | nn.Module, given: str | Processor | None, trust_remote_code: bool = False) -> Processor:
-    """Return the tokenizer for a model, or the processor of a vision-language model.
-
-    Args:
-        model: name, folder or module.
-        given: tokenizer or processor, or the folder or hub name to load it from; by default the folder of the model.
-        trust_remote_code: run Python code that the folder's configuration names, with all rights of the user.
-
-    Raises:
-        ConfigError: there is no tokenizer in the folder, or no folder.
-    """
-    if not isinstance(given, str | None):
-        return given
-    inner = getattr(model, "model", model)
-    name = given or (model if isinstance(model, str) else getattr(inner, "name_or_path", None))
-    if not name:
-        raise ConfigError(
-            f"{type(model).__name__} has no name_or_path to load a tokenizer from: pass tokenizer=... to the stage"
-        )
-    return load_tokenizer_or_processor(name, trust_remote_code=trust_remote_code)

@@ -156,21 +156,21 @@ class PolicyOptimization(Stage):
         needs = self.algorithm.needs
         has_reference = "ref_log_probs_BT" in needs and self.add_reference(reference)
         self.teacher_config = teacher if isinstance(teacher, TeacherConfig) else TeacherConfig(teacher)
-        teacher_path = self.teacher_config.path or (self._own_path if self.teacher_config.update_every else None)
+        teacher_path = self.teacher_config.path or (self.own_model.path if self.teacher_config.update_every else None)
         self._teacher_paths: list[str | None] = [*self.teacher_config.paths.values()] or [teacher_path]
         scoring = {REWARD_MODEL: reward_model, COST_MODEL: cost_model}
         self.scoring_configs = {name: config for name, config in scoring.items() if config is not None}
         critics = {CRITIC: critic or CriticConfig(), COST_CRITIC: cost_critic or CriticConfig()}
         # Critics with their paths: None if neither the settings nor the policy have one.
         self.critic_configs = {
-            name: replace(config, path=config.path or self._own_path)
+            name: replace(config, path=config.path or self.own_model.path)
             for name, config in critics.items()
             if _VALUES[name] in needs
         }
         self.process_reward_config = (
             (process_reward_model or ProcessRewardConfig()) if "process_rewards_BT" in needs else None
         )
-        self._process_path = (process_reward_model and process_reward_model.path) or self._own_path
+        self._process_path = (process_reward_model and process_reward_model.path) or self.own_model.path
         # A list of the models, or the pool of the only teacher.
         self.teacher: Any = None
         self.critic: Any = None

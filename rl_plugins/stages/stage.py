@@ -24,12 +24,12 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.dropout import turn_off_dropout
 from rl_plugins.models.export import save_adapter, save_policy
 from rl_plugins.models.loading import LoadingOptions, load_causal_lm, options_of
-from rl_plugins.models.lora import MergedWeightSource, adapted_layers, has_adapter, with_adapter
+from rl_plugins.models.lora import MergedWeightSource, has_adapter, with_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
-from rl_plugins.stages import own_module
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.optimizer import FurtherLoss, MicroBatchLoss, announce, build_optimizer, only_one, with_further
+from rl_plugins.stages.own_module import OwnModel, call_hooks_of
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
 from rl_plugins.stages.trainer_flags import COMPILED, check_trainer, silence_equal_metrics, take_gradient_clip
 from rl_plugins.stages.validation import GenerationValidation
@@ -53,6 +53,7 @@ class Stage(LightningModule):
 
     Attributes:
         step: number of finished steps.
+        own_model: the model to train, as the user passed the model.
         passes: forward passes of the stage's models, since `setup`.
         sampling_setup: builder of sampler and scorer, in stages with validation by generation.
         validation: validation by generation, since `setup`.
@@ -109,10 +110,9 @@ class Stage(LightningModule):
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
-        own_module.check_model(model)
-        own_module.check_adapter(lora, model, type(self).__name__, compares_log_probs=self.compares_log_probs)
+        self.own_model = OwnModel(model, lora, type(self).__name__, compares_log_probs=self.compares_log_probs)
         self.automatic_optimization = False
-        self.processor = own_module.tokenizer_for(model, tokenizer, trust_remote_code)
+        self.processor = self.own_model.tokenizer(tokenizer, trust_remote_code)
         self.tokenizer: Any = tokenizer_of(self.processor)
         self.optimizer_config = optimizer or OptimizerConfig()
         self.max_steps, self.packing = max_steps, packing
@@ -124,24 +124,21 @@ class Stage(LightningModule):
         self.validation: GenerationValidation | None = None
         self.shown_samples = ShownSamples()
         setattr(self, self.trained, None)
-        # In a list: nn.Module must not register the model a second time.
-        self._source = [model]
         self.loading = LoadingOptions(
             gradient_checkpointing=gradient_checkpointing,
             float8=float8,
             attention=attention,
             trust_remote_code=trust_remote_code,
         )
-        self._lora, self._has_reference = lora, False
-        self._own_path = self._reference_path = model if isinstance(model, str) else None
+        self._has_reference, self._reference_path = False, self.own_model.path
         self._model_of_optimizer: dict[int, str] = {}
         self._stepped: set[str] = set()
         self._trainers_clip: float | None = None
         self._parts_of: Strategy | None = None
         self.further_metrics: list[Callable[[Mapping[str, float]], Mapping[str, float]]] = []
         self.further_losses: list[FurtherLoss] = []
-        if isinstance(model, LightningModule):
-            own_module.call_hooks_of(model, self)
+        if self.own_model.lightning_module is not None:
+            call_hooks_of(self.own_model.lightning_module, self)
 
     @override
     def configure_callbacks(self) -> Any:
@@ -195,23 +192,14 @@ class Stage(LightningModule):
     def configure_model(self) -> None:
         if getattr(self, self.trained) is None:
             vision_lr = self.optimizer_configs()[self.trained].vision_lr
-            setattr(self, self.trained, with_frozen_tower(self._own_model(), vision_lr))
+            setattr(self, self.trained, with_frozen_tower(self._trained_model(), vision_lr))
         if self._has_reference and self.reference is None:
             self.reference = self._load_reference()
 
-    def _own_model(self) -> nn.Module:
-        source: Any = self._source[0]
-        if isinstance(source, str):
-            return with_adapter(self.load_model(source), self._lora)
-        if isinstance(source, LightningModule):
-            # Its configure_optimizers may read the number of steps from the trainer.
-            source.trainer = self.trainer
-            with self.sharded_init():
-                source.configure_model()
-        model = own_module.model_of(source)
-        if has_adapter(model):
-            # Refuse unsupported adapters before training.
-            adapted_layers(model)
+    def _trained_model(self) -> nn.Module:
+        if self.own_model.path is not None:
+            return with_adapter(self.load_model(self.own_model.path), self.own_model.lora)
+        model = self.own_model.module(self.trainer, self.sharded_init)
         if self.packing:
             use_packed_attention(model.get_base_model() if has_adapter(model) else model)
         if self.compares_log_probs:
@@ -238,14 +226,14 @@ class Stage(LightningModule):
         Args:
             path: Hugging Face name or folder; by default, the reference is the trained model as it is at first.
         """
-        self._reference_path = path or self._own_path
-        self._has_reference = self._reference_path is not None or own_module.comes_with_adapter(self._source[0])
+        self._reference_path = path or self.own_model.path
+        self._has_reference = self._reference_path is not None or self.own_model.comes_with_adapter
         return self._has_reference
 
     def _load_reference(self) -> nn.Module | None:
         """Load the reference; return None if the reference is the policy without its adapter."""
         path, policy, trust = self._reference_path, getattr(self, self.trained), self.loading["trust_remote_code"]
-        if path not in (None, self._own_path):
+        if path not in (None, self.own_model.path):
             check_same_tokens(self.tokenizer, str(path), "reference", trust_remote_code=trust)
         if has_adapter(policy):
             base = getattr(policy.get_base_model(), "name_or_path", None)
@@ -282,7 +270,7 @@ class Stage(LightningModule):
         models = self.named_models()
         configured = []
         for name, config in self.optimizer_configs().items():
-            own = own_module.optimizer_owner(self._source[0]) if name == self.trained else None
+            own = self.own_model.optimizer_owner if name == self.trained else None
             built = build_optimizer(config, models[name]) if own is None else only_one(own.configure_optimizers(), own)
             owner = None if own is None else type(own).__name__
             announce(built["optimizer"], name, owner, trained=name == self.trained)
@@ -333,8 +321,7 @@ class Stage(LightningModule):
 
     @override
     def on_train_start(self) -> None:
-        if isinstance(self._source[0], LightningModule):
-            own_module.log_hyperparameters(self._source[0], self.trainer)
+        self.own_model.log_hyperparameters(self.trainer)
         # After a failure at the end of training, a run resumes from the checkpoint of its last step.
         self._stop_after_last_step()
 
