@@ -17,6 +17,7 @@ from rl_plugins.errors import ConfigError, StorageError
 from rl_plugins.manifest import CheckpointWriter, read_manifest
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.clock import clock
+from rl_plugins.text_file import read_json_object
 from rl_plugins.whole_file import cannot_write, link_or_copy
 
 _METRIC_FILE = "metric.json"
@@ -106,17 +107,28 @@ class BestCheckpoints(Callback):
 
 
 def ranked_bests(folder: RunFolder, metric: str, mode: str) -> list[Path]:
-    """Return the best checkpoints of a run, the best one first. Among equal checkpoints the older one is first."""
+    """Return the best checkpoints of a run, the best one first. Among equal checkpoints the older one is first.
+
+    Raises:
+        ConfigError: the metric of a checkpoint is damaged.
+    """
     sign = _SIGNS[mode]
     return sorted(folder.bests(), key=lambda path: (-_score(path, metric, sign), path.name))
 
 
 def _score(path: Path, metric: str, sign: int) -> float:
-    """Return the metric of a checkpoint with the sign that makes more better; -inf for an unknown metric."""
+    """Return the metric of a checkpoint with the sign that makes more better; -inf for an unknown metric.
+
+    Raises:
+        ConfigError: the file with the metric is damaged.
+    """
     file = path / _METRIC_FILE
     if not file.is_file():
         return -math.inf
-    value: float = json.loads(file.read_text(encoding="utf-8")).get(metric, -math.inf * sign)
+    way_out = f"move {path} out of the run's folder, or write {{{json.dumps(metric)}: NUMBER}} into the file"
+    value = read_json_object(file, way_out).get(metric, -math.inf * sign)
+    if not isinstance(value, int | float):
+        raise ConfigError(f"{file}: {metric} is {str(value)[:40]!r}, not a number: {way_out}")
     return sign * value
 
 

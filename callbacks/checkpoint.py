@@ -30,6 +30,7 @@ from rl_plugins.callbacks.checkpoint_files import CheckpointFiles, old_files_may
 from rl_plugins.data.loaders import StepLoader
 from rl_plugins.errors import ConfigError
 from rl_plugins.manifest import CheckpointWriter
+from rl_plugins.models.remote import RemoteLearner
 from rl_plugins.plain_file import load_plain
 from rl_plugins.rewards.trajectory import RECORDS
 from rl_plugins.run_folder import RunFolder
@@ -206,9 +207,11 @@ class PolicyCheckpoint(Callback):
         """
         self.files.wait()
         stage = trainer.lightning_module
-        if isinstance(stage, Stage):
-            trained = [name for name in stage.named_models() if name in stage.optimizer_configs()]
-            check_finite_weights(strategy_of(trainer), trained, clock(stage), final)
+        assert isinstance(stage, Stage)
+        # The strategy has no optimizer of a model that learns in processes of its own.
+        here, models = stage.optimizer_configs(), stage.named_models().items()
+        trained = {name: model for name, model in models if name in here or isinstance(model, RemoteLearner)}
+        check_finite_weights(strategy_of(trainer), trained, stage.step, final)
         self.files.write(trainer, final, partial(_save_states, trainer, notes or {}), then)
 
     def _remove_old(self) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rl_plugins.callbacks.best_checkpoints import ranked_bests
-from rl_plugins.manifest import MANIFEST
+from rl_plugins.manifest import MANIFEST, read_manifest
 from rl_plugins.plain_file import read_record
 from rl_plugins.run_folder import RunFolder, checkpoint_step
 from rl_plugins.tracking.loggers import mlflow_loggers
@@ -60,11 +60,15 @@ class CheckpointReference(Callback):
 
 
 def record_checkpoint(run: TrackedRun, checkpoint: Path) -> None:
-    """Record path, files and digest of a checkpoint in a run. Do nothing if the checkpoint was removed."""
+    """Record path, files and digest of a checkpoint in a run. Do nothing if the checkpoint was removed.
+
+    Raises:
+        CheckpointError: the manifest of the checkpoint is damaged.
+    """
     digest = manifest_digest(checkpoint)
     if digest is None:
         return
-    step, files = checkpoint_step(checkpoint), json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+    step, files = checkpoint_step(checkpoint), {name: asdict(kept) for name, kept in read_manifest(checkpoint).items()}
     reference = {"path": str(checkpoint), "step": step, "digest": digest, "files": files}
     run.client.log_dict(run.run_id, reference, f"checkpoints/step_{step:08d}.json")
     for name in ("path", "step", "digest"):

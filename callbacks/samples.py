@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rl_plugins.control_characters import json_without_controls
+from rl_plugins.report.summary import read_samples
 from rl_plugins.stages.stage import Stage
 from rl_plugins.tracking.loggers import MLflowTracking, mlflow_loggers
 from rl_plugins.tracking.run import TrackedRun
@@ -46,10 +46,12 @@ class SampleTable(Callback):
 
 
 def log_samples(tracking: MLflowTracking, file: Path) -> None:
-    """Queue a file of `SampleTable` as a table in MLflow."""
-    rows = json.loads(file.read_text(encoding="utf-8"))
-    if rows:
-        columns = {key: [row[key] for row in rows] for key in rows[0]}
+    """Queue a file of `SampleTable` as a table in MLflow. A damaged file is left out, with a printed line."""
+    rows: Sequence[Mapping[str, object]] | None = read_samples(file)
+    if rows is None:
+        print(f"{file} is damaged, and left out of MLflow", flush=True)
+    elif rows:
+        columns = {key: [row.get(key) for row in rows] for key in rows[0]}
         tracking.log_table(columns, f"samples/{file.name}")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.json_text import read_foreign_json
+from rl_plugins.text_file import read_json_object
 
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -26,7 +26,7 @@ def read_model_config(file: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is damaged, or a size in the file is not a whole number above 0.
     """
-    config = read_json(file)
+    config = read_json_object(file, AGAIN)
     for key in ("text_config", "rope_scaling", "rope_parameters"):
         if not isinstance(config.get(key), dict | None):
             raise ConfigError(f"{file}: {key} is {str(config[key])[:40]!r}, not a mapping: {AGAIN}")
@@ -60,18 +60,3 @@ def context_window(config: Mapping[str, Any]) -> int | None:
     scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
     factor = scaling.get("factor")
     return int(positions * factor) if isinstance(factor, int | float) and 1 < factor < math.inf else positions
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file.
-
-    Raises:
-        ConfigError: the file is damaged, or its content is no mapping.
-    """
-    try:
-        content = read_foreign_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: not valid JSON ({error}): {AGAIN}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file}: not a JSON object, but of type {type(content).__name__}: {AGAIN}")
-    return content

@@ -15,15 +15,22 @@ from typing import Any
 REMOVED = "***"
 """Text in place of a secret."""
 
-# The tokens of a tokenizer, and numbers of tokens, are no secrets.
+# The tokens of a tokenizer, and numbers of tokens, are no secrets. Most keys in small letters name a column. PWD is the
+# working directory.
 _NAME = (
     r"(?<!bos_|eos_|pad_|unk_|end_|top_)token(?![a-z0-9_])|secret|passw|passphrase|credential|authorization|"
-    r"(?:api|access|private)[_-]?key"
+    r"(?:api|access|private)[_-]?key|"
+    r"(?<![a-z0-9])(?:account|anthropic|auth|aws|azure|deploy|encryption|hf|judge|license|master|openai|signing|ssh|"
+    r"subscription|wandb)[_-]?key(?![a-z_])|"
+    r"(?-i:(?<![A-Za-z0-9])(?:pwd|pat|auth|dsn)(?![\w-]))"
 )
+# A value in `judge.key=value`, `{'key': 'value'}` and `{key: value}`, but not in prose, and not in code of a traceback
+# such as `sorted(rows, key=size)` or `{key: value for key in keys}`.
+_KEY = r"(?-i:key)(?![\w-])"
 # A variable of the environment. In small letters, a name such as `label_key` is an option.
 _VARIABLE = r"(?-i:[A-Z0-9]_(?:KEY|PWD|PAT|AUTH|DSN)(?:_[0-9]+)?)(?![A-Za-z0-9_])"
 
-_SECRET_NAME = re.compile(f"{_NAME}|{_VARIABLE}", re.IGNORECASE)
+_SECRET_NAME = re.compile(rf"{_NAME}|{_VARIABLE}|^[+~-]*{_KEY}$", re.IGNORECASE)
 # A password may contain a slash that should have been written as %2F. A number behind the colon, or a character in the
 # place of an expression, is a port.
 _USER_AND_PASSWORD = re.compile(r"(?<=://)(?:[^\s/:]*:(?!(?:\d+|[\ue000-\uf8ff])/)[^\s\"']*@|[^\s/]*@)")
@@ -36,14 +43,17 @@ _SIGNATURE = re.compile(
 _EXPRESSION = re.compile(r"(\$\{(?:[^${}]|\$\{[^${}]*\})*\})")
 # The default of an expression whose value is elsewhere.
 _DEFAULT = re.compile(r"(\$\{\s*oc\.(?:env|select)\s*:[^,{}]+),[^{}]*(?=\})")
-_SECRET_DEFAULT = re.compile(rf"""([\w.-]*(?:{_NAME})[\w-]*["']?\s*[:=]\s*["']?){_DEFAULT.pattern}""", re.IGNORECASE)
+_SECRET_DEFAULT = re.compile(
+    rf"""([\w.-]*(?:{_NAME}|\.{_KEY})[\w-]*["']?\s*[:=]\s*["']?){_DEFAULT.pattern}""", re.IGNORECASE
+)
 _SCHEME = re.compile(r"(?:Bearer|Basic|Token)?\s*", re.IGNORECASE)
 _FIRST_PLACE = 0xE000
 """First of the characters for private use, which stand for expressions while an address is searched."""
 # A name with `=`, or a name in quotes or behind `{` or `,` with `:`. Expressions, true, false and null are no secrets.
 _NAMED_VALUE = re.compile(
-    rf"""([\w.+-]*(?:{_NAME})[\w-]*=|\w*{_VARIABLE}="""
-    rf"""|(?:["'][\w.-]*(?:{_NAME})[\w-]*["']|[{{,]\s*[\w.-]*(?:{_NAME})[\w-]*)\s*:\s*)"""
+    rf"""([\w.+-]*(?:{_NAME})[\w-]*=|\w*{_VARIABLE}=|[\w+-]\.{_KEY}="""
+    rf"""|(?:["'][\w.-]*(?:{_NAME})[\w-]*["']|[{{,]\s*[\w.-]*(?:{_NAME})[\w-]*)\s*:\s*"""
+    rf"""|["']{_KEY}["']\s*:\s*(?=["'])|[{{,]\s*{_KEY}:\s*(?=["']|[^\s,}}]+\s*[,}}]))"""
     r"""(?!["']?\$\{|(?:true|false|null|none)\b)(?:"[^"]*"|'[^']*'|[^\s"',;&)}\]]+)""",
     re.IGNORECASE,
 )

@@ -91,8 +91,8 @@ class RunFolder:
 
     def times_failed(self) -> int:
         """Return the number of restarts of training workers."""
-        lines = self.failures.read_text(encoding="utf-8").splitlines() if self.failures.is_file() else []
-        return sum(line.startswith("[20") for line in lines)
+        lines = self.failures.read_bytes().splitlines() if self.failures.is_file() else []
+        return sum(line.startswith(b"[20") for line in lines)
 
     @property
     def samples(self) -> Path:
@@ -101,7 +101,7 @@ class RunFolder:
 
     def sample_files(self) -> list[Path]:
         """Return the tables of samples, oldest first."""
-        return sorted(self.samples.glob("step_*.json"))
+        return sorted(self.samples.glob(f"step_{'[0-9]' * 8}.json"))
 
     @property
     def rollouts(self) -> Path:
@@ -212,7 +212,7 @@ class RunFolder:
 
     def times_resumed(self) -> int:
         """Return the number of resumes."""
-        return len(self.resumes.read_text(encoding="utf-8").splitlines()) if self.resumes.is_file() else 0
+        return len(self.resumes.read_bytes().splitlines()) if self.resumes.is_file() else 0
 
     def places(self) -> dict[str, Path]:
         """Return the existing results of the run, by a name for the reader."""

@@ -1,4 +1,4 @@
-"""Calls of the code of the user: a deadline for each call, one event loop, errors in one line, an end for forks.
+"""Calls of the code of the user: a deadline for each call, one event loop, errors in one line, ends of processes.
 
 The soft deadline of a call is a timer signal, which raises an exception inside the called code. The signal interrupts
 Python code, also a sleep. Signals reach the main thread only, so no other thread has a soft deadline. Under a debugger
@@ -22,9 +22,9 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, UserError
 
 Result = TypeVar("Result")
 
@@ -175,7 +175,7 @@ def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
             run_with_deadline(lambda: run_in_event_loop(wait()), 2 * REPEAT_S)
 
 
-# Errors and forks ---------------------------------------------------------------------------------------------------
+# Errors and ends of processes ---------------------------------------------------------------------------------------
 
 
 def describe(error: BaseException) -> str:
@@ -235,3 +235,37 @@ def only_one_process(name: str, kind: str = "reward") -> Iterator[None]:
                 flush=True,
             )
             os._exit(1)
+
+
+@contextmanager
+def exits_refused() -> Iterator[None]:
+    """Refuse `sys.exit(0)` and `os._exit(0)` of a reward or a data set, inside the block.
+
+    Both would end a command without a word and with status 0. A copy of the process, made by `os.fork`, may call
+    `os._exit`.
+
+    Raises:
+        UserError: the block ended with the status of success. Also the refused call of `os._exit` raises this error.
+    """
+    process, end_process = os.getpid(), os._exit
+
+    def end_unless_finished(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == process:
+            raise _early_end("os._exit")
+        end_process(status)
+
+    os._exit = end_unless_finished
+    try:
+        yield
+    except SystemExit as end:
+        if end.code:
+            raise
+        raise _early_end("sys.exit") from end
+    finally:
+        os._exit = end_process
+
+
+def _early_end(call: str) -> UserError:
+    return UserError(
+        f"code of the user (a reward, a data set) called {call}(0), and the command is not finished: remove the call"
+    )

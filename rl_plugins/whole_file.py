@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rl_plugins.errors import StorageError
+from rl_plugins.errors import ConfigError, StorageError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -73,10 +73,13 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
 
 @contextmanager
 def only_printed() -> Iterator[None]:
-    """Print the error of a file that cannot be written. Notes and reports never end a run, nor hide another error."""
+    """Print the error of a file that cannot be written, or of a damaged file that is read.
+
+    Notes and reports never end a run, nor hide another error.
+    """
     try:
         yield
-    except StorageError as error:
+    except (StorageError, ConfigError) as error:
         print(error, flush=True)
 
 

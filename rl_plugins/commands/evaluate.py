@@ -32,6 +32,7 @@ from rl_plugins.config.settings import AT_LEAST_1, FINITE, FROM_0_TO_1, PROCESSE
 from rl_plugins.control_characters import json_without_controls
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.redaction import REMOVED
+from rl_plugins.text_file import read_yaml
 from rl_plugins.whole_file import storing, write_whole_text
 
 if TYPE_CHECKING:
@@ -164,7 +165,10 @@ def reward_config(name: str) -> Mapping[str, Any]:
         file = built_in.get(name, Path(name))
         if not file.is_file():
             raise ConfigError(f"--reward {name}: there is no such file")
-        content: Any = OmegaConf.load(file)
+        try:
+            content: Any = read_yaml(file, "name a file with `reward.functions`, such as the config.yaml of a run")
+        except ConfigError as error:
+            raise ConfigError(f"--reward {error}") from None
         node = (content.get("reward") or content).get("functions")
         if not node:
             raise ConfigError(f"--reward {name}: the file has no `reward.functions`")

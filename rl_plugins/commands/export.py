@@ -27,6 +27,7 @@ from rl_plugins.launch.model_card import model_card
 from rl_plugins.manifest import find_damage
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.storage import local_path
+from rl_plugins.text_file import REPLACE, read_yaml
 from rl_plugins.whole_file import write_whole_text
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def _read_trained_model(checkpoint: Path, model: str | None, trust_remote_code: 
     from rl_plugins.strategies.contract import POLICY, REWARD_MODEL
 
     file = RunFolder(checkpoint.absolute().parent).config
-    config: Any = OmegaConf.load(file) if file.is_file() else OmegaConf.create()
+    config: Any = read_yaml(file, REPLACE) if file.is_file() else OmegaConf.create()
     path = model or OmegaConf.select(config, "model.path")
     if path is None:
         raise ConfigError(f"{file} does not name the model that was trained: name its folder with --model")
@@ -232,7 +233,7 @@ def _read_lora_options(checkpoint: Path) -> tuple[LoraConfig | None, bool]:
     from rl_plugins.config.models import LoraConfig
 
     file = RunFolder(checkpoint.absolute().parent).config
-    config: Any = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
+    config: Any = OmegaConf.to_container(read_yaml(file, REPLACE)) if file.is_file() else {}
     options = config.get("model", {}).get("lora", {})
     as_adapter = config.get("run", {}).get("export_lora") == "adapter"
     return (LoraConfig(**options) if options.get("rank") else None), as_adapter

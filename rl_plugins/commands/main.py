@@ -21,6 +21,7 @@ from rl_plugins.errors import ConfigError, UserError
 from rl_plugins.garbage_collection import collector_off
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.storage import local_path
+from rl_plugins.user_code import exits_refused
 
 COMMANDS = {
     "doctor": "show the installation, this machine, and what will work",
@@ -80,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: there is no command {name!r}; {hint}", file=sys.stderr)
         return 2
     try:
-        status: int = import_module(f"rl_plugins.commands.{name}").run(parse_arguments(name, words))
+        parsed = parse_arguments(name, words)
+        with exits_refused():
+            status: int = import_module(f"rl_plugins.commands.{name}").run(parsed)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

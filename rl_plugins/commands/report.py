@@ -23,7 +23,7 @@ def run(arguments: Namespace) -> int:
     """Write the report.
 
     Raises:
-        ConfigError: the folder is not the folder of a run.
+        ConfigError: the folder is not the folder of a run, or a file of the run is damaged.
     """
     from rl_plugins.report.page import write_report
 

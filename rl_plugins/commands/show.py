@@ -21,6 +21,7 @@ from rl_plugins.config.settings import NOT_NEGATIVE
 from rl_plugins.errors import ConfigError
 from rl_plugins.report.summary import read_samples, summarize
 from rl_plugins.run_folder import RunFolder, count_damaged_lines, read_metrics
+from rl_plugins.text_file import REMOVE, read_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +54,7 @@ def run(arguments: Namespace) -> int:
     """Show the run.
 
     Raises:
-        ConfigError: the folder is not the folder of a run, or the run has none of the metrics.
+        ConfigError: the folder is not the folder of a run, the run has none of the metrics, or a file is damaged.
     """
     from rl_plugins.commands.terminal import Terminal
 
@@ -138,6 +139,6 @@ def _show_paths(console: Console, folder: RunFolder) -> None:
     for name, path in folder.places().items():
         console.print(f"{name:<17}{path}")
     if folder.tracking_run.is_file():
-        console.print(f"{'MLflow run':<17}{folder.tracking_run.read_text().strip()}")
+        console.print(f"{'MLflow run':<17}{read_text(folder.tracking_run, REMOVE).strip()}")
     if times := folder.times_resumed():
         console.print(f"{'resumed':<17}{times} times")

@@ -35,6 +35,7 @@ from rl_plugins.config.settings import AT_LEAST_1, Settings, one_of, shown
 from rl_plugins.errors import ConfigError
 from rl_plugins.redaction import redacted_value, without_password
 from rl_plugins.storage import is_address, local_path
+from rl_plugins.text_file import REPLACE, read_yaml
 from rl_plugins.whole_file import write_whole_text
 
 COLLECTING_STAGES = ("policy_optimization", "prime")
@@ -330,6 +331,23 @@ def parse_config(values: object) -> RecipeConfig:
     options = asdict(config)
     config.from_environment = {path: (text, value_at(options, path)) for path, text in expressions.items()}
     return config
+
+
+def read_config(file: Path, way_out: str = REPLACE) -> RecipeConfig:
+    """Read the configuration of a run.
+
+    Args:
+        file: `config.yaml` of a run, or a file with the same options.
+        way_out: advice for the user if the file is damaged.
+
+    Raises:
+        ConfigError: the file is damaged, or an option is wrong. The message begins with the file.
+    """
+    values = read_yaml(file, way_out)
+    try:
+        return parse_config(values)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
 
 
 def _check_groups(schema: object, values: object, names: Sequence[str]) -> None:

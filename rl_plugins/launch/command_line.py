@@ -11,8 +11,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from rl_plugins.redaction import redacted_value
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.run_lock import owned
 from rl_plugins.signals import ending_signals
+from rl_plugins.user_code import exits_refused
 from rl_plugins.whole_file import storing, write_whole_text
 
 if TYPE_CHECKING:
@@ -278,23 +279,6 @@ def _yaml(value: object) -> str:
     if value is _ABSENT:
         return "(none)"
     return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("...\n").strip()
-
-
-@contextmanager
-def exits_refused() -> Iterator[None]:
-    """Refuse `sys.exit(0)` of a reward or a data set, which would end a run without a word and with status 0.
-
-    Raises:
-        UserError: the block called `sys.exit` with the status of success.
-    """
-    try:
-        yield
-    except SystemExit as end:
-        if end.code:
-            raise
-        raise UserError(
-            "code of the run (a reward, a data set) called sys.exit(0), and the run is not finished: remove the call"
-        ) from end
 
 
 @exits_refused()

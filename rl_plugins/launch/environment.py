@@ -9,7 +9,7 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.config.recipe import RecipeConfig, parse_config, written
+from rl_plugins.config.recipe import RecipeConfig, read_config, written
 from rl_plugins.config.sampling import EnvironmentConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.agent_environment import agent_environment
@@ -60,17 +60,10 @@ def recipe_with_conversations(file: Path) -> RecipeConfig:
     Raises:
         ConfigError: the file or an option is wrong, the file lacks a secret, or the policy has no conversations.
     """
-    from omegaconf import OmegaConf
-    from yaml import YAMLError
-
     try:
-        config = parse_config(OmegaConf.load(file))
-    except OSError as error:
-        raise ConfigError(f"--recipe {file}: {error.strerror}: name the config.yaml of a run") from None
-    except YAMLError:
-        raise ConfigError(f"--recipe {file}: the file is no YAML: name the config.yaml of a run") from None
+        config = read_config(file, "name the config.yaml of a run")
     except ConfigError as error:
-        raise ConfigError(f"--recipe {file}: {error}") from None
+        raise ConfigError(f"--recipe {error}") from None
     options = config.environment
     if not config.generates or not (options.tools or options.scores_itself or options.max_turns > 1):
         raise ConfigError(

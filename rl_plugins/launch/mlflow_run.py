@@ -10,8 +10,6 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from rl_plugins.callbacks.checkpoint_artifacts import BestUpload, record_checkpoint
 from rl_plugins.callbacks.report import Curves
 from rl_plugins.callbacks.samples import log_samples
@@ -19,7 +17,7 @@ from rl_plugins.config.recipe import (
     RecipeConfig,
     changed_options,
     options_of,
-    parse_config,
+    read_config,
     write_config,
     written,
 )
@@ -125,10 +123,10 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
         True if the store has everything.
 
     Raises:
-        ConfigError: the configuration in the folder is broken, or the store does not answer.
+        ConfigError: a file of the folder is damaged, or the store does not answer.
     """
     folder = RunFolder(path)
-    config = parse_config(OmegaConf.load(folder.config))
+    config = read_config(folder.config)
     check_store(uri or tracking_uri(config))
     if uri is not None:
         if without_password(uri) != without_password(tracking_uri(config)):

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from rl_plugins.config.recipe import RecipeConfig, changed_options, parse_config
+from rl_plugins.config.recipe import RecipeConfig, changed_options, read_config
 from rl_plugins.hub.names import model_name
 from rl_plugins.launch.hub_commits import HubCommits
 from rl_plugins.redaction import redacted
 from rl_plugins.run_folder import RunFolder, checkpoint_step, read_metrics
 from rl_plugins.storage import is_address
+from rl_plugins.text_file import REMOVE, read_text
+from rl_plugins.tracking.provenance import read_git_state
 
 _PACKAGES = ("rl-plugins", "torch", "transformers", "peft", "lightning", "deepspeed", "ray", "vllm")
 _METRICS = ("train/reward", "train/loss", "train/accuracy", "train/kl", "train/entropy", "train/response_length")
@@ -35,9 +35,12 @@ def model_card(name: str, checkpoint: Path, *, is_adapter: bool) -> str:
         name: name of the new model on the hub.
         checkpoint: folder of the exported checkpoint in the folder of its run.
         is_adapter: True if the model is an adapter without the weights of its base model.
+
+    Raises:
+        ConfigError: a file of the run is damaged.
     """
     run = RunFolder(checkpoint.absolute().parent)
-    config = parse_config(OmegaConf.load(run.config)) if run.config.is_file() else None
+    config = read_config(run.config) if run.config.is_file() else None
     step = checkpoint_step(checkpoint) if checkpoint.name.startswith("checkpoint_") else None
     base = None if config is None else model_name(config.model.path)
     lines = [
@@ -81,7 +84,7 @@ def _metadata(
 
 def _lineage(run: RunFolder, config: RecipeConfig | None, step: int | None) -> Iterator[tuple[str, str]]:
     if run.changes.is_file():
-        yield "recipe", run.changes.read_text(encoding="utf-8").splitlines()[0].removeprefix("# recipe: ")
+        yield "recipe", read_text(run.changes, REMOVE).partition("\n")[0].removeprefix("# recipe: ")
     if config is not None:
         yield "stage", config.stage
         models = {option: _short(path) for option, path in config.model_paths.items()}
@@ -97,9 +100,9 @@ def _lineage(run: RunFolder, config: RecipeConfig | None, step: int | None) -> I
         yield "step", str(step)
     if run.tracking_run.is_file():
         experiment = "" if config is None else f" of the experiment {config.tracking.experiment}"
-        yield "MLflow run", f"{run.tracking_run.read_text(encoding='utf-8').strip()}{experiment}"
+        yield "MLflow run", f"{read_text(run.tracking_run, REMOVE).strip()}{experiment}"
     if run.git_state.is_file():
-        yield "commit of the project", json.loads(run.git_state.read_text(encoding="utf-8"))["commit"]
+        yield "commit of the project", read_git_state(run.git_state)["commit"]
     if versions := _versions(run):
         yield "versions", ", ".join(f"{package} {version}" for package, version in versions.items())
 
@@ -111,7 +114,7 @@ def _data_sets(run: RunFolder) -> list[str]:
 
 def _versions(run: RunFolder) -> dict[str, str]:
     """Return the versions of the packages that compute, from the start of the run."""
-    lines = run.environment.read_text(encoding="utf-8").splitlines() if run.environment.is_file() else []
+    lines = read_text(run.environment, REMOVE).splitlines() if run.environment.is_file() else []
     pairs = (line.partition("==") for line in lines if "==" in line and not line.startswith("#"))
     installed = {package.lower().replace("_", "-"): version for package, _, version in pairs}
     return {package: installed[package] for package in _PACKAGES if package in installed}

@@ -35,6 +35,7 @@ from rl_plugins.launch.stored_run import stored_run
 from rl_plugins.redaction import redacted, redacted_value, without_password
 from rl_plugins.run_folder import RunFolder, append_metrics, read_metrics
 from rl_plugins.storage import folder_in
+from rl_plugins.text_file import REMOVE, REPLACE, read_text, read_yaml
 from rl_plugins.tracking.run import RunDescription, TrackedRun
 from rl_plugins.tracking.sender import FINISH_TIMEOUT_S, RunSender
 from rl_plugins.tracking.store import check_store, open_client
@@ -256,9 +257,12 @@ class ParentRun:
         Args:
             folder: folder of the pipeline. The name of the folder is the name of the run.
             uri: address of the MLflow store. None reads the address from the folder, which has no password.
+
+        Raises:
+            ConfigError: the configuration in the folder is damaged.
         """
         self._folder = RunFolder(folder)
-        config: Any = OmegaConf.load(self._folder.pipeline)
+        config: Any = read_yaml(self._folder.pipeline, REPLACE)
         self.uri = uri or str(tracking_address(config.tracking_uri))
         self.stages = {str(name): RunFolder(folder / str(name)) for name in config.stages}
         description = RunDescription(files=(self._folder.pipeline,))
@@ -267,7 +271,7 @@ class ParentRun:
     def run_id(self) -> str | None:
         """Return the id of the run, or None if the store has not created the run yet."""
         id_file = self._folder.tracking_run
-        return id_file.read_text().strip() if id_file.is_file() else None
+        return read_text(id_file, REMOVE).strip() if id_file.is_file() else None
 
     def add_stage(self, config: RecipeConfig) -> None:
         """Make the run of a stage a child of this run, after the store has created this run.
@@ -372,6 +376,6 @@ def _lacks_content(uri: str, run: RunFolder) -> bool:
     if not run.tracking_run.is_file():
         return True
     client = open_client(uri)
-    tracked, unsent = client.get_run(run.tracking_run.read_text().strip()), UnsentMetrics(run.metrics)
+    tracked, unsent = client.get_run(read_text(run.tracking_run, REMOVE).strip()), UnsentMetrics(run.metrics)
     unsent.reset(TrackedRun(client, tracked.info.run_id, tracked.info.experiment_id).last_steps())
     return tracked.info.status != "FINISHED" or unsent.has_points()

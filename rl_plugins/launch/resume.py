@@ -10,6 +10,7 @@ from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.text_file import REPLACE, read_yaml
 from rl_plugins.whole_file import write_whole_text
 
 
@@ -45,7 +46,7 @@ def check_resume(config: RecipeConfig, folder: RunFolder) -> None:
 
 def _check_quantization(config: RecipeConfig, folder: RunFolder) -> None:
     # Workers compare the weights with the checkpoint, too. Then config.yaml, which exports read, is already another.
-    before = OmegaConf.load(folder.config)
+    before = read_yaml(folder.config, f"{REPLACE}, or give another run.name")
     for model in ("model", *CRITIC_POOLS):
         option, now = f"{model}.lora.quantization", getattr(config, model).lora.quantization
         if (saved := OmegaConf.select(before, option)) != now:

@@ -13,7 +13,8 @@ from typing import Any
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import check_hub_weights, model_folder
 from rl_plugins.hub.names import model_name
-from rl_plugins.model_json import AGAIN, read_json, read_model_config
+from rl_plugins.model_json import AGAIN, read_model_config
+from rl_plugins.text_file import read_json_object
 
 _WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
@@ -69,7 +70,7 @@ def check_model_folder(
             )
     for name in ("tokenizer_config.json", "generation_config.json"):
         if (folder / name).is_file():
-            read_json(folder / name)
+            read_json_object(folder / name, AGAIN)
     return config
 
 
@@ -157,7 +158,7 @@ def _check_weights(folder: Path, config: Mapping[str, Any]) -> None:
 
 def _shards(index: Path) -> dict[Path, list[str]]:
     """Return the names of the tensors in each file that an index names."""
-    files = read_json(index).get("weight_map")
+    files = read_json_object(index, AGAIN).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise ConfigError(f"{index}: weight_map must give the file of each tensor: {AGAIN}")
     shards: dict[Path, list[str]] = {}
@@ -207,7 +208,7 @@ def _check_shapes(file: Path, shapes: Mapping[str, Sequence[int]], text: Mapping
 
 def _last_token(file: Path) -> int:
     """Return the largest token id of a tokenizer.json; -1 if there is none."""
-    content = read_json(file)
+    content = read_json_object(file, AGAIN)
     model, added = content.get("model"), content.get("added_tokens") or []
     vocab = (model.get("vocab") or {}) if isinstance(model, dict) else None
     if not isinstance(vocab, dict | list) or not isinstance(added, list):

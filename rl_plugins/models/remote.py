@@ -31,6 +31,9 @@ class RemoteModel(Protocol):
 class RemoteLearner(RemoteModel, Protocol):
     """Remote model that is trained in its own processes. Checkpoints must include its state."""
 
+    def has_finite_weights(self) -> bool:
+        """Return True if no trained weight is NaN or infinite. One rank calls this method."""
+
     def save(self, folder: Path) -> None:
         """Write weights, optimizer and schedule. One rank calls this method."""
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
+from rl_plugins.config.recipe import options_of
 from rl_plugins.control_characters import without_controls
 from rl_plugins.hub.names import model_name
 from rl_plugins.redaction import redacted
@@ -34,6 +35,7 @@ from rl_plugins.report.charts import (
 )
 from rl_plugins.report.summary import pair_samples, read_samples, summarize_metrics, validation_step
 from rl_plugins.run_folder import RunFolder, count_damaged_lines, read_metrics
+from rl_plugins.text_file import REMOVE, read_text, read_yaml
 from rl_plugins.whole_file import only_printed, write_whole_text
 
 _COMMIT_DIGITS = 8
@@ -60,6 +62,10 @@ def write_report(folder: RunFolder, path: Path | None = None) -> Path:
 
     Returns:
         The path of the file.
+
+    Raises:
+        ConfigError: a file of the run is damaged.
+        StorageError: the report cannot be written.
     """
     path = path or folder.report
     write_whole_text(path, _template().render(_values(folder)))
@@ -114,18 +120,18 @@ def _values(folder: RunFolder) -> dict[str, object]:
             "git_state": folder.git_state,
         }.items()
     }
-    config = _parsed(texts["config"])
+    options = _options(folder.config)
     return {
         "folder": folder,
         "name": folder.path.absolute().name,
-        "about": _about(config, texts["changes"]),
+        "about": _about(options, texts["changes"]),
         "notices": [
             title + text.strip()
             for title, file in (("Ended by an error: ", folder.error), ("Stopped: ", folder.stopped))
             if (text := _text(file)) is not None
         ]
         + [f"Left out: {damaged} damaged lines of {folder.metrics.name}"] * bool(damaged),
-        "figures": _figures(series, folder, config.get("run", {}).get("steps")),
+        "figures": _figures(series, folder, options.get("run.steps")),
         "colours": COLOURS,
         "has_metrics": bool(with_gaps),
         "main_charts": [line_chart(title, curves) for title, curves in main_curves(with_gaps).items()],
@@ -141,26 +147,27 @@ def _values(folder: RunFolder) -> dict[str, object]:
 
 
 def _text(file: Path) -> str | None:
-    return file.read_text(encoding="utf-8") if file.is_file() else None
+    return read_text(file, REMOVE) if file.is_file() else None
 
 
 def _finite(points: Points) -> dict[int, float]:
     return {step: value for step, value in points.items() if math.isfinite(value)}
 
 
-def _parsed(config: str | None) -> dict[str, Any]:
-    import yaml
+def _options(config: Path) -> dict[str, Any]:
+    """Return the value of each option of a run by its dotted name; nothing without a configuration."""
+    from omegaconf import OmegaConf
 
-    return yaml.safe_load(config) if config is not None else {}
+    return dict(options_of(OmegaConf.to_container(read_yaml(config, REMOVE)))) if config.is_file() else {}
 
 
-def _about(config: Mapping[str, Any], changes: str | None) -> str:
+def _about(options: Mapping[str, Any], changes: str | None) -> str:
     """Return the recipe, the stage and the model of the run."""
     parts = []
     if changes is not None:
         parts.append(changes.partition("\n")[0].removeprefix("# "))
-    if stage := config.get("stage"):
-        parts.append(f"{stage.replace('_', ' ')} of {_short_name(config['model']['path'])}")
+    if (stage := options.get("stage")) and (model := options.get("model.path")):
+        parts.append(f"{str(stage).replace('_', ' ')} of {_short_name(str(model))}")
     return ", ".join(parts)
 
 
@@ -172,7 +179,7 @@ def _short_name(model: str) -> str:
     return f"{name.repository}@{name.revision[:_COMMIT_DIGITS]}"
 
 
-def _figures(series: Series, folder: RunFolder, steps: int | None) -> dict[str, str]:
+def _figures(series: Series, folder: RunFolder, steps: object) -> dict[str, str]:
     """Return the figures at the top of the page by their titles."""
     last = max((step for points in series.values() for step in points), default=0)
     summary, resumes, failures = summarize_metrics(series), folder.times_resumed(), folder.times_failed()

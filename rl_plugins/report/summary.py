@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NotRequired, TypedDict
 
+from rl_plugins.json_text import read_foreign_json
 from rl_plugins.report.charts import Series
 from rl_plugins.run_folder import RunFolder, read_metrics
+
+_REQUIRED = {"prompt", "response", "score", "ground_truth", "failure"}
+"""Keys of each row of a samples file."""
+_SECONDS = ("sampling_s", "environment_s", "queue_s")
+"""Times of a turn that the report shows."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +122,31 @@ def _prompt_of(sample: ValidationSample) -> tuple[str, ...]:
 
 
 def read_samples(file: Path) -> list[ValidationSample] | None:
-    """Return the rows of a samples file; None if the file is not complete."""
+    """Return the rows of a samples file; None if the file is damaged, or cannot be read."""
     try:
-        samples: list[ValidationSample] = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
+        rows: Any = read_foreign_json(file.read_bytes())
+    except (OSError, ValueError):
         return None
-    return samples
+    return rows if isinstance(rows, list) and all(map(_is_sample, rows)) else None
+
+
+def _is_sample(row: Any) -> bool:
+    """Return True if the values of a row have the types of `ValidationSample`."""
+    if not isinstance(row, dict) or not row.keys() >= _REQUIRED:
+        return False
+    images, turns = row.get("images", []), row.get("turns", [])
+    return (
+        (bool(row["failure"]) or _is_finite(row["score"]))
+        and isinstance(images, list)
+        and all(isinstance(image, str) for image in images)
+        and isinstance(turns, list)
+        and all(isinstance(turn, dict) and all(_is_finite(turn.get(name)) for name in _SECONDS) for turn in turns)
+    )
+
+
+def _is_finite(value: Any) -> bool:
+    # JSON has whole numbers that no float has.
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def validation_step(file: Path) -> int:

@@ -119,6 +119,13 @@ class CriticPool(ModelPool):
         rates = {f"{prefix}/lr": newest.lr, f"{prefix}/gradient_norm": newest.gradient_norm}
         return {**metrics.averages(one_rank, one_rank), **rates}
 
+    def has_finite_weights(self) -> bool:
+        """Return True if no trained weight of the critic is NaN or infinite."""
+        self._connect()
+        # All actors hold the same state.
+        call = self._actors[0].has_finite_weights.remote()
+        return all(self._wait([(0, call)], self.config.call_timeout_s, "check its weights"))
+
     def save(self, folder: Path) -> None:
         """Let an actor write the critic to a folder."""
         self._connect()
@@ -272,6 +279,10 @@ class CriticActor:
     def _begin(self, mini_batch: _MiniBatch, parts: list[Experience]) -> None:
         mini_batch.update = self._run(lambda learner: learner.update(parts, mini_batch.counts, last=mini_batch.last))
         mini_batch.complete.set()
+
+    async def has_finite_weights(self) -> bool:
+        """Return True if no trained weight is NaN or infinite."""
+        return await self._run(CriticLearner.has_finite_weights)
 
     async def save(self, folder: Path) -> None:
         """Write the critic to a folder."""

@@ -251,6 +251,10 @@ class CriticLearner:
         measured.take_in(metrics)
         return Learnt(measured, float(norm), rate)
 
+    def has_finite_weights(self) -> bool:
+        """Return True if no trained weight is NaN or infinite."""
+        return bool(torch.stack([weight.isfinite().all() for weight in self.weights.values()]).all())
+
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and number of updates to `folder`."""
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from rl_plugins.errors import TrainingDiverged
+from rl_plugins.models.remote import RemoteLearner
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.contract import Strategy
 
 
 @torch.no_grad()
-def check_finite_weights(strategy: Strategy, models: Iterable[str], step: int, target: Path) -> None:
+def check_finite_weights(strategy: Strategy, models: Mapping[str, nn.Module], step: int, target: Path) -> None:
     """Refuse to save weights that are not finite. Collective, with one small all-reduce.
 
     The metrics of a step come from the weights before its update, so they do not show that the update was bad.
 
     Args:
         strategy: strategy with the models.
-        models: names of the models to check.
+        models: models of the stage to check, by name.
         step: number of the last step.
         target: folder to write, named in the error. The error also names the newest checkpoint beside this folder.
 
     Raises:
         TrainingDiverged: a weight of a model is NaN or infinite, on any rank.
     """
-    names = list(models)
-    flags = torch.tensor([_is_bad(strategy, name) for name in names])
-    bad = [name for name, flag in zip(names, strategy.ranks.max(flags).tolist(), strict=True) if flag]
+    flags = torch.tensor([_is_bad(strategy, name, model) for name, model in models.items()])
+    bad = [name for name, flag in zip(models, strategy.ranks.max(flags).tolist(), strict=True) if flag]
     if not bad:
         return
     newest = RunFolder(target.parent).latest_checkpoint()
@@ -41,7 +42,9 @@ def check_finite_weights(strategy: Strategy, models: Iterable[str], step: int, t
     )
 
 
-def _is_bad(strategy: Strategy, model: str) -> float:
-    """Return 1 if this rank's shards of a model have a number that is not finite, else 0."""
-    flags = [shard.isfinite().all() for _, shard in strategy.shards(model)]
+def _is_bad(strategy: Strategy, name: str, model: nn.Module) -> float:
+    """Return 1 if this rank's shards of a model have a number that is not finite, else 0. Rank 0 asks learners."""
+    if isinstance(model, RemoteLearner):
+        return float(strategy.ranks.rank == 0 and not model.has_finite_weights())
+    flags = [shard.isfinite().all() for _, shard in strategy.shards(name)]
     return float(bool(flags) and not bool(torch.stack(flags).all()))

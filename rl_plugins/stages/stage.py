@@ -374,7 +374,7 @@ class Stage(LightningModule):
         if self._parts_of is None:
             name = type(self).__name__
             raise ConfigError(f"{name}.export: nothing is trained yet: call trainer.fit(stage, ...) first")
-        check_finite_weights(self.strategy, [self.trained], self.step, folder)
+        check_finite_weights(self.strategy, {self.trained: getattr(self, self.trained)}, self.step, folder)
         model, source = getattr(self, self.trained), self.strategy.weight_source(self.trained)
         if adapter and isinstance(source, MergedWeightSource):
             save_adapter(model, source.adapter(), self.processor, folder, self.trainer.is_global_zero)

@@ -28,6 +28,10 @@ from rl_plugins.tests.loops import for_each
             "api_key=${oc.env:KEY,sk-1} 'api_key': '${oc.env:KEY,a b}'",
             "api_key=${oc.env:KEY} 'api_key': '${oc.env:KEY}'",
         ),
+        ("judge.key=a1 db_pwd=a judge.auth=b pat=c", "judge.key=*** db_pwd=*** judge.auth=*** pat=***"),
+        ("judge.key=${oc.env:KEY,sk-1} {key: 'a b'}", "judge.key=${oc.env:KEY} {key: ***}"),
+        ("f={judge: {key: a1, pwd: b}, other: 'c'}", "f={judge: {key: ***, pwd: ***}, other: 'c'}"),
+        ("{'key': 'a1', \"sentry_dsn\": \"b\", 'n': 1}", "{'key': ***, \"sentry_dsn\": ***, 'n': 1}"),
         (
             "JUDGE_KEY_2=sk-1 MYSQL_PWD=a GH_PAT=b SENTRY_DSN=c",
             "JUDGE_KEY_2=*** MYSQL_PWD=*** GH_PAT=*** SENTRY_DSN=***",
@@ -49,6 +53,10 @@ def test_redacted_text_has_no_password_and_no_key(text: str, expected: str) -> N
         "stop_token_ids=[1,2] eos_token=</s> tokenizer=x max_token_age=3", "there is no token: make one",
         "use_secret=true api_key=null", "data.chosen_key=better label_key=sign PWD=/root A_KEY, B_KEY: the",
         "find?signal=1&keys=2",
+        "an option is key=value; sorted(rows, key=size) option 'key': the value must be a text",
+        "{key: rows[key] for key in rows}",
+        "tracking.key_metric=a data.prompt_key=b judge.key_variable=C pattern=d author=e monkey.pattern=f OLDPWD=/",
+        "{'label_key': 'sign', 'keys': 'a', 'patience': 3} {prompt_key: a, sort_key: b, authors: c}",
         "put the token into ~/.ray/auth_token, where the head has it",
     ],
 )  # fmt: skip
@@ -60,10 +68,12 @@ def test_redacted_code_removes_literals_and_keeps_variables() -> None:
     code = (
         '+API_KEY = "sk-1"\n+judge(api_key=key, token=self.token, url="http://me:word@host")\n+  password: word\n'
         "-export HF_TOKEN=hf_1\n+JUDGE_KEY=a\n tokens = 3\n+config = {'access_key': 'a b'}\n"
+        '+pwd = "a"\n+key = "prompt"\n+rows.sort(key=size)\n+pat = re.compile("a")\n'
     )
     assert redacted_code(code) == (
         '+API_KEY = ***\n+judge(api_key=key, token=self.token, url="http://host")\n+  password: ***\n'
         "-export HF_TOKEN=***\n+JUDGE_KEY=***\n tokens = 3\n+config = {'access_key': ***}\n"
+        '+pwd = ***\n+key = "prompt"\n+rows.sort(key=size)\n+pat = re.compile("a")\n'
     )
 
 
@@ -72,12 +82,14 @@ def test_redacted_value_removes_secrets_at_all_depths_and_keeps_expressions() ->
         "reward": {"functions": {"judge": {"api_key": "sk-1", "password": 1234, "url": "http://me:word@host/v1"}}},
         "credentials": {"user": "me", "scopes": ["a"]},
         "headers": [{"Authorization": "Bearer ${oc.env:KEY}"}],
+        "judge": {"key": "a1", "pwd": "b", "auth": {"user": "me", "word": "c"}, "label_key": "d"},
         "max_tokens": 8, "token": None, "secret": True, "path": "a@b",
     }  # fmt: skip
     assert redacted_value(options) == {
         "reward": {"functions": {"judge": {"api_key": "***", "password": "***", "url": "http://host/v1"}}},
         "credentials": {"user": "***", "scopes": ["***"]},
         "headers": [{"Authorization": "Bearer ${oc.env:KEY}"}],
+        "judge": {"key": "***", "pwd": "***", "auth": {"user": "***", "word": "***"}, "label_key": "d"},
         "max_tokens": 8, "token": None, "secret": True, "path": "a@b",
     }  # fmt: skip
 
@@ -109,9 +121,13 @@ def test_redacted_value_removes_secrets_around_expressions(name: str, value: str
 
 
 def test_redacted_words_removes_values_with_blanks_and_words_behind_options() -> None:
-    words = ["grpo", "++judge.password=a b c", "--api-key", "sk-1", "tracking.uri=http://me:word@host", "run.name=a=b"]
+    words = [
+        "grpo", "++judge.password=a b c", "--api-key", "sk-1", "tracking.uri=http://me:word@host", "run.name=a=b",
+        "+judge.key=a b", "+key=a", "--pwd", "b", "data.label_key=sign",
+    ]  # fmt: skip
     assert redacted_words(words) == [
         "grpo", "++judge.password=***", "--api-key", "***", "tracking.uri=http://host", "run.name=a=b",
+        "+judge.key=***", "+key=***", "--pwd", "***", "data.label_key=sign",
     ]  # fmt: skip
 
 
@@ -125,6 +141,12 @@ def test_is_secret_judges_options_and_variables_by_name() -> None:
         "client_secret",
         "GOOGLE_CREDENTIALS",
         "JUDGE_KEY",
+        *("key", "--key", "pwd", "pat", "auth", "dsn", "db_pwd", "github_pat", "basic-auth", "sentry_dsn"),
+        *("judge_key", "openai_key", "signing-key", "accountKey", "ssh_key"),
     ]
-    harmless = ["max_tokens", "tokenizer", "label_key", "stop_token_ids", "max_token_age", "pad_token", "keys"]
+    harmless = [
+        "max_tokens", "tokenizer", "label_key", "stop_token_ids", "max_token_age", "pad_token", "keys", "prompt_key",
+        "key_metric", "key_variable", "judge_key_variable", "sort_key", "primary_key", "shelf_key", "monkey", "pattern",
+        "path", "author", "PWD", "OLDPWD", "PATH",
+    ]  # fmt: skip
     assert [name for name in secret + harmless if is_secret(name)] == secret

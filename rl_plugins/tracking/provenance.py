@@ -14,8 +14,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypedDict
 
+from rl_plugins.errors import ConfigError
 from rl_plugins.redaction import SECRET_FILES, redacted_code, redacted_words
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.text_file import REMOVE, read_json_object, read_text
 from rl_plugins.whole_file import write_whole_text
 
 GIT_STATE_FILE = ".git_state.json"
@@ -55,30 +57,55 @@ def write_provenance(folder: RunFolder, *, code: bool = True) -> None:
 
 
 def source_tags(folder: RunFolder) -> dict[str, str]:
-    """Return MLflow tags: the command of a run, its commit, and the number of files with uncommitted changes."""
+    """Return MLflow tags: the command of a run, its commit, and the number of files with uncommitted changes.
+
+    Raises:
+        ConfigError: a file of the run is damaged.
+    """
     tags: dict[str, str] = {}
     if folder.environment.is_file():
-        command = folder.environment.read_text(encoding="utf-8").splitlines()[1].removeprefix("# ")
+        command = "".join(read_text(folder.environment, REMOVE).splitlines()[1:2]).removeprefix("# ")
         # A worker of Ray would name its own file.
         tags |= {"mlflow.source.name": command, "mlflow.source.type": "LOCAL"}
     if folder.git_state.is_file():
-        state = json.loads(folder.git_state.read_text(encoding="utf-8"))
+        state = read_git_state(folder.git_state)
         tags |= {"mlflow.source.git.commit": state["commit"], "git.changed_files": str(len(state["changes"]))}
     return tags
 
 
-class GitState(TypedDict):
-    """Git state of a project.
+class GitSummary(TypedDict):
+    """Git state of a project without the changes in its files.
 
     Attributes:
         commit: full hash of the checked-out commit.
         changes: lines of `git status --short`, one for each changed file.
-        diff: changes of tracked files, without secrets; a note if the text is longer than 1 MiB.
     """
 
     commit: str
     changes: list[str]
+
+
+class GitState(GitSummary):
+    """Git state of a project.
+
+    Attributes:
+        diff: changes of tracked files, without secrets; a note if the text is longer than 1 MiB.
+    """
+
     diff: str
+
+
+def read_git_state(file: Path) -> GitSummary:
+    """Read the `git.json` of a run.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    state = read_json_object(file, REMOVE)
+    commit, changes = state.get("commit"), state.get("changes")
+    if not isinstance(commit, str) or not isinstance(changes, list):
+        raise ConfigError(f"{file}: not the commit and the changes of a project: {REMOVE}")
+    return GitSummary(commit=commit, changes=changes)
 
 
 def git_state(folder: Path) -> GitState | None:

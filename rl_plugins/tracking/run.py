@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rl_plugins.errors import ConfigError, StorageError
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.text_file import read_text
 from rl_plugins.tracking.provenance import describe_file
 from rl_plugins.tracking.store import DELETED, find_experiment, open_client, use_store
 from rl_plugins.tracking.unsent_metrics import Point
@@ -94,7 +95,8 @@ def open_run(uri: str, experiment: str, folder: RunFolder, description: RunDescr
         description: description to record.
 
     Raises:
-        ConfigError: the store has no run of this id, or the run or its experiment is deleted.
+        ConfigError: the file with the id is damaged, the store has no run of this id, or the run or its experiment is
+            deleted.
         StorageError: the id of a new run cannot be written into the folder.
     """
     use_store(uri)
@@ -123,7 +125,7 @@ def open_run(uri: str, experiment: str, folder: RunFolder, description: RunDescr
 def _existing_run(client: MlflowClient, id_file: Path) -> Run:
     from mlflow.exceptions import MlflowException
 
-    run_id = id_file.read_text().strip()
+    run_id = read_text(id_file, "remove the file, and a new run begins").strip()
     try:
         run = client.get_run(run_id)
     except MlflowException as error:

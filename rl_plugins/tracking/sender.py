@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rl_plugins.errors import ConfigError, StorageError, UserError
+from rl_plugins.errors import CheckpointError, ConfigError, StorageError, UserError
 from rl_plugins.redaction import redacted, without_password
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tracking.run import RunDescription, TrackedRun, open_run
@@ -177,11 +177,11 @@ class RunSender:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Return True if a second try would fail as well: the store refuses the call, or a local file is missing."""
+    """Return True if a second try would fail as well: the store refuses the call, or a local file is bad or missing."""
     from mlflow.exceptions import MlflowException
     from requests import HTTPError
 
-    if isinstance(error, FileNotFoundError | NotImplementedError | ConfigError):
+    if isinstance(error, FileNotFoundError | NotImplementedError | ConfigError | CheckpointError):
         return True
     status = 500
     if isinstance(error, MlflowException):

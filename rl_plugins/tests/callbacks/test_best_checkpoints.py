@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from rl_plugins.callbacks import checkpoint_files
-from rl_plugins.callbacks.best_checkpoints import BestCheckpoints
+from rl_plugins.callbacks.best_checkpoints import BestCheckpoints, ranked_bests
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.callbacks.training import AfterStep, alter, build_stage, train, weights
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
 
 REWARDS = [0.1, 0.5, 0.3, 0.5, 0.9, math.nan]
@@ -86,6 +88,18 @@ def test_best_checkpoints_refuse_an_unknown_metric_by_name(tmp_path: Path) -> No
         ConfigError, match=r"metric='train/rewrad'.*run\.best_metric.*: there is no such metric; .* train/reward,"
     ):
         train(build_stage(2), [PolicyCheckpoint(tmp_path, every=1), keeper])
+
+
+@for_each("content", ["", "[0.5]", '{"val/reward": "high"}'])
+def test_ranked_bests_names_a_damaged_metric_and_the_way_out(tmp_path: Path, content: str) -> None:
+    file = RunFolder(tmp_path).best(2) / "metric.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(content)
+    way_out = f'move {file.parent} out of the run\'s folder, or write {{"val/reward": NUMBER}} into the file'
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(file))}: .*: {re.escape(way_out)}$"):
+        ranked_bests(RunFolder(tmp_path), "val/reward", "max")
+    file.write_text('{"train/reward": 0.5}')
+    assert ranked_bests(RunFolder(tmp_path), "val/reward", "max") == [file.parent]
 
 
 @pytest.mark.parametrize("deadline_s", [None, 60])

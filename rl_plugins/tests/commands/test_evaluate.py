@@ -115,6 +115,11 @@ def test_reward_config_takes_every_kind_of_name(tmp_path):
     empty.write_text("run: {name: x}")
     with pytest.raises(ConfigError, match=r"the file has no `reward.functions`"):
         reward_config(str(empty))
+    empty.write_text("[1")
+    with pytest.raises(
+        ConfigError, match=r"^--reward .*empty\.yaml: not valid YAML .*: name a file with `reward\.func"
+    ):
+        reward_config(str(empty))
 
 
 def test_reward_config_reads_secrets_from_the_environment(tmp_path, monkeypatch):

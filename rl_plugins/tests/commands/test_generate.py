@@ -108,8 +108,13 @@ def test_recipe_with_conversations_refuses_a_file_in_one_line(tmp_path: Path, gr
     assert str(refused.value).startswith(f"--recipe {tmp_path / 'config.yaml'}: ")
 
 
-def test_recipe_with_conversations_names_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"No such file or directory: name the config\.yaml of a run"):
+def test_recipe_with_conversations_names_a_missing_or_damaged_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\(No such file or directory\): name the config\.yaml of a run"):
+        recipe_with_conversations(tmp_path / "none.yaml")
+    (tmp_path / "none.yaml").write_text("[1")
+    with pytest.raises(
+        ConfigError, match=r"^--recipe .*none\.yaml: not valid YAML \(.*\): name the config\.yaml of a run"
+    ):
         recipe_with_conversations(tmp_path / "none.yaml")
 
 

@@ -19,6 +19,13 @@ def test_main_lists_the_commands(capsys):
     assert main([]) == 2
 
 
+def test_main_refuses_the_end_of_the_process_by_code_of_the_user(monkeypatch, capsys):
+    monkeypatch.setattr("rl_plugins.commands.show.run", lambda arguments: sys.exit(0))
+    assert main(["show", "run"]) == 2
+    said = "error: code of the user (a reward, a data set) called sys.exit(0), and the command is not finished"
+    assert capsys.readouterr().err == f"{said}: remove the call\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

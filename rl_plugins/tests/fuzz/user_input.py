@@ -29,10 +29,12 @@ from rl_plugins.launch.hub_commits import HubCommits
 from rl_plugins.manifest import MANIFEST, find_damage
 from rl_plugins.models.folder import check_model_folder, check_model_type
 from rl_plugins.plain_file import load_plain, save_plain
+from rl_plugins.report.page import write_report
 from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.tests.files import rewrite_manifest
 from rl_plugins.tests.fuzz.inputs import NUMBERS, TEXTS, VALUES, Path_, as_json, changed, damaged, paths_of
 from rl_plugins.tests.fuzz.target import Target
+from rl_plugins.tests.report.handmade_run import handmade_run
 
 _ROW: dict[str, Any] = {
     "prompt": [{"role": "user", "content": "17+25="}],
@@ -166,6 +168,15 @@ def _model_check(folder: Path, files: Mapping[str, bytes]) -> Callable[[tuple[st
     return check
 
 
+def _report_check(folder: Path, files: Mapping[str, bytes]) -> Callable[[tuple[str, bytes]], None]:
+    def check(change: tuple[str, bytes]) -> None:
+        for name, content in {**files, change[0]: change[1]}.items():
+            (folder / name).write_bytes(content)
+        write_report(RunFolder(folder))
+
+    return check
+
+
 def _read_json_lines(file: Path) -> None:
     for _ in read_records(file):
         pass
@@ -235,6 +246,14 @@ def user_targets(folder: Path) -> Mapping[str, Target]:
     found["manifest"] = Target(some, _manifest_check(checkpoint), [checkpoint.name])
     metrics = "".join(json.dumps({"step": step, "time": 1.0, "train/loss": 0.5}) + "\n" for step in range(3)).encode()
     found["metrics"] = Target(damaged(metrics), _file_check(folder / "metrics.jsonl", read_metrics), ["metrics.jsonl"])
+    run = handmade_run(folder / "run")
+    samples = next(iter(run.samples.iterdir()))
+    of_samples = json.loads(samples.read_bytes())
+    read = {name: (run.path / name).read_bytes() for name in ("config.yaml", f"samples/{samples.name}")}
+    in_run = st.sampled_from(sorted(read)).flatmap(
+        lambda name: st.tuples(st.just(name), damaged(read[name]) | as_json(changed(of_samples) | VALUES))
+    )
+    found["files of a report"] = Target(in_run, _report_check(run.path, read), ["config.yaml"])
     commits = {"models/own/model@main": "0" * 40, "datasets/own/rows@v1": "1" * 40}
     hub = damaged(json.dumps(commits).encode()) | as_json(changed(commits) | VALUES)
     found["commits of the hub"] = Target(hub, _file_check(folder / "hub.json", _read_commits), ["hub.json"])

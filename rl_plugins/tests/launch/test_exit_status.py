@@ -15,9 +15,10 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.train import ControllerError
 
 from rl_plugins.errors import ConfigError, RayLost, RunStopped, TrainingDiverged
-from rl_plugins.launch.command_line import exit_on_user_error, exits_refused
+from rl_plugins.launch.command_line import exit_on_user_error
 from rl_plugins.launch.worker_errors import user_errors_unwrapped
 from rl_plugins.tests.patience import patient
+from rl_plugins.user_code import exits_refused
 
 PAGE = Path(__file__).parents[3] / "docs" / "commands.md"
 REPEAT = "To continue, repeat the command with run.resume=auto"
@@ -43,7 +44,7 @@ ENDS: list[tuple[Callable[[], None], int, str]] = [
     (lambda: None, 0, ""),
     (raising(ConfigError("run.steps=0")), 2, "error: run.steps=0"),
     (raising(TrainingDiverged("by step 3")), 2, "error: by step 3"),
-    (exit_early, 2, "error: code of the run (a reward, a data set) called sys.exit(0), and the run is not finished"),
+    (exit_early, 2, "error: code of the user (a reward, a data set) called sys.exit(0), and the command"),
     (raising(RayLost("Ray ended")), 69, f"error: Ray ended. {REPEAT}"),
     (raising(RunStopped("grpo: stopped after step 3: SIGTERM")), 75, f"after step 3: SIGTERM. {REPEAT}"),
     (send(signal.SIGHUP), 129, "interrupted by SIGHUP"),
@@ -97,6 +98,32 @@ def test_second_signal_ends_the_process_at_once_with_one_line() -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (130, "SIGINT again: ended at once\n")
+
+
+def test_exits_refused_refuses_the_status_of_success_in_this_process_alone() -> None:
+    program = (
+        "import os\n"
+        "from rl_plugins.user_code import exits_refused\n"
+        "with exits_refused():\n"
+        "    if os.fork() == 0:\n"
+        "        os._exit(0)\n"
+        "    print(os.wait()[1])\n"
+        "    try:\n"
+        "        os._exit(0)\n"
+        "    except Exception as error:\n"
+        "        print(error, flush=True)\n"
+        "    os._exit(3)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(60))
+    said = "code of the user (a reward, a data set) called os._exit(0), and the command is not finished"
+    assert (ended.returncode, ended.stdout) == (3, f"0\n{said}: remove the call\n")
+
+
+def test_exits_refused_gives_the_call_back_at_its_end() -> None:
+    before = os._exit
+    with exits_refused():
+        assert os._exit is not before
+    assert os._exit is before
 
 
 def test_user_errors_unwrapped_names_the_end_of_ray() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.launch import mlflow_run
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.mlflow_run import describe_run, sync
+from rl_plugins.manifest import MANIFEST
 from rl_plugins.run_folder import RunFolder, append_metrics
 from rl_plugins.tests.files import rewrite_manifest
 from rl_plugins.tests.launch.configurations import configured
@@ -101,6 +103,33 @@ def test_sync_is_not_complete_if_the_policy_could_not_be_registered(
     folder.config.write_text(OmegaConf.to_yaml(config))
     assert not sync(folder.path, None, DEADLINE_S)
     assert "has all of" not in capsys.readouterr().out and registered == []
+
+
+def test_sync_names_a_damaged_file_and_the_way_out(folder: RunFolder) -> None:
+    config = folder.config.read_text()
+    for file, content, way_out in (
+        (folder.config, b"run: [1", "replace the file with an intact copy"),
+        (folder.config, b"run: {stepz: 1}", "did you mean 'run.steps'"),
+        (folder.git_state, b'{"commit": 1}', "mend or remove the file"),
+        (folder.environment, b"\xff", "mend or remove the file"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"^{re.escape(str(file))}: .*{re.escape(way_out)}"):
+            sync(folder.path, None, DEADLINE_S)
+        file.unlink()
+        folder.config.write_text(config)
+
+
+def test_sync_sends_the_rest_of_a_folder_with_damaged_samples_and_manifests(
+    store: str, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder.checkpoint(1) / MANIFEST).write_text("{}")
+    (folder.samples / "step_00000001.json").write_bytes(b"\xff")
+    assert sync(folder.path, None, DEADLINE_S)
+    assert f"{folder.samples / 'step_00000001.json'} is damaged, and left out of MLflow" in capsys.readouterr().out
+    client, run_id = MlflowClient(store), folder.tracking_run.read_text()
+    sent = {file.path for name in ("checkpoints", "samples") for file in client.list_artifacts(run_id, name)}
+    assert sent == {"checkpoints/step_00000002.json", "samples/step_00000002.json"}
 
 
 def test_sync_is_complete_again_after_steps_that_a_roll_back_repeats(folder: RunFolder) -> None:

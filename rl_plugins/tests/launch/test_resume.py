@@ -183,6 +183,15 @@ def test_check_resume_refuses_a_change_of_the_quantization(starts: list[str | No
     assert starts == [str(run.checkpoint(2))]
 
 
+def test_check_resume_names_a_damaged_configuration(starts: list[str | None], tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "grpo")
+    leave_killed(run)
+    run.config.write_text("run: [1")
+    message = message_of(partial(run_recipe, options(tmp_path, "run.resume=auto")))
+    assert message.startswith(f"{run.config}: not valid YAML")
+    assert message.endswith(": replace the file with an intact copy, or give another run.name") and starts == []
+
+
 def test_run_recipe_copies_the_rest_of_a_finished_run_to_storage_and_fetches_the_run(
     starts: list[str | None], tmp_path: Path
 ) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from rl_plugins.config.hydra_errors import keys_of
 from rl_plugins.config.recipe import RecipeConfig, parse_config, write_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch import preflight
 from rl_plugins.launch.command_line import compose_config, run_recipe
 from rl_plugins.launch.mlflow_run import describe_run
+from rl_plugins.redaction import is_secret
 from rl_plugins.run_folder import RunFolder, append_metrics
 
 KEY, LITERAL, PASSWORD = "sk-of-the-environment", "sk-of-the-command-line", "pass-of-the-store"
@@ -119,6 +121,10 @@ def test_files_of_a_failed_run_have_no_secret(
     assert "api_key: ${oc.env:JUDGE_KEY}" in texts["changes.yaml"]
     leaks = [(name, secret) for name, text in texts.items() for secret in (LITERAL, PASSWORD, KEY) if secret in text]
     assert leaks == []
+
+
+def test_no_option_of_a_recipe_has_the_name_of_a_secret() -> None:
+    assert [key for key in keys_of(OmegaConf.structured(RecipeConfig)) if is_secret(key.rpartition(".")[2])] == []
 
 
 def test_describe_run_gives_mlflow_no_secret(config: RecipeConfig, tmp_path: Path) -> None:

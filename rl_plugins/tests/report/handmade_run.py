@@ -20,7 +20,7 @@ def sample(prompt: str, response: str, score: float | None, failure: str | None 
 def handmade_run(path: Path) -> RunFolder:
     """Write a folder of a run with metrics, samples, configuration and versions."""
     folder = RunFolder(path)
-    folder.samples.mkdir(parents=True)
+    folder.samples.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, float]] = [{"step": 0, "val/reward": 0.25}]
     for step in range(1, STEPS + 1):
         phases = {"time/step": 1.0, "time/rollout": 0.6, "time/update_policy": 0.3, "memory/rollout": 1.5}

@@ -12,7 +12,8 @@ import pytest
 
 from rl_plugins.report.page import reported, write_report
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tests.report.handmade_run import HOSTILE
+from rl_plugins.tests.loops import for_each
+from rl_plugins.tests.report.handmade_run import HOSTILE, sample
 
 SECTIONS = [
     "Curves", "Time by phase", "Memory by phase", "Failed rewards", "Samples", "Configuration", "Where things are",
@@ -123,6 +124,35 @@ def test_write_report_names_a_truncated_table_of_samples(folder: RunFolder) -> N
     assert "step_00000040.json is not whole." in text_of(page) and "step 20" in text_of(page)
 
 
+@for_each(
+    "content",
+    [
+        b"\xff", b"{}", b"[1]", b'[{"prompt": "1"}]', b"[" * 10**5,
+        *(
+            json.dumps([sample("1+1=", "2", 1.0) | wrong]).encode()
+            for wrong in (
+                {"score": "good"}, {"score": None}, {"score": 10**400}, {"images": "a"}, {"images": [[1]]},
+                {"turns": [1]}, {"turns": [{"sampling_s": 1.0}]},
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_write_report_leaves_out_samples_of_a_wrong_shape(folder: RunFolder, content: bytes) -> None:
+    (folder.samples / "step_00000040.json").write_bytes(content)
+    assert "step_00000040.json is not whole." in write_report(folder).read_text()
+
+
+def test_write_report_reads_no_other_files_beside_the_samples(folder: RunFolder) -> None:
+    (folder.samples / "step_00000040.copy.json").write_text("[]")
+    assert "step_00000040.copy" not in write_report(folder).read_text()
+
+
+def test_write_report_shows_a_configuration_of_another_shape(folder: RunFolder) -> None:
+    for config in ("run: 3\nstage: [1]\nmodel: path", "run: ${nowhere}", "model: {path: 1}\nstage: 2"):
+        folder.config.write_text(config)
+        assert "All options" in write_report(folder).read_text()
+
+
 def test_write_report_shows_the_images_of_prompts_and_no_other_addresses(folder: RunFolder) -> None:
     (first, *_) = sorted(folder.samples.iterdir())
     pictures = ["data:image/jpeg;base64,AAAA", "javascript:alert(1)", "https://example.com/pixel.png"]
@@ -155,6 +185,18 @@ def test_reported_writes_the_end_of_the_run_into_the_report(folder: RunFolder, e
     with reported(folder):
         pass
     assert "Ended by an error" not in folder.report.read_text()
+
+
+def test_reported_prints_the_damaged_file_of_a_report_and_goes_on(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.config.write_text("run: [1")
+    with reported(folder):
+        pass
+    said = capsys.readouterr().out
+    assert said.startswith(f"{folder.config}: not valid YAML") and said.endswith(": mend or remove the file\n")
+    with pytest.raises(RuntimeError, match="no engine"), reported(folder):
+        raise RuntimeError("no engine")
 
 
 def test_reported_writes_no_report_without_metrics_and_raises_the_error_of_the_run(folder: RunFolder) -> None:

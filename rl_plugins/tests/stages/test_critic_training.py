@@ -151,6 +151,13 @@ def test_critic_actor_learn_waits_for_all_ranks_and_updates_in_order(tmp_path: P
     assert gap(actor._learner.result().weights, learner.weights) == 0
 
 
+def test_critic_actor_has_finite_weights_until_one_weight_is_nan() -> None:
+    actor = CriticActor(PoolConfig("critic", "", "scalar", threads=torch.get_num_threads()), training(), 0)
+    assert asyncio.run(actor.has_finite_weights())
+    next(iter(actor._learner.result().weights.values())).view(-1)[0] = torch.nan
+    assert not asyncio.run(actor.has_finite_weights())
+
+
 @pytest.mark.parametrize("lora", [LoraConfig(rank=0), LoraConfig(rank=2, dropout=0.2)], ids=["all weights", "adapter"])
 def test_critic_learner_load_continues_from_save(tmp_path: Path, lora: LoraConfig) -> None:
     steps = trained_in_workers().trained_on

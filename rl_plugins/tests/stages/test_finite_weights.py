@@ -15,6 +15,7 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.callbacks.training import AfterStep, build_stage, sharded, train
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.ranks import run_ranks
+from rl_plugins.tests.strategies.test_remote_learner import Learner
 
 SAVED = "training has diverged by step 3: policy has weights that are NaN or infinite, so"
 
@@ -38,6 +39,15 @@ def test_policy_checkpoint_refuses_weights_of_the_last_update_that_are_not_finit
     newest = f"the last good checkpoint is {folder.checkpoint(2)}"
     assert f"{SAVED} checkpoint_00000003 is not written; {newest}" in str(error.value)
     assert folder.checkpoints() == [folder.checkpoint(2)] and folder.unfinished() == []
+
+
+def test_policy_checkpoint_refuses_a_model_of_other_processes_whose_weights_are_not_finite(tmp_path: Path) -> None:
+    stage: Any = build_stage(2)
+    stage.reward_model = Learner("")
+    spoil = AfterStep([2], lambda trainer, stage: setattr(stage.reward_model, "is_finite", False))
+    with pytest.raises(TrainingDiverged, match=r"by step 2: reward_model has weights .* so checkpoint_00000002 is not"):
+        train(stage, [spoil, PolicyCheckpoint(tmp_path, every=1)])
+    assert RunFolder(tmp_path).checkpoints() == [RunFolder(tmp_path).checkpoint(1)]
 
 
 def test_export_refuses_weights_that_are_not_finite(tmp_path: Path) -> None:

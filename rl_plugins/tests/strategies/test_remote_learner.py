@@ -30,15 +30,18 @@ STRATEGIES: dict[str, Any] = {
 class Learner(torch.nn.Module, RemoteLearner):
     """A learner with a text as its state; the learner never runs."""
 
-    def __init__(self, learnt: str) -> None:
+    def __init__(self, learnt: str, *, is_finite: bool = True) -> None:
         super().__init__()
-        self.learnt = learnt
+        self.learnt, self.is_finite = learnt, is_finite
 
     def position_scores(self, **_: Any) -> Any:
         raise AssertionError("the learner is not run")
 
     def response_log_probs(self, **_: Any) -> Any:
         raise AssertionError("the learner is not run")
+
+    def has_finite_weights(self) -> bool:
+        return self.is_finite
 
     def save(self, folder: Path) -> None:
         folder.mkdir()
