@@ -69,7 +69,7 @@ def test_server_over_http_runs_calls(address: str) -> None:
 
 
 @for_each("headers", [{}, {"headers": {"Authorization": "Bearer key"}}])
-def test_call_over_http_waits_for_the_deadline_of_its_tool(
+def test_call_over_http_waits_for_the_deadline_of_the_tool(
     monkeypatch: pytest.MonkeyPatch, headers: dict[str, Any]
 ) -> None:
     clients: list[httpx2.AsyncClient] = []
