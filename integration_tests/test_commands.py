@@ -128,7 +128,7 @@ def test_evaluate_samples_and_compares_two_policies(workplace: Path, tmp_path: P
 
 
 @pytest.mark.extended
-def test_project_of_init_passes_its_test_and_trains(tmp_path: Path) -> None:
+def test_project_of_init_passes_the_written_test_and_trains(tmp_path: Path) -> None:
     """Type the commands printed by `rl-plugins init`, with fewer steps."""
     made = run(tmp_path, "init", "projects/solver")
     assert made.returncode == 0, made.stderr

@@ -77,7 +77,8 @@ def test_keep_checkpoints_of_critics_bounds_the_checkpoints_with_each_critic(tmp
 def test_attention_of_a_recipe_is_the_attention_of_the_model(tmp_path: Path) -> None:
     model = save_tiny_policy(tmp_path / "policy")
     for overrides, attention in ([], PACKED_SDPA), (["model.attention=eager"], "eager"):
-        run = replace(training_run(tmp_path, f"model.path={model}", *overrides), scorer=canned.CannedScorer())
+        run = training_run(tmp_path, f"model.path={model}", "sampling.max_tokens=8", *overrides)
+        run = replace(run, scorer=canned.CannedScorer())
         stage = build_stage(run)
         stage.trainer = quiet_trainer(run.strategy)
         stage.configure_model()
