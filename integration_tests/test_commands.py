@@ -1,4 +1,4 @@
-"""`rl-plugins generate` and `rl-plugins evaluate`: sampling is killed and resumed, two policies are compared."""
+"""`rl-plugins generate`, `evaluate` and `init`: a killed command resumes, policies are compared, a project trains."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from mlflow import MlflowClient
+from safetensors.torch import load_file
 
 from integration_tests.command_server import run_command
 from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.run_folder import metric_rows
 from rl_plugins.tests.patience import patient
 
 # The process ends between two parts, as by `kill -9`, without a race.
@@ -122,3 +125,30 @@ def test_evaluate_samples_and_compares_two_policies(workplace: Path, tmp_path: P
     means = {content is second: content["measures"]["addition"]["mean@2"]["value"] for content in contents}
     assert abs(difference["value"] - (means[True] - means[False])) < 1e-9
     assert difference["low"] <= difference["value"] <= difference["high"] and difference["prompts"] == 64
+
+
+@pytest.mark.extended
+def test_project_of_init_passes_the_written_test_and_trains(tmp_path: Path) -> None:
+    """Type the commands printed by `rl-plugins init`, with fewer steps."""
+    made = run(tmp_path, "init", "projects/solver")
+    assert made.returncode == 0, made.stderr
+    change_folder, *commands = [line.split() for line in made.stdout.splitlines() if line.startswith("  ")]
+    assert change_folder == ["cd", "projects/solver"]
+    folder = tmp_path / "projects" / "solver"
+    printed = {}
+    for program, *arguments in commands:
+        module = {"rl-plugins": "rl_plugins"}.get(program, program)
+        options = ["run.steps=3", "run.eval_every=3"] if arguments == ["recipe.yaml"] else []
+        done = run_command([sys.executable, "-m", module, *arguments, *options], cwd=folder, check=True)
+        printed[arguments[0]] = done.stdout
+    assert list(printed) == ["test_reward.py", "recipe.yaml", "show"]
+    assert "1 passed" in printed["test_reward.py"]
+    rows = [row for row in metric_rows(folder / "outputs" / "first" / "metrics.jsonl") if "train/loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    # Two digits in place of letters have a score.
+    assert max(row["train/reward"] for row in rows) > 0 and min(row["train/gradient_norm"] for row in rows) > 0
+    before, after = (
+        load_file(path / "model.safetensors") for path in (folder / "model", folder / "outputs" / "first" / "policy")
+    )
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert "train/reward" in printed["show"]

@@ -32,9 +32,9 @@ RECIPES = "rl_plugins.recipes."
 ITS_OWN = "model.path=MODEL 'data.train_files=[train.parquet]'"
 """Replacements of a reader's options."""
 PAGES = (
-    "docs/agent_recipes.md", "docs/callbacks.md", "docs/commands.md", "docs/data.md", "docs/environments.md",
-    "docs/existing_project.md", "docs/mlflow.md", "docs/own_algorithm.md", "docs/planning.md", "docs/recipes.md",
-    "docs/rewards.md", "docs/sweeps.md",
+    "docs/agent_recipes.md", "docs/callbacks.md", "docs/commands.md", "docs/custom_data.md", "docs/data.md",
+    "docs/environments.md", "docs/existing_project.md", "docs/mlflow.md", "docs/own_algorithm.md", "docs/planning.md",
+    "docs/recipes.md", "docs/rewards.md", "docs/sweeps.md",
 )  # fmt: skip
 LEFT_OUT = {
     "mlflow ui": "does not end",
@@ -104,6 +104,7 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file, page in (("my_reward.py", "docs/rewards.md"), ("my_environment.py", "docs/environments.md")):
         functions = [block for block in blocks(WRITTEN[page], "python") if block.startswith("def ")]
         (folder / file).write_text("\n\n".join(functions))
+    (folder / "my_data.py").write_text(blocks(WRITTEN["docs/custom_data.md"], "python")[0])
     for name in ("docs", "examples"):
         (folder / name).symlink_to(ROOT / name)
     for line in TYPED_BEFORE:

@@ -102,6 +102,11 @@ def test_coroutines_run_concurrently_and_a_blocking_coroutine_fails_alone() -> N
     assert outcomes(scores) == [1.0, "timeout", "timeout", 2.0, "died", 3.0]
 
 
+def test_coroutines_of_all_batches_run_in_one_event_loop() -> None:
+    with pool(f"{HERE}.num_event_loops") as workers:
+        assert [outcomes(workers.score(requests("a", "b"))) for _ in range(3)] == [[1.0, 1.0]] * 3
+
+
 def test_batched_reward_is_called_with_chunks() -> None:
     with pool(f"{HERE}.batch_size", num_workers=2, chunk_size=4) as workers:
         assert outcomes(workers.score(requests(*"abcdefghij"))) == [4.0] * 8 + [2.0] * 2

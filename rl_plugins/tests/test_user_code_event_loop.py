@@ -14,6 +14,7 @@ import pytest
 
 from rl_plugins import user_code
 from rl_plugins.rewards.inline import InlineScorer
+from rl_plugins.rewards.pool import RewardPool
 from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.tests.patience import patient
 from rl_plugins.user_code import run_concurrently, run_in_event_loop
@@ -50,6 +51,20 @@ async def judge(solution_str, url):
     session = session or aiohttp.ClientSession()
     async with session.post(url, data=solution_str) as answer:
         return float(await answer.text())
+"""
+# Without a library, which a worker would import for longer than the test takes.
+KEPT_CONNECTION = """
+import asyncio
+
+connection = None
+
+async def judge(solution_str, port):
+    global connection
+    connection = connection or await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = connection
+    writer.write(f"POST / HTTP/1.1\\r\\nContent-Length: {len(solution_str)}\\r\\n\\r\\n{solution_str}".encode())
+    await reader.readuntil(b"\\r\\n\\r\\n")
+    return float(await reader.readexactly(1))
 """
 
 
@@ -114,6 +129,15 @@ def test_inline_scorer_keeps_the_client_of_a_coroutine_reward(source: str, serve
     assert [score.value for score in scorer.score([request("bye")])] == [3.0]
     assert server.closed.wait(DEADLINE_S)
     assert [score.value for score in scorer.score([request("a"), request("abcd")])] == [1.0, 4.0]
+
+
+def test_worker_of_a_reward_pool_keeps_the_connection_of_a_coroutine_reward(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "judges.py").write_text(KEPT_CONNECTION)
+    config = {"path": str(tmp_path / "judges.py"), "name": "judge", "port": server.server_port}
+    with RewardPool(config, num_workers=1, deadline_s=DEADLINE_S) as pool:
+        for text in ("ab", "abcd", "a"):
+            assert [score.value for score in pool.score([request(text)])] == [len(text)]
+    assert len(server.connections) == 1
 
 
 def test_run_concurrently_uses_one_event_loop_for_all_batches() -> None:

@@ -196,6 +196,8 @@ def write_rows(rows: Iterable[tuple[str, dict[str, Any]]], schema: pa.Schema, fo
 def write_splits(splits: Mapping[str, RowList], folder: Path) -> dict[str, Path]:
     """Check the rows of all splits, write `folder`/<split>.parquet for each, and return the paths.
 
+    If all rows of a split have an empty `extra_info`, each row gets the name of the split and the number of the row.
+
     Raises:
         ConfigError: a row is malformed; the message names the split, the row and the column.
         StorageError: a file cannot be written.
@@ -206,11 +208,18 @@ def write_splits(splits: Mapping[str, RowList], folder: Path) -> dict[str, Path]
     with storing(folder), ExitStack() as stack:
         temporary = {split: stack.enter_context(_temporary_file(folder, split)) for split in splits}
         for split, rows in splits.items():
-            pq.write_table(pa.Table.from_pylist(rows), temporary[split])
+            pq.write_table(pa.Table.from_pylist(_with_extra_info(split, rows)), temporary[split])
         targets = {split: folder / f"{split}.parquet" for split in splits}
         for split, path in temporary.items():
             path.replace(targets[split])
     return targets
+
+
+def _with_extra_info(split: str, rows: RowList) -> RowList:
+    if any(row["extra_info"] for row in rows):
+        return rows
+    # Parquet has no mapping without a key.
+    return [{**row, "extra_info": {"split": split, "index": number}} for number, row in enumerate(rows)]
 
 
 @contextmanager

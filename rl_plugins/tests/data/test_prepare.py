@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_plugins.data.parquet import load_rows
+from rl_plugins.data.parquet import load_rows, prompt_row
 from rl_plugins.data.preferences import PreferenceDataModule
 from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows, gsm8k_answer, last_boxed
@@ -150,6 +150,14 @@ def test_prepare_jsonl_refuses_csv(tmp_path, capsys):
 def test_prepare_math_names_a_missing_split(tmp_path, capsys):
     assert main(["math", "--input", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
     assert "expected one train.jsonl or train.parquet, found none" in capsys.readouterr().err
+
+
+def test_write_splits_writes_rows_with_empty_extra_info(tmp_path):
+    files = write_splits({"train": [prompt_row("2+3=", "5"), prompt_row("4+4=", "8")]}, tmp_path)
+    first, second = load_rows(files["train"])
+    assert first["extra_info"] == {"split": "train", "index": 0} and second["extra_info"]["index"] == 1
+    files = write_splits({"test": [prompt_row("2+3=", "5"), prompt_row("4+4=", "8", level=2)]}, tmp_path)
+    assert [row["extra_info"] for row in load_rows(files["test"])] == [{"level": None}, {"level": 2}]
 
 
 def test_write_splits_keeps_the_old_files_when_a_write_fails(tmp_path, row, monkeypatch):

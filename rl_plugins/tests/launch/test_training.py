@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ from lightning.pytorch.profilers import SimpleProfiler
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.training import TrainingRun
-from rl_plugins.models.tiny import build_tokenizer
+from rl_plugins.models.packed_attention import PACKED_SDPA
+from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
+from rl_plugins.recipes.grpo import build_stage
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.strategies.contract import COST_CRITIC, CRITIC
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.launch.configurations import configured
+from rl_plugins.tests.quiet_trainer import quiet_trainer
+from rl_plugins.tests.stages import canned
 from rl_plugins.tracking.loggers import JsonLinesLogger
 
 
@@ -58,6 +64,25 @@ def test_async_checkpoints_have_half_the_deadline_of_collectives(tmp_path: Path)
         callbacks = training_run(tmp_path, *overrides).callbacks()
         checkpoint = next(callback for callback in callbacks if isinstance(callback, PolicyCheckpoint))
         assert checkpoint.files.deadline_s == deadline_s
+
+
+def test_keep_checkpoints_of_critics_bounds_the_checkpoints_with_each_critic(tmp_path: Path) -> None:
+    options = ["critic.keep_checkpoints=2", "cost_critic.keep_checkpoints=1"]
+    for overrides, kept in ([], {}), (options[:1], {CRITIC: 2}), (options, {CRITIC: 2, COST_CRITIC: 1}):
+        callbacks = training_run(tmp_path, *overrides).callbacks()
+        checkpoint = next(callback for callback in callbacks if isinstance(callback, PolicyCheckpoint))
+        assert checkpoint._keep_models == kept
+
+
+def test_attention_of_a_recipe_is_the_attention_of_the_model(tmp_path: Path) -> None:
+    model = save_tiny_policy(tmp_path / "policy")
+    for overrides, attention in ([], PACKED_SDPA), (["model.attention=eager"], "eager"):
+        run = training_run(tmp_path, f"model.path={model}", "sampling.max_tokens=8", *overrides)
+        run = replace(run, scorer=canned.CannedScorer())
+        stage = build_stage(run)
+        stage.trainer = quiet_trainer(run.strategy)
+        stage.configure_model()
+        assert stage.policy.config._attn_implementation == attention
 
 
 def test_callbacks_loggers_and_profiler_are_built_from_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

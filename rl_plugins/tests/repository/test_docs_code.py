@@ -74,18 +74,25 @@ def test_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
         exec(compile(code, f"{page}, block {number}", "exec"), names)
 
 
+def difference(name):
+    """The changed lines between the files of a name in the two examples; a file may be new with RL."""
+    files = [ROOT / "examples" / project / name for project in ("existing_project", "existing_project_rl")]
+    before, after = (file.read_text(encoding="utf-8").splitlines() if file.exists() else [] for file in files)
+    # Heads of files and places, and empty lines, are left out.
+    changes = list(difflib.unified_diff(before, after, n=0))[2:]
+    return [line for line in changes if not line.startswith("@@") and line != "+"]
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/existing_project.md"])
 def test_diff_of_a_page_is_the_difference_between_the_two_examples(page):
-    before, after = (
-        (ROOT / "examples" / project / "train.py").read_text(encoding="utf-8").splitlines()
-        for project in ("existing_project", "existing_project_rl")
-    )
-    # Heads of files and places, and empty lines, are left out.
-    expected = [
-        line for line in list(difflib.unified_diff(before, after, n=0))[2:] if not line.startswith("@@") and line != "+"
-    ]
-    (shown,) = blocks(WRITTEN[page], "diff")
-    assert [line for line in shown.splitlines() if line] == expected
+    shown = blocks(WRITTEN[page], "diff")[0]
+    assert [line for line in shown.splitlines() if line] == difference("train.py")
+
+
+def test_diff_of_lightning_cli_is_the_difference_between_the_two_examples():
+    _, shown = blocks(WRITTEN["docs/existing_project.md"], "diff")
+    expected = {name: difference(name) for name in ("cli.py", "cli.yaml", "reward.py")}
+    assert shown.splitlines() == [line for name, lines in expected.items() for line in (f"+++ {name}", *lines)]
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in COMMANDS}))

@@ -49,6 +49,17 @@ async def batch_lengths_async(solution_strs: list[str]) -> np.ndarray:
     return np.array([len(solution) for solution in solution_strs], dtype=np.float32)
 
 
+async def num_event_loops(solution_str: str) -> int:
+    """Return the number of event loops that have run this function in this process."""
+    loop = asyncio.get_running_loop()
+    if loop not in _EVENT_LOOPS:
+        _EVENT_LOOPS.append(loop)
+    return len(_EVENT_LOOPS)
+
+
+_EVENT_LOOPS: list[asyncio.AbstractEventLoop] = []
+
+
 class Meeting:
     """Score a response by its length. No call returns before the number of concurrent calls equals `parties`.
 

@@ -31,7 +31,6 @@ from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.preferences import PreferenceDataModule
-from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows, preference_rows
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.errors import ConfigError
@@ -47,7 +46,6 @@ from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
 
 BATCH = canned.prompt_batch(canned.PROMPTS)
-SCORER = {"_target_": "rl_plugins.rewards.scorers.exact_match"}
 
 
 def stage(policy: Any = None, **options: Any) -> PolicyOptimization:
@@ -228,41 +226,6 @@ def test_test_without_validation_rows_is_refused(tmp_path: Path) -> None:
     for run in (Trainer.test, Trainer.predict):
         with pytest.raises(ConfigError, match="read the validation rows: set `validation`"):
             run(make_trainer(tmp_path, logger=False), stage(), datamodule=data)
-
-
-@pytest.mark.parametrize(
-    ("own", "source", "model"),
-    [
-        (SFT, SFTDataModule, {"policy": "PATH", "scorer": SCORER, "eval_sampling": {"max_tokens": 3}}),
-        (
-            PreferenceOptimization, PreferenceDataModule,
-            {"policy": "PATH", "reference": "PATH", "scorer": SCORER, "eval_sampling": {"max_tokens": 3}},
-        ),
-        (RewardModeling, PreferenceDataModule, {"model": "PATH"}),
-    ],
-    ids=["SFT", "PreferenceOptimization", "RewardModeling"],
-)  # fmt: skip
-def test_lightning_cli_runs_a_stage(tmp_path: Path, own: Any, source: Any, model: dict[str, Any]) -> None:
-    pytest.importorskip("jsonargparse")
-    from lightning.pytorch.cli import LightningCLI
-
-    path = str(save_tiny_policy(tmp_path / "policy"))
-    rows = addition_rows(below=10, num_train=8, num_test=1, seed=0)
-    write_splits({split: preference_rows(of_split, seed=0) for split, of_split in rows.items()}, tmp_path)
-    options: dict[str, Any] = {
-        "trainer": {
-            "strategy": {"class_path": "rl_plugins.SingleDeviceRolloutStrategy"},
-            **{"accelerator": "cpu", "devices": 1, "max_steps": 2, "default_root_dir": str(tmp_path)},
-            **{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False},
-        },
-        "model": {
-            **{name: path if value == "PATH" else value for name, value in model.items()},
-            "optimizer": {"lr": 0.01},
-        },
-        "data": {"train": str(tmp_path / "train.parquet"), "tokenizer": path, "prompts_per_step": 4},
-    }
-    cli = LightningCLI(own, source, args={"subcommand": "fit", "fit": options}, save_config_callback=None)
-    assert cli.model.step == 2 and cli.trainer.optimizers[0].param_groups[0]["lr"] == 0.01
 
 
 def test_finders_of_the_tuner_are_refused(tmp_path: Path) -> None:

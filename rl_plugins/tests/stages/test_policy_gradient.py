@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor
 from rl_plugins.algorithms.aggregation import AGGREGATIONS
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.regularization import KLConfig
+from rl_plugins.algorithms.rollout_correction import Rejection, RolloutCorrection
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
@@ -22,9 +25,16 @@ BUDGETS = [1, 40, 70, 10**6]
 
 
 def plain_grpo(
-    aggregation: str, scale: str = "group", kl: KLConfig | None = None, reference: Any = None
+    aggregation: str,
+    scale: str = "group",
+    kl: KLConfig | None = None,
+    reference: Any = None,
+    keeps: Callable[[Tensor], bool] = lambda log_probs_T: True,
 ) -> list[Tensor]:
-    """The gradient of one on-policy update, sample by sample, without padding and without code of the stage."""
+    """The gradient of one on-policy update, sample by sample, without padding and without code of the stage.
+
+    `keeps` returns False for the log-probs of a rejected response.
+    """
 
     def log_probs(model: Any, prompt: str, response: str) -> Tensor:
         prompt_ids, ids = canned.tokenizer.encode(prompt), canned.tokenizer.encode(response)
@@ -47,13 +57,17 @@ def plain_grpo(
             group.append((prompt, response, reward))
         groups.append(group)
     losses: list[Tensor] = []
+    num_sequences = 0
     for group in groups:
         rewards = [reward for _, _, reward in group]
         all_rewards = [reward for other in groups for _, _, reward in other]
         spread = statistics.stdev(rewards if scale == "group" else all_rewards)
         for prompt, response, reward in group:
             if response:
+                num_sequences += 1
                 current = log_probs(policy, prompt, response)
+                if not keeps(current.detach()):
+                    continue
                 advantage = (reward - statistics.mean(rewards)) / (spread + 1e-6)
                 loss = -advantage * (current - current.detach()).exp()
                 if reference is not None and kl.placement == "loss":
@@ -64,7 +78,7 @@ def plain_grpo(
         total = torch.cat(losses).mean() if aggregation == "token-mean" else torch.cat(losses).sum()
     else:
         sums = [loss.mean() if aggregation == "seq-mean-token-mean" else loss.sum() for loss in losses]
-        total = torch.stack(sums).mean() / (canned.BUDGET if aggregation.endswith("norm") else 1)
+        total = torch.stack(sums).sum() / num_sequences / (canned.BUDGET if aggregation.endswith("norm") else 1)
     return list(torch.autograd.grad(total, list(policy.parameters())))
 
 
@@ -124,6 +138,26 @@ def test_grpo_gradient_with_kl_to_a_reference_equals_the_definition(tmp_path: Pa
     assert metrics["train/kl_coefficient"] == 0.3
     without = plain_grpo("token-mean")
     assert any(float((a - b).abs().max()) > 1e-3 for a, b in zip(gradient, without, strict=True))
+
+
+def test_grpo_gradient_after_rejection_of_sequences_equals_the_definition() -> None:
+    """Rejected sequences count in means over sequences, and rejected tokens do not count in means over tokens."""
+    gaps: list[float] = []
+
+    def gap(log_probs_T: Tensor) -> float:
+        # The log-probs of the rollout engine are -1.
+        gaps.append(-1 - float(log_probs_T.mean()))
+        return gaps[-1]
+
+    plain_grpo("token-sum", keeps=lambda log_probs_T: gap(log_probs_T) < math.inf)
+    bound = statistics.median(gaps)
+    correction = RolloutCorrection(rules=(Rejection("seq_mean_k1", (1e-9, math.exp(bound))),))
+    for aggregation in ("token-mean", "seq-mean-token-mean"):
+        expected = plain_grpo(aggregation, keeps=lambda log_probs_T: gap(log_probs_T) < bound)
+        algorithm = Algorithm(aggregation=aggregation, correction=correction)
+        (gradient,), metrics = canned.gradients(algorithm, tokens_per_micro_batch=40)
+        assert 0 < metrics["train/rollout/rejected"] < 1
+        assert_same(gradient, expected, 1e-6)
 
 
 def test_step_logs_rewards_lengths_failures_and_uniform_groups() -> None:
