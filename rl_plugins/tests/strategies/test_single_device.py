@@ -11,8 +11,10 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.config.models import CriticConfig
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.errors import ConfigError, StorageError
+from rl_plugins.errors import CheckpointError, ConfigError, StorageError
 from rl_plugins.models.tiny import build_model
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.transformers_engine import TransformersRollout
@@ -25,9 +27,11 @@ UPDATE = ["wake_up weights", "update_weights {}", "wake_up kv_cache", "generate"
 NO_UPDATE = [UPDATE[0], *UPDATE[2:]]
 
 
-def stage() -> PolicyOptimization:
+def stage(algorithm: Algorithm | None = None, critic: CriticConfig | None = None, **sizes: int) -> PolicyOptimization:
     return PolicyOptimization(
-        build_model(),
+        build_model(**sizes),
+        algorithm=algorithm,
+        critic=critic,
         tokenizer=canned.tokenizer,
         scorer=canned.CannedScorer(),
         sampling=SamplingConfig(max_tokens=8, num_samples=3),
@@ -84,6 +88,25 @@ def test_update_weights_is_called_after_a_checkpoint_is_loaded(tmp_path: Any) ->
     take(calls)
     trainer.validate(module, loader(2), ckpt_path=tmp_path / "state.ckpt", weights_only=True, verbose=False)
     assert updates(calls) == ["update_weights 1"]
+
+
+def test_load_checkpoint_refuses_a_checkpoint_of_another_model_or_algorithm(tmp_path: Path) -> None:
+    trainer, _ = trainer_and_calls()
+    trainer.fit(stage(), loader(1))
+    trainer.save_checkpoint(tmp_path / "state.ckpt")
+    of_policy = r"the checkpoint belongs to another model: policy\.model\."
+    others: list[tuple[PolicyOptimization, str]] = [
+        (stage(num_layers=1), of_policy + r"layers\.1\."),
+        (stage(num_layers=3), of_policy + r"layers\.2\."),
+        (stage(hidden_size=64), of_policy),
+        (
+            stage(Algorithm(advantage="gae"), CriticConfig(canned.other_model())),
+            r"the checkpoint belongs to another model: critic\.",
+        ),
+    ]
+    for other, message in others:
+        with pytest.raises(CheckpointError, match=f"{message}.* resume with the models and the algorithm"):
+            trainer_and_calls()[0].fit(other, loader(2), ckpt_path=tmp_path / "state.ckpt", weights_only=True)
 
 
 def test_save_checkpoint_makes_the_folder(tmp_path: Path) -> None:
