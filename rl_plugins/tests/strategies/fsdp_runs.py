@@ -270,9 +270,9 @@ class Inspected(Recorded):
             self.trainer.save_checkpoint(saved / "lightning.ckpt" / "below_a_file")
         with pytest.raises(CheckpointError, match=r"not a checkpoint of this package: .*lightning\.ckpt"):
             strategy.load_checkpoint(self.folder)
-        for other in ({"num_layers": 1}, {"num_layers": 3}, {"hidden_size": 64}):
+        for other in (build_model(num_layers=1), build_model(num_layers=3), build_model(hidden_size=64)):
             with pytest.raises(CheckpointError, match=r"policy belongs to another model: .* is in one of the two"):
-                load_model(saved / "policy", build_model(**other), None)
+                load_model(saved / "policy", other, None)
         part = next((saved / "critic").glob("__0_*"))
         strategy.barrier()
         if strategy.is_global_zero:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
+from torch import nn
 
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.models import CriticConfig
@@ -27,14 +28,13 @@ UPDATE = ["wake_up weights", "update_weights {}", "wake_up kv_cache", "generate"
 NO_UPDATE = [UPDATE[0], *UPDATE[2:]]
 
 
-def stage(algorithm: Algorithm | None = None, critic: CriticConfig | None = None, **sizes: int) -> PolicyOptimization:
+def stage(model: nn.Module | None = None, **options: Any) -> PolicyOptimization:
     return PolicyOptimization(
-        build_model(**sizes),
-        algorithm=algorithm,
-        critic=critic,
+        model or build_model(),
         tokenizer=canned.tokenizer,
         scorer=canned.CannedScorer(),
         sampling=SamplingConfig(max_tokens=8, num_samples=3),
+        **options,
     )
 
 
@@ -94,18 +94,16 @@ def test_load_checkpoint_refuses_a_checkpoint_of_another_model_or_algorithm(tmp_
     trainer, _ = trainer_and_calls()
     trainer.fit(stage(), loader(1))
     trainer.save_checkpoint(tmp_path / "state.ckpt")
-    of_policy = r"the checkpoint belongs to another model: policy\.model\."
+    differs = "the checkpoint belongs to another model: "
+    critic = {"algorithm": Algorithm(advantage="gae"), "critic": CriticConfig(canned.other_model())}
     others: list[tuple[PolicyOptimization, str]] = [
-        (stage(num_layers=1), of_policy + r"layers\.1\."),
-        (stage(num_layers=3), of_policy + r"layers\.2\."),
-        (stage(hidden_size=64), of_policy),
-        (
-            stage(Algorithm(advantage="gae"), CriticConfig(canned.other_model())),
-            r"the checkpoint belongs to another model: critic\.",
-        ),
+        (stage(build_model(num_layers=1)), r"policy\.model\.layers\.1\."),
+        (stage(build_model(num_layers=3)), r"policy\.model\.layers\.2\."),
+        (stage(build_model(hidden_size=64)), r"policy\."),
+        (stage(**critic), r"critic\."),
     ]
     for other, message in others:
-        with pytest.raises(CheckpointError, match=f"{message}.* resume with the models and the algorithm"):
+        with pytest.raises(CheckpointError, match=f"{differs}{message}.* resume with the models and the"):
             trainer_and_calls()[0].fit(other, loader(2), ckpt_path=tmp_path / "state.ckpt", weights_only=True)
 
 

@@ -104,9 +104,9 @@ class Inspect(PolicyOptimization):
         with pytest.raises(CheckpointError, match=r"not a checkpoint of this package: .*lightning\.ckpt"):
             strategy.load_checkpoint(self.folder)
         shards = ZeroShards(path / "policy" / TAG)
-        for other in ({"num_layers": 1}, {"num_layers": 3}, {"hidden_size": 64}):
+        for other in (build_model(num_layers=1), build_model(num_layers=3), build_model(hidden_size=64)):
             with pytest.raises(CheckpointError, match=r"checkpoint belongs to another model: .* is in one of the two"):
-                shards.check_model(build_model(**other))
+                shards.check_model(other)
         self.check_retention()
 
     def check_retention(self) -> None:
