@@ -36,6 +36,8 @@ from rl_plugins.models.lora import has_adapter
 from rl_plugins.strategies.optimizers import library_of
 
 _METADATA_FILE = ".metadata"
+_WEIGHTS = "weights."
+"""Beginning of the names of weights in a checkpoint."""
 _DESCRIPTION = {
     *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
     *(
@@ -122,12 +124,12 @@ def load_model(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> N
     """
     saved = _read_metadata(folder).state_dict_metadata
     weights = _weights(model)
-    for name, tensor in weights.items():
-        stored = saved.get(f"weights.{name}")
-        if not isinstance(stored, TensorStorageMetadata) or stored.size != tensor.shape:
+    for name in sorted({key.removeprefix(_WEIGHTS) for key in saved if key.startswith(_WEIGHTS)} | weights.keys()):
+        stored, tensor = saved.get(f"{_WEIGHTS}{name}"), weights.get(name)
+        if not isinstance(stored, TensorStorageMetadata) or tensor is None or stored.size != tensor.shape:
             raise CheckpointError(
-                f"{folder} belongs to another model: {name} is missing or has another shape. Resume with the model of "
-                "the checkpoint"
+                f"{folder} belongs to another model: {name} is in one of the two, or has two shapes: resume with the "
+                "model of the checkpoint"
             )
     state: dict[str, Any] = {"weights": weights}
     if optimizer is not None:
@@ -163,9 +165,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """
     saved = _read_metadata(folder).state_dict_metadata
     weights = {
-        key.removeprefix("weights."): torch.empty(stored.size, dtype=stored.properties.dtype)
+        key.removeprefix(_WEIGHTS): torch.empty(stored.size, dtype=stored.properties.dtype)
         for key, stored in saved.items()
-        if key.startswith("weights.") and isinstance(stored, TensorStorageMetadata)
+        if key.startswith(_WEIGHTS) and isinstance(stored, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
         # Reading without the other ranks is intended.

@@ -9,14 +9,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.intact_checkpoint import check_state
 from rl_plugins.models.lora import plain_weights
 from rl_plugins.models.remote import learners_of
@@ -181,6 +181,19 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
         return checkpoint
 
     @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        if strict and isinstance(module, HasNamedModels):
+            assert isinstance(module, LightningModule)
+            own, saved = _shapes(module.state_dict()), _shapes(checkpoint["state_dict"])
+            if odd := sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name)):
+                raise CheckpointError(
+                    f"the checkpoint belongs to another model: {odd[0]} is in one of the two, or has two shapes: "
+                    "resume with the models and the algorithm of the checkpoint"
+                )
+        super().load_model_state_dict(checkpoint, strict)
+
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         self.restored = {
@@ -191,3 +204,7 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
 
 def _learner_folder(file: str | Path, name: str) -> Path:
     return Path(f"{file}.{name}")
+
+
+def _shapes(weights: Mapping[str, Any]) -> dict[str, torch.Size | None]:
+    return {name: getattr(weight, "shape", None) for name, weight in weights.items()}

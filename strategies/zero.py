@@ -416,6 +416,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         from rl_plugins.strategies.zero_checkpoint import load_shards
 
         engine, shards = self._trained[name], ZeroShards(folder / name / TAG)
+        shards.check_model(engine.module)
         if shards.fit(engine, self.world_size):
             # For a model with an adapter, the frozen weights are not in the checkpoint.
             load_shards(engine, folder / name, strict=not has_adapter(engine.module))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_plugins.errors import CheckpointError
 from rl_plugins.plain_file import load_plain
@@ -119,18 +119,34 @@ class ZeroShards:
         """Return True if DeepSpeed can load the files: an engine over `workers` workers has the layout of the files."""
         return workers == self.workers and (engine.zero_optimization_stage() == 3) == (self.stage == 3)
 
+    def check_model(self, model: nn.Module) -> None:
+        """Compare names and shapes of parameters with a model.
+
+        Raises:
+            CheckpointError: a parameter of the model or of the files is missing in the other, or has another shape.
+        """
+        saved = {name: tuple(shape) for group in self._model["param_shapes"] for name, shape in group.items()}
+        # An optimizer of the user may leave parameters out, which then are among the weights alone.
+        known = saved.keys() | self._model["module"].keys()
+        own = dict(model.named_parameters())
+        odd = sorted(saved.keys() - own.keys())
+        for name, parameter in own.items():
+            # Under stage 3, a parameter is empty beside its shard.
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            if parameter.requires_grad and (name not in known or saved.get(name, shape) != shape):
+                odd.append(name)
+        if odd:
+            raise CheckpointError(
+                f"the checkpoint belongs to another model: {odd[0]} is in one of the two, or has two shapes: resume "
+                "with the model of the checkpoint"
+            )
+
     def restore(self, engine: Any, rank: int, workers: int) -> None:
         """Copy weights, optimizer states and settings, buffers and counters into an engine. Collective.
 
         Raises:
-            CheckpointError: the files lack a parameter or a parameter group of the engine, or have 8-bit states.
+            CheckpointError: the files lack a parameter group of the engine, or have 8-bit states.
         """
-        trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
-        if missing := sorted(trained - self._of_parameter.keys()):
-            raise CheckpointError(
-                f"the checkpoint has no parameter {missing[0]}, so it belongs to another model: resume with the model "
-                "of the checkpoint"
-            )
         self._check_states()
         optimizer = engine.optimizer
         if engine.zero_optimization_stage() == 3:

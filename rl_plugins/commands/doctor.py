@@ -18,7 +18,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 _DISTRIBUTION = "rl-plugins"
 _IMPORT_TIMEOUT_S = 120.0
-_CONNECT_TIMEOUT_S = 3.0
 _IMPORTS = {
     "torch": "import torch",
     "transformers": "from transformers import AutoModelForCausalLM",
@@ -388,14 +386,16 @@ def _check_libaio() -> Finding:
 
 
 def _check_ray(address: str | None) -> Finding:
-    if not address or address in ("auto", "local"):
+    from rl_plugins.launch.cluster import check_cluster
+
+    if not address:
         return Finding("Ray", "good", "RAY_ADDRESS names no cluster: every run starts its own on this machine")
-    host, _, port = address.rpartition("//")[2].partition(":")
     try:
-        socket.create_connection((host, int(port or 6379)), timeout=_CONNECT_TIMEOUT_S).close()
-    except (OSError, ValueError) as error:
-        fix = "start the cluster (ray start --head), correct RAY_ADDRESS, or unset it to run on this machine"
-        return Finding("Ray", "broken", f"RAY_ADDRESS={address} does not answer ({error})", fix)
+        check_cluster(address)
+    except ConfigError as error:
+        found, _, fix = str(error).rpartition(": ")
+        # `rl-plugins submit` takes the address of a job server from the same variable.
+        return Finding("Ray", "absent" if "://" in address else "broken", found, fix)
     return Finding("Ray", "good", f"RAY_ADDRESS={address} answers")
 
 
@@ -407,6 +407,6 @@ def _check_mlflow(uri: str | None) -> Finding:
     try:
         check_store(uri)
     except ConfigError as error:
-        found, _, fix = str(error).partition("): ")
-        return Finding("MLflow", "broken", f"{found})", fix)
+        found, _, fix = str(error).rpartition(": ")
+        return Finding("MLflow", "broken", found, fix)
     return Finding("MLflow", "good", f"{without_password(uri)} answers")

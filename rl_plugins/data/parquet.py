@@ -10,6 +10,7 @@ few rows at a time and copied to disk (`on_disk`).
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -216,8 +217,15 @@ def check_row(row: object, location: str, columns: Sequence[str] = COLUMNS) -> N
             raise RowError(location, f"column {name!r}", f"expected a mapping, got {_described(row[name])}")
     if "reward_model" in columns and "ground_truth" not in row["reward_model"]:
         raise RowError(location, "column 'reward_model'", "it has no 'ground_truth'")
-    if "reward_model" in columns and row["reward_model"]["ground_truth"] is None:
+    truth = row["reward_model"]["ground_truth"] if "reward_model" in columns else ""
+    if truth is None:
         raise RowError(location, "column 'reward_model'", "'ground_truth' is null: give the answer, or '' for none")
+    if isinstance(truth, bytes):
+        raise RowError(
+            location,
+            "column 'reward_model'",
+            f"'ground_truth' is bytes, {str(truth)[:40]}, which differ from every response, a text: write a text",
+        )
 
 
 def _check_messages(prompt: object, location: str) -> None:
@@ -240,7 +248,7 @@ class ParquetRows:
         columns: names of the columns the file must have.
 
     Raises:
-        ConfigError: the file is missing, is not parquet, has no rows, or lacks a column.
+        ConfigError: the file is missing, is not parquet, has no rows, lacks a column, or has two columns of one name.
     """
 
     def __init__(self, path: Path, columns: Sequence[str] = COLUMNS) -> None:
@@ -254,7 +262,10 @@ class ParquetRows:
             schema = self._file.schema_arrow
         except _DAMAGED as error:
             raise self._unreadable(error) from error
-        missing = [name for name in columns if name not in schema.names]
+        names = Counter(schema.names)
+        if twice := [name for name, times in names.items() if times > 1]:
+            raise ConfigError(f"{path}: the file has several columns {twice[0]!r}: rename or remove all but one")
+        missing = [name for name in columns if name not in names]
         if missing:
             raise ConfigError(f"{path}: column {missing[0]!r} is missing; the file has {', '.join(schema.names)}")
         metadata = self._file.metadata

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from rl_plugins.data.content_parts import with_texts
 from rl_plugins.data.formats import FORMATS
 from rl_plugins.data.image_prompts import ImagePromptEncoder, has_image_processor, tokenizer_of
 from rl_plugins.data.images import IMAGES, check_places, has_images, in_parts, read_images
-from rl_plugins.data.parquet import LocatedRow, ParquetRows, Row
+from rl_plugins.data.parquet import LocatedRow, ParquetRows, PromptRows, Row
 from rl_plugins.data.tokenization import tokenize_prompts
 from rl_plugins.errors import ConfigError, RowError
 
@@ -144,6 +144,24 @@ def validate(
     return findings
 
 
+def shared_prompts(train: PromptRows, held_out: PromptRows) -> dict[int, int]:
+    """Return the number of each held-out row whose prompt is in the training rows, with the number of a training row.
+
+    Args:
+        train: training rows, read up to the last prompt in common.
+        held_out: held-out rows.
+    """
+    left: dict[int, list[int]] = {}
+    for number, row in enumerate(held_out):
+        left.setdefault(_digest(row), []).append(number)
+    shared: dict[int, int] = {}
+    for number, row in enumerate(train):
+        shared |= dict.fromkeys(left.pop(_digest(row), ()), number)
+        if not left:
+            break
+    return shared
+
+
 class _PromptCheck:
     """Tries the chat template on prompts, reads their images, and measures the prompts.
 
@@ -230,7 +248,10 @@ def _good_rows(
 
 
 def _digest(row: Row) -> int:
-    digest = hashlib.blake2b(json.dumps(row["prompt"], sort_keys=True).encode(), digest_size=8)
-    if has_images(row):
-        digest.update(repr(row[IMAGES]).encode())
+    # A message of a data set in Python may have values without a form in JSON.
+    digest = hashlib.blake2b(json.dumps(row["prompt"], sort_keys=True, default=repr).encode(), digest_size=8)
+    images = row[IMAGES] if has_images(row) else ()
+    for image in images if isinstance(images, Sequence) else (images,):
+        for part in image.values() if isinstance(image, Mapping) else (image,):
+            digest.update(part if isinstance(part, bytes) else repr(part).encode())
     return int.from_bytes(digest.digest())

@@ -91,6 +91,7 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     validation = None
     if data.val_files:
         validation = _Rows(load_rows(data.val_files, FORMATS[val_kind].columns), val_kind, 1, config)
+        _warn_of_shared_prompts(config, train, validation.rows)
     # The reward scores the responses to these rows.
     scored = [train] if config.stage in SAMPLING_STAGES else []
     scored += [validation.rows] if validation and config.generates else []
@@ -114,6 +115,19 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
         if with_images:
             _check_images_are_read(config, models)
         rows.check_lengths(tokenizer, template_options, _image_prompts(config) if with_images else None)
+
+
+def _warn_of_shared_prompts(config: RecipeConfig, train: PromptRows, held_out: PromptRows) -> None:
+    """Print a line if prompts of validation are also prompts of training."""
+    from rl_plugins.data.validation import shared_prompts
+
+    # The task of such an environment is not in the prompt, and all prompts may be the same.
+    if config.environment.scores_itself or not (shared := shared_prompts(train, held_out)):
+        return
+    row, trained = next(iter(shared.items()))
+    rows = f"{len(shared)} of {len(held_out)} validation rows have the prompt of a training row"
+    places = f"such as {held_out.location(row)}, and {train.location(trained)}"
+    print(f"{config.run.name}: {rows}, {places}: their scores say little about new prompts", flush=True)
 
 
 def _check_images_are_read(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) -> None:

@@ -38,6 +38,10 @@ _LIKELIEST_BYTES = 12
 """Bytes of one of the teacher's most likely tokens: id and log-prob."""
 _END_S = 5.0
 """Seconds for the workers of Ray to end."""
+_SOCKET_BYTES = 107
+"""Longest path of a socket, in bytes."""
+_LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_{}/sockets/dash_MetricsHead"
+"""Path of Ray's socket with the longest name in the folder of sessions, with a place for the number of this process."""
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARE_OF_SHARED, _SHARE_OF_MEMORY = 0.8, 0.3
 
@@ -63,7 +67,7 @@ def start_own_ray(**options: Any) -> None:
         options: further arguments of `ray.init`.
 
     Raises:
-        ConfigError: the folder or the token belongs to another user, or cannot be written.
+        ConfigError: the folder or the token belongs to another user, or cannot be written, or the path is too long.
         RayLost: Ray's processes did not start.
     """
     set_own_ray_up()
@@ -136,10 +140,10 @@ def session_folder() -> Path:
     """Return the folder for Ray's sessions, inside a folder that only this user can enter.
 
     Raises:
-        ConfigError: another user owns the folder, or the folder cannot be made.
+        ConfigError: another user owns the folder, the folder cannot be made, or its path is too long.
     """
-    # Ray opens its folder to all users, so the folder around it is closed.
-    closed = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / f"ray-{os.geteuid()}"
+    sessions = path_of_sessions()
+    closed = sessions.parent
     try:
         closed.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -151,7 +155,27 @@ def session_folder() -> Path:
             "RAY_TMPDIR to a folder of your own"
         )
     closed.chmod(0o700)
-    return closed / "ray"
+    return sessions
+
+
+def path_of_sessions() -> Path:
+    """Return the path of `session_folder`. The folder need not exist.
+
+    Raises:
+        ConfigError: the path of a socket of Ray would be longer than the operating system allows.
+    """
+    variable = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
+    temporary = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    # Ray opens its folder to all users, so the folder around it is closed.
+    sessions = temporary / f"ray-{os.geteuid()}" / "ray"
+    length = len(os.fsencode(temporary))
+    most = length + _SOCKET_BYTES - len(os.fsencode(sessions / _LONGEST_SOCKET.format(os.getpid())))
+    if length > most:
+        raise ConfigError(
+            f"{variable}={temporary}: the path has {length} bytes, and names of Ray's sockets leave {most} bytes: set "
+            f"{variable} to a shorter path, such as /tmp"
+        )
+    return sessions
 
 
 def protect_token() -> None:

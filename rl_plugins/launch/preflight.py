@@ -22,11 +22,13 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.hub.names import model_name
 from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
+from rl_plugins.launch.cluster import check_cluster
 from rl_plugins.launch.gpu_checks import check_engine_weights, check_gpus
 from rl_plugins.launch.gpus import hidden_gpus, local_gpus, read_machine
 from rl_plugins.launch.hub_commits import HubCommits, pinned_model
 from rl_plugins.launch.hub_fetch import fetch_data_files, is_data_address, reward_models
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes
+from rl_plugins.launch.own_ray import path_of_sessions
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.launch.ray_train import JOB_FOLDERS
 from rl_plugins.launch.resume import check_resume
@@ -150,13 +152,15 @@ def check_stage_ahead(config: RecipeConfig, folder: Path) -> None:
 
 
 def check_this_machine(config: RecipeConfig) -> None:
-    """Compare the placement with this machine. With `RAY_ADDRESS` the run is elsewhere, and nothing is checked.
+    """Compare the placement with this machine. With `RAY_ADDRESS` the run is elsewhere: the cluster must answer.
 
     Raises:
-        ConfigError: `placement.device=cuda` without a GPU, GPUs that a run cannot use, too few devices, or too little
-            memory for the KV caches.
+        ConfigError: `placement.device=cuda` without a GPU, GPUs that a run cannot use, too few devices, too little
+            memory for the KV caches, a path too long for Ray's sockets, or no cluster at `RAY_ADDRESS`.
     """
-    if os.environ.get("RAY_ADDRESS"):
+    if address := os.environ.get("RAY_ADDRESS"):
+        if config.launcher == "ray":
+            check_cluster(address)
         return
     if "nvme" in config.strategy.offload.places.values():
         from rl_plugins.strategies.offload import check_file_op
@@ -177,6 +181,7 @@ def check_this_machine(config: RecipeConfig) -> None:
         config.placement.device = "cpu" if _on_cpu(config) else "cuda"
         available = {"CPU": float(os.cpu_count() or 1), "GPU": float(gpus)}
         check_fit(roles_of(config), [available], f"this machine with {hidden}" if hidden else "this machine")
+        path_of_sessions()
         if not config.on_gpus:
             _check_memory(config)
 

@@ -23,6 +23,7 @@ from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.garbage_collection import collector_off
+from rl_plugins.launch.cluster import join_cluster
 from rl_plugins.launch.gpu_checks import check_nodes
 from rl_plugins.launch.gpus import local_gpus
 from rl_plugins.launch.hub_fetch import fetch_on_machines
@@ -347,9 +348,11 @@ def start_ray(environment: dict[str, str], object_store: int = LEAST_BYTES) -> N
     Args:
         environment: environment variables of all Ray processes. A start on this machine adds variables.
         object_store: bytes of the object store of a start on this machine.
-    """
-    import logging
 
+    Raises:
+        ConfigError: see `join_cluster` and `start_own_ray`.
+        RayLost: Ray's processes did not start on this machine.
+    """
     import ray
 
     options: dict[str, Any] = {
@@ -358,7 +361,7 @@ def start_ray(environment: dict[str, str], object_store: int = LEAST_BYTES) -> N
         "logging_config": ray.LoggingConfig(encoding="TEXT", log_level="ERROR"),
     }
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(logging_level=logging.ERROR, **options)
+        join_cluster(**options)
         return
     # Ray Train asks the state API of the dashboard if its controller is alive. Without an address it may ask
     # another Ray on this machine, which does not know the controller, and then the workers are killed.

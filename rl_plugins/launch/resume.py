@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import Container, OmegaConf
 
 from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.hub.names import model_name
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.text_file import REPLACE, read_yaml
 from rl_plugins.whole_file import write_whole_text
+
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+_PLACES, _PLACE_BYTES = 256, 4096
 
 
 def check_resume(config: RecipeConfig, folder: RunFolder) -> None:
@@ -22,8 +28,8 @@ def check_resume(config: RecipeConfig, folder: RunFolder) -> None:
 
     Raises:
         ConfigError: the folder has another content, has results although the run must be new, has an exported policy
-            and no checkpoint, or does not exist although `run.resume=true`; or a model is quantised in another way
-            than in the run.
+            and no checkpoint, or does not exist although `run.resume=true`; or the run has another stage, starts from
+            another model, or quantises a model in another way.
     """
     resume = config.run.resume
     if folder.path.is_file() or (folder.has_content() and not (folder.has_results() or folder.config.is_file())):
@@ -41,12 +47,54 @@ def check_resume(config: RecipeConfig, folder: RunFolder) -> None:
             "run.name"
         )
     if resume and folder.latest_checkpoint() is not None and folder.config.is_file():
-        _check_quantization(config, folder)
+        # Workers compare weights with the checkpoint, too. Then config.yaml, which exports read, is already another.
+        before = read_yaml(folder.config, f"{REPLACE}, or give another run.name")
+        if (stage := OmegaConf.select(before, "stage")) not in (None, config.stage):
+            raise ConfigError(
+                f"stage={config.stage}: the checkpoints of {folder.path} are of stage={stage}: resume with the recipe "
+                "of the run, or give another run.name"
+            )
+        _check_models(config, folder, before)
+        _check_quantization(config, folder, before)
 
 
-def _check_quantization(config: RecipeConfig, folder: RunFolder) -> None:
-    # Workers compare the weights with the checkpoint, too. Then config.yaml, which exports read, is already another.
-    before = read_yaml(folder.config, f"{REPLACE}, or give another run.name")
+def _check_models(config: RecipeConfig, folder: RunFolder, before: Container) -> None:
+    # The model of an adapter is not in the checkpoints, and gives reference, tokenizer and export of every policy.
+    for model in ("model", *CRITIC_POOLS):
+        option, now = f"{model}.path", getattr(config, model).path
+        # A variable in the place of the path may be set no more.
+        saved = OmegaConf.select(before, option, throw_on_resolution_failure=False)
+        if saved and now and _differ(saved, now):
+            raise ConfigError(
+                f"{option}={now}: the checkpoints of {folder.path} are of {option}={saved}, with other weights: resume "
+                f"with {option}={saved}, or give another run.name"
+            )
+
+
+def _differ(one: str, other: str) -> bool:
+    """Return True if two paths or names are surely of different models. A folder may be moved or copied."""
+    if one == other:
+        return False
+    folders = Path(one), Path(other)
+    if all(folder.is_dir() for folder in folders):
+        return _sample(folders[0]) != _sample(folders[1])
+    return model_name(one) is not None and model_name(other) is not None
+
+
+def _sample(folder: Path) -> bytes:
+    """Return a digest of the sizes of a model's weight files, and of bytes at many places in the files."""
+    digest = hashlib.blake2b()
+    for file in sorted(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)):
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8))
+        with file.open("rb") as content:
+            for place in range(0, size, max(1, size // _PLACES)):
+                content.seek(place)
+                digest.update(content.read(_PLACE_BYTES))
+    return digest.digest()
+
+
+def _check_quantization(config: RecipeConfig, folder: RunFolder, before: Container) -> None:
     for model in ("model", *CRITIC_POOLS):
         option, now = f"{model}.lora.quantization", getattr(config, model).lora.quantization
         if (saved := OmegaConf.select(before, option)) != now:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
+from rl_plugins.model_json import AGAIN
 from rl_plugins.models.folder import check_code_of_folder
 from rl_plugins.vision_language import model_class
 
@@ -62,7 +64,7 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOp
 
     Raises:
         ConfigError: a weight is missing or has another shape than the model, where transformers would make up a weight;
-            or the model needs code of its folder, and the code is not trusted.
+            a weight is NaN or infinite; or the model needs code of its folder, and the code is not trusted.
     """
     check_loading(options)
     trust_remote_code = options.get("trust_remote_code", False)
@@ -93,6 +95,25 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOp
     return prepared(model, options)
 
 
+def _check_finite(model: PreTrainedModel) -> None:
+    """Refuse weights that are NaN or infinite, which would make every log-prob NaN.
+
+    The check reads the weights once and copies nothing. Weights on the device `meta`, weights that DeepSpeed has
+    divided among ranks, and 8-bit weights are not read.
+    """
+    import torch
+
+    for name, weight in model.named_parameters():
+        is_read = weight.is_floating_point() and torch.finfo(weight.dtype).bits > 8
+        if not is_read or weight.is_meta or not weight.numel():
+            continue
+        lowest, highest = weight.detach().aminmax()
+        if not (math.isfinite(lowest) and math.isfinite(highest)):
+            raise ConfigError(
+                f"{model.name_or_path}: {name} has weights that are NaN or infinite: {AGAIN}, or name another model"
+            )
+
+
 def options_of(frozen: str | None, options: LoadingOptions) -> LoadingOptions:
     """Return the options for a frozen model, which has the name `frozen`, or for a trained model, without a name."""
     return {**options, "float8": None} if frozen else options
@@ -114,10 +135,11 @@ def prepared(model: PreTrainedModel, options: LoadingOptions) -> PreTrainedModel
     """Return a loaded model in train mode, with 8-bit products, gradient checkpointing and packed attention.
 
     Raises:
-        ConfigError: the model cannot have 8-bit products, which the options demand.
+        ConfigError: a weight is not finite, or the model cannot have 8-bit products, which the options demand.
     """
     from rl_plugins.models.packed_attention import use_packed_attention
 
+    _check_finite(model)
     if scales := options.get("float8"):
         from rl_plugins.models.float8 import use_float8
 

@@ -50,7 +50,7 @@ def load_scalar_head(
 
     Raises:
         ConfigError: the architecture has no token classification model, the head has several labels, weights of the
-            body are missing, or a required head is missing.
+            body are missing, a required head is missing, or a weight is NaN or infinite.
     """
     from transformers import AutoModelForTokenClassification
 

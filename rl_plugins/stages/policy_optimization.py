@@ -22,7 +22,7 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.data.loaders import PromptSource
 from rl_plugins.data.prompts import PromptBatch, foreign_batch
 from rl_plugins.data.tokenization import check_same_tokens
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.models.loading import options_of
 from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
@@ -439,4 +439,9 @@ class PolicyOptimization(Stage):
         self.kl_controller.load_state_dict(checkpoint["stage"]["kl_controller"])
         self.entropy_controller.load_state_dict(checkpoint["stage"]["entropy_controller"])
         if self.multiplier is not None:
+            if "multiplier" not in checkpoint["stage"]:
+                raise CheckpointError(
+                    "the checkpoint is of a run without a bound on the mean cost (algorithm.constraint): resume with "
+                    "the algorithm of the checkpoint"
+                )
             self.multiplier.load_state_dict(checkpoint["stage"]["multiplier"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlparse
@@ -21,9 +22,16 @@ STORE_FILE, ARTIFACTS = "mlflow.db", "mlartifacts"
 DELETED = "deleted"
 """Lifecycle stage of a deleted experiment or run."""
 
+OTHER_STORES = ("databricks", "postgresql", "mysql", "mssql")
+"""Schemes of MLflow's stores beside servers, SQLite files and folders."""
+
 _CONNECT_TIMEOUT_S = 3.0
 _OPEN_TIMEOUT_S = 120.0
 _SQLITE = "sqlite:///"
+_CORRECT = (
+    f"write http://HOST:PORT for a server or {_SQLITE}/FOLDER/mlflow.db for a file, or leave out tracking.uri and "
+    "MLFLOW_TRACKING_URI for a file in run.output_dir"
+)
 _STORE_VARIABLE = "MLFLOW_TRACKING_URI"
 # MLflow's page of an experiment of this kind begins with the charts of metrics. MLflow would ask for the kind.
 _TAGS = {"mlflow.experimentKind": "custom_model_development"}
@@ -62,10 +70,15 @@ def configure_mlflow() -> None:
 def check_store(uri: str) -> None:
     """Check a store: a server must answer; the folder of an SQLite file must be writable.
 
+    Other databases, Databricks and stores of other packages are not asked.
+
     Raises:
-        ConfigError: no server answers, or the folder is missing or read-only.
+        ConfigError: no server answers, the folder is missing or read-only, or MLflow opens no such store.
     """
-    url = urlparse(uri)
+    try:
+        url = urlparse(uri)
+    except ValueError as error:
+        raise ConfigError(f"MLflow store {uri}: no address ({error}): {_CORRECT}") from None
     if url.scheme in ("http", "https"):
         try:
             port = url.port or (443 if url.scheme == "https" else 80)
@@ -78,11 +91,24 @@ def check_store(uri: str) -> None:
             ) from None
     elif (file := _sqlite_file(uri)) is not None:
         folder = file.parent
+        if file.is_dir():
+            raise ConfigError(f"MLflow store {uri}: {file} is a folder: {_CORRECT}")
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise ConfigError(
                 f"MLflow store {uri}: the folder {folder} does not exist or cannot be written: make the folder, or "
                 "leave out tracking.uri and MLFLOW_TRACKING_URI for a file in run.output_dir"
             )
+    # A database may have a driver: mysql+pymysql.
+    elif uri != "databricks" and url.scheme.partition("+")[0] not in _schemes():
+        raise ConfigError(f"MLflow store {uri}: MLflow opens no such store: {_CORRECT}")
+
+
+def _schemes() -> set[str]:
+    """Return the schemes of stores that `check_store` does not ask, without an import of MLflow."""
+    of_packages = {entry.name for entry in entry_points(group="mlflow.tracking_store")}
+    # MLflow refuses folders without this variable.
+    of_folders = {"", "file"} if os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1") else set()
+    return {*OTHER_STORES, *of_packages, *of_folders}
 
 
 def open_client(uri: str) -> MlflowClient:

@@ -31,7 +31,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield the records of a file with their locations for messages; lines of JSON and rows of parquet count from 1.
 
     Raises:
-        ConfigError: there is no such file, a line is not a JSON object, or the file is CSV.
+        ConfigError: there is no such file, a line is not a JSON object or gives a key twice, or the file is CSV.
     """
     if path.suffix == ".parquet":
         rows = ParquetRows(path, columns=())
@@ -50,7 +50,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
                 continue
             location = f"{path}, line {number}"
             try:
-                record = read_foreign_json(line)
+                record = read_foreign_json(line, unique_keys=True)
             # A line that is not UTF-8, or a number of thousands of digits, is a ValueError, too.
             except ValueError as error:
                 raise ConfigError(

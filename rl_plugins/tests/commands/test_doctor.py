@@ -72,6 +72,21 @@ def test_doctor_names_services_that_do_not_answer(monkeypatch, capsys, refused_a
     assert "broken: Ray, MLflow" in shown and "ok     one process" in shown
 
 
+def test_doctor_names_addresses_that_a_run_cannot_use(monkeypatch, capsys):
+    # The address of a job server is right for `rl-plugins submit`.
+    monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "no     Ray " in shown and "-> correct the variable, or send the run to the cluster (rl-plugins submit" in shown
+    )
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert main(["doctor", "--tracking-uri", "foo://x"]) == 1
+    shown = capsys.readouterr().out
+    assert "RAY_ADDRESS=local names no cluster" in shown and "-> unset the variable" in shown
+    assert "MLflow store foo://x: MLflow opens no such store\n" in shown and "-> write http://HOST:PORT" in shown
+
+
 def test_doctor_shows_no_password_of_a_store(capsys, refused_address):
     with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
         for address in (f"127.0.0.1:{server.server_address[1]}", refused_address):

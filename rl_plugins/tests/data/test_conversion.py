@@ -206,3 +206,12 @@ def test_read_records_names_a_line_that_is_not_utf_8_or_too_deep(tmp_path):
             list(read_records(path))
     path.write_bytes('\ufeff{"a": 1}'.encode())
     assert [record for _, record in read_records(path)] == [{"a": 1}]
+
+
+def test_read_records_names_a_line_with_a_key_twice(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"a": {"b": 1}, "c": {"b": 2}}\n{"a": [{"b": 1, "c": 2, "b": 1}]}\n')
+    with pytest.raises(
+        ConfigError, match=r"train.jsonl, line 2: not valid JSON \(an object has several values under the key 'b'\)"
+    ):
+        list(read_records(path))

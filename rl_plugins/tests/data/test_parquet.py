@@ -41,6 +41,7 @@ def test_load_rows_numbers_rows_over_all_files(row, write_rows):
         ({"reward_model": "42"}, "column 'reward_model': expected a mapping"),
         ({"reward_model": {"style": "rule"}}, "column 'reward_model': it has no 'ground_truth'"),
         ({"reward_model": {"ground_truth": None}}, "column 'reward_model': 'ground_truth' is null: give the answer"),
+        ({"reward_model": {"ground_truth": b"42"}}, "column 'reward_model': 'ground_truth' is bytes, b'42', which"),
         ({"extra_info": None}, "column 'extra_info': expected a mapping"),
     ],
 )
@@ -68,6 +69,14 @@ def test_load_rows_names_a_missing_column(row, write_rows):
         load_rows(write_rows([bare]))
     with pytest.raises(ConfigError, match="list, row 1, column 'ability': it is missing"):
         load_rows([row(0), bare])
+
+
+def test_load_rows_refuses_a_file_with_two_columns_of_one_name(row, tmp_path):
+    whole = pa.Table.from_pylist([row(0)])
+    path = tmp_path / "twice.parquet"
+    pq.write_table(whole.append_column("ability", pa.array(["other"])), path)
+    with pytest.raises(ConfigError, match=r"twice.parquet: the file has several columns 'ability': rename or remove"):
+        load_rows(path)
 
 
 def test_load_rows_refuses_paths_without_prompts(tmp_path, row, write_rows):

@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from benchmarks.tiny_vision import save_tiny_vision
+from rl_plugins.data.parquet import load_rows
+from rl_plugins.data.validation import shared_prompts
 from rl_plugins.tests.data.prepare_command import main
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.pictures import encoded, picture
@@ -36,6 +38,16 @@ def test_prepare_validate_reports_every_bad_row(row, write_rows, capsys):
     assert main(["validate", str(first)]) == 1
     printed = capsys.readouterr().out
     assert f"{first}: 2000 rows, 3 bad, 0 duplicates" in printed and "1500" in printed
+
+
+def test_prepare_validate_prints_markup_and_control_characters_of_data_as_text(row, write_rows, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "500")  # A cell of a table is one line.
+    bad = write_rows([row(0, prompt="[bold]1+1=[/red]")], "[bold]a[red]\x1b[2J.parquet")
+    train, test = write_rows([row(1)], "[b]train.parquet"), write_rows([row(1)], "[b]test.parquet")
+    assert main(["validate", str(bad), str(train), "--test", str(test)]) == 1
+    shown = capsys.readouterr().out
+    assert f"{bad.parent}/[bold]a[red]␛[2J.parquet: 1 rows, 1 bad" in shown and "got str '[bold]1+1=[/red]'" in shown
+    assert f"{test}, row 0 is also in {train}, row 0" in shown and "\x1b" not in shown
 
 
 def test_prepare_validate_reports_unreadable_files_and_continues(row, write_rows, tmp_path, capsys):
@@ -100,6 +112,17 @@ def test_prepare_validate_reports_duplicates_and_rows_in_train_and_test(row, wri
     assert found["shared"] == [{"test_file": str(test), "test_row": 1, "train_file": str(train), "train_row": 3}]
     assert main(["validate", str(train), "--test", str(test)]) == 1
     assert f"{test}, row 1 is also in {train}, row 3" in capsys.readouterr().out
+
+
+def test_shared_prompts_compares_messages_and_images(row, write_rows):
+    asked, image = [{"role": "user", "content": "<image>?"}], {"bytes": b"1", "path": None}
+    train = [row(0), row(1), row(0), *(row(2, prompt=asked, images=[{**image, "bytes": b}]) for b in (b"1", b"2"))]
+    test = [row(7), row(0), row(2, prompt=asked, images=[{**image, "bytes": b"2"}]), row(0), row(2, prompt=asked)]
+    assert shared_prompts(load_rows(train), load_rows(test)) == {1: 0, 3: 0, 2: 4}
+    assert shared_prompts(load_rows(write_rows([row(1)])), load_rows([row(2)])) == {}
+    # A row of a data set in Python may have values without a form in JSON.
+    odd = row(0, prompt=[{"role": "user", "content": "?", "seen": {1}}], images=3)
+    assert shared_prompts(load_rows([row(0), odd]), load_rows([odd])) == {0: 1}
 
 
 def test_prepare_validate_measures_prompts_in_tokens(row, write_rows, tokenizer, tmp_path, capsys):

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
@@ -176,6 +178,38 @@ def test_run_recipe_refuses_a_tracking_server_that_does_not_answer(started, refu
     overrides = [f"tracking.uri=http://{refused_address}"]
     words = [f"http://{refused_address}", "tracking.enabled=false"]
     assert missing_words(check(*overrides), overrides, words) == [] and started == []
+
+
+def test_run_recipe_refuses_a_cluster_that_does_not_answer(started, refused_address, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", refused_address)
+    words = [f"RAY_ADDRESS={refused_address} does not answer (Connection refused)", "ray start --head", "unset"]
+    assert missing_words(check(), [], words) == [] and started == []
+
+
+def test_check_data_drops_or_names_a_prompt_of_a_million_characters(workplace, tmp_path):
+    rows = pq.read_table(workplace / "train.parquet").to_pylist()
+    rows.append({**rows[0], "prompt": [{"role": "user", "content": "1+" * 500_000}]})
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "long.parquet")
+
+    def said(*options: str) -> str:
+        files = ["reward.num_workers=0", f"data.train_files=[{tmp_path}/long.parquet]"]
+        return message_of(lambda: check_data(configured("grpo", *GOOD, *files, *options), {}))
+
+    assert said() == "nothing is refused"
+    message = said("data.overlong_prompts=error")
+    assert f"{tmp_path}/long.parquet, row 64" in message and len(message) < len(str(tmp_path)) + 200
+
+
+def test_check_data_tells_which_validation_rows_are_training_rows(workplace, capsys):
+    def said(*options: str) -> str:
+        check_data(configured("grpo", *GOOD, "reward.num_workers=0", *options), {})
+        return capsys.readouterr().out
+
+    assert said() == said("data.val_files=[]") == ""
+    place = f"{workplace}/train.parquet, row 0"
+    shared = f"grpo: 64 of 72 validation rows have the prompt of a training row, such as {place}, and {place}: "
+    line = said("data.val_files=[test.parquet,train.parquet]")
+    assert line.startswith(shared) and line.count("\n") == 1
 
 
 def test_check_data_calls_rewards_without_gpus(monkeypatch):

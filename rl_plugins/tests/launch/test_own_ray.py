@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -19,6 +20,7 @@ from rl_plugins.launch.own_ray import (
     TASK_REPORTS,
     _temporary_files_in,
     object_store_bytes,
+    path_of_sessions,
     protect_token,
     session_folder,
     set_own_ray_up,
@@ -77,6 +79,31 @@ def test_session_folder_refuses_a_link_and_a_folder_that_cannot_be_made(
     monkeypatch.setenv("RAY_TMPDIR", str(home / "file"))
     with pytest.raises(ConfigError, match=r"cannot be made .*: set RAY_TMPDIR"):
         session_folder()
+
+
+def test_session_folder_refuses_a_path_too_long_for_the_sockets_of_ray(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The names of sockets, with the number of this process.
+    most = 107 - len(
+        f"/ray-{os.geteuid()}/ray/session_2026-11-28_01-02-03_123456_{os.getpid()}/sockets/dash_MetricsHead"
+    )
+    # Letters beyond ASCII have several bytes.
+    longest = home / ("ä" + "a" * (most - len(f"{home}/ä") - 1))
+    for variable in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.setenv(variable, str(longest))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        longest.mkdir(exist_ok=True)
+        assert path_of_sessions() == longest / f"ray-{os.geteuid()}" / "ray"
+        too_long = Path(f"{longest}b")
+        too_long.mkdir(exist_ok=True)
+        monkeypatch.setenv(variable, str(too_long))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        message = f"{variable}={too_long}: the path has {most + 1} bytes, and names of Ray's sockets leave {most} bytes"
+        with pytest.raises(ConfigError, match=f"{message}: set {variable} to a shorter path"):
+            session_folder()
+        assert not [*too_long.iterdir()]
+        monkeypatch.delenv("RAY_TMPDIR", raising=False)
 
 
 @needs_root

@@ -13,10 +13,10 @@ from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch import local, preflight
 from rl_plugins.launch.command_line import run_recipe
-from rl_plugins.launch.resume import note_end
+from rl_plugins.launch.resume import check_resume, note_end
 from rl_plugins.manifest import MANIFEST
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tests.files import rewrite_manifest
+from rl_plugins.tests.files import flip_byte, rewrite_manifest
 from rl_plugins.tests.launch.configurations import configured, message_of
 from rl_plugins.tests.launch.test_bad_input import GOOD, IN_ONE_PROCESS
 
@@ -190,6 +190,44 @@ def test_check_resume_names_a_damaged_configuration(starts: list[str | None], tm
     message = message_of(partial(run_recipe, options(tmp_path, "run.resume=auto")))
     assert message.startswith(f"{run.config}: not valid YAML")
     assert message.endswith(": replace the file with an intact copy, or give another run.name") and starts == []
+
+
+def test_check_resume_refuses_another_stage(starts: list[str | None], tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "grpo")
+    leave_killed(run)
+    write_config(configured("sft", *GOOD), run.config)
+    message = message_of(partial(run_recipe, options(tmp_path, "run.resume=auto")))
+    assert message == (
+        f"stage=policy_optimization: the checkpoints of {run.path} are of stage=sft: resume with the recipe of the "
+        "run, or give another run.name"
+    )
+    assert starts == []
+
+
+def test_check_resume_refuses_another_model_and_accepts_a_copy(workplace: Path, tmp_path: Path) -> None:
+    run, first, other, copy = RunFolder(tmp_path / "grpo"), workplace / "model", tmp_path / "other", tmp_path / "copy"
+    leave_killed(run)
+    for folder in (other, copy):
+        shutil.copytree(first, folder)
+    flip_byte(other / "model.safetensors", 2000)
+    config = options(tmp_path, "run.resume=auto")
+
+    def said(group: str, saved: object, now: object) -> str:
+        run.config.write_text(f"{group}:\n  path: {saved}\n")
+        getattr(config, group).path = str(now)
+        return message_of(partial(check_resume, config, run))
+
+    hub = f"owner/name@{'1' * 40}"
+    for group in ("model", "critic"):
+        option = f"{group}.path"
+        for saved, now in ((other, copy), (hub, f"owner/other@{'1' * 40}"), (hub, f"owner/name@{'2' * 40}")):
+            assert said(group, saved, now) == (
+                f"{option}={now}: the checkpoints of {run.path} are of {option}={saved}, with other weights: resume "
+                f"with {option}={saved}, or give another run.name"
+            )
+        # A folder that is gone was moved, or is on another machine.
+        for saved, now in ((first, copy), ("/gone", first), (hub, hub), (hub, first), ("${oc.env:NO_VARIABLE}", first)):
+            assert said(group, saved, now) == "nothing is refused"
 
 
 def test_run_recipe_copies_the_rest_of_a_finished_run_to_storage_and_fetches_the_run(

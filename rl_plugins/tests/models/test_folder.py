@@ -159,6 +159,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda path: (path / "tokenizer_config.json").write_text('{"eos'),
         ["tokenizer_config.json: not valid JSON"],
     ),
+    "torn generation settings": (
+        lambda path: (path / "generation_config.json").write_text('{"eos'),
+        ["generation_config.json: not valid JSON", "again"],
+    ),
+    "generation settings of a list": (
+        lambda path: (path / "generation_config.json").write_text("[1]"),
+        ["generation_config.json: not a JSON object, but of type list"],
+    ),
+    "generation settings of bytes": (
+        lambda path: (path / "generation_config.json").write_bytes(b"{\xff}"),
+        ["generation_config.json: not valid JSON"],
+    ),
 }
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm, without_weights
+from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import save_tiny_policy
 
 
@@ -29,4 +30,21 @@ def test_load_causal_lm_names_a_missing_and_an_unfitting_weight(tmp_path: Path) 
         with pytest.raises(ConfigError, match=expected):
             load_causal_lm(str(folder), dtype=torch.float32)
         with without_weights(), pytest.raises(ConfigError, match=expected):
+            load_causal_lm(str(folder), dtype=torch.float32)
+
+
+def test_load_causal_lm_and_load_scalar_head_refuse_weights_that_are_not_finite(tmp_path: Path) -> None:
+    folder = save_tiny_policy(tmp_path / "policy", hidden_size=16, num_heads=2, intermediate_size=16)
+    file, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    whole = load_file(file)
+    message = f"^{folder}: {name} has weights that are NaN or infinite: download or export the model again, or name"
+    for number in (float("nan"), float("inf"), -float("inf")):
+        weight = whole[name].clone()
+        weight[3, 5] = number
+        save_file({**whole, name: weight}, file, metadata={"format": "pt"})
+        for load in (load_causal_lm, load_scalar_head):
+            for dtype in (torch.float32, torch.bfloat16):
+                with pytest.raises(ConfigError, match=message):
+                    load(str(folder), dtype=dtype)
+        with without_weights():
             load_causal_lm(str(folder), dtype=torch.float32)

@@ -18,7 +18,7 @@ from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.constraint import CostConstraint
 from rl_plugins.algorithms.regularization import KLConfig
 from rl_plugins.config.models import CriticConfig, OptimizerConfig, RewardModelConfig
-from rl_plugins.errors import ConfigError, RewardError
+from rl_plugins.errors import CheckpointError, ConfigError, RewardError
 from rl_plugins.models.tiny import build_model
 from rl_plugins.stages.critic_training import CriticLearner, CriticTraining, value_objective
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
@@ -146,6 +146,16 @@ def test_cost_critic_of_a_pool_gets_the_weights_of_the_cost_critic_in_the_worker
     learner = CriticLearner(training)
     learn(learner, stage.trained_on)
     assert gap(learner.weights, weights_of(stage.cost_critic)) < 1e-12
+
+
+def test_load_checkpoint_refuses_a_checkpoint_of_a_run_without_a_bound_on_the_cost() -> None:
+    checkpoint: dict[str, Any] = {}
+    trained().on_save_checkpoint(checkpoint)
+    del checkpoint["stage"]["multiplier"]
+    with pytest.raises(
+        CheckpointError, match=r"without a bound on the mean cost \(algorithm\.constraint\): resume with"
+    ):
+        make_stage().on_load_checkpoint(checkpoint)
 
 
 def test_resumed_run_ends_with_the_lambda_and_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:

@@ -22,9 +22,10 @@ from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import CheckpointError, StorageError
 from rl_plugins.models import log_probs
+from rl_plugins.models.tiny import build_model
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.fsdp import FSDPStrategy
-from rl_plugins.strategies.fsdp_shards import read_weights
+from rl_plugins.strategies.fsdp_shards import load_model, read_weights
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.models.memory import at_once
 from rl_plugins.tests.stages import canned
@@ -269,6 +270,9 @@ class Inspected(Recorded):
             self.trainer.save_checkpoint(saved / "lightning.ckpt" / "below_a_file")
         with pytest.raises(CheckpointError, match=r"not a checkpoint of this package: .*lightning\.ckpt"):
             strategy.load_checkpoint(self.folder)
+        for other in (build_model(num_layers=1), build_model(num_layers=3), build_model(hidden_size=64)):
+            with pytest.raises(CheckpointError, match=r"policy belongs to another model: .* is in one of the two"):
+                load_model(saved / "policy", other, None)
         part = next((saved / "critic").glob("__0_*"))
         strategy.barrier()
         if strategy.is_global_zero:

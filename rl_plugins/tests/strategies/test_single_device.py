@@ -10,9 +10,12 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
+from torch import nn
 
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.config.models import CriticConfig
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.errors import ConfigError, StorageError
+from rl_plugins.errors import CheckpointError, ConfigError, StorageError
 from rl_plugins.models.tiny import build_model
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.transformers_engine import TransformersRollout
@@ -25,12 +28,13 @@ UPDATE = ["wake_up weights", "update_weights {}", "wake_up kv_cache", "generate"
 NO_UPDATE = [UPDATE[0], *UPDATE[2:]]
 
 
-def stage() -> PolicyOptimization:
+def stage(model: nn.Module | None = None, **options: Any) -> PolicyOptimization:
     return PolicyOptimization(
-        build_model(),
+        model or build_model(),
         tokenizer=canned.tokenizer,
         scorer=canned.CannedScorer(),
         sampling=SamplingConfig(max_tokens=8, num_samples=3),
+        **options,
     )
 
 
@@ -84,6 +88,23 @@ def test_update_weights_is_called_after_a_checkpoint_is_loaded(tmp_path: Any) ->
     take(calls)
     trainer.validate(module, loader(2), ckpt_path=tmp_path / "state.ckpt", weights_only=True, verbose=False)
     assert updates(calls) == ["update_weights 1"]
+
+
+def test_load_checkpoint_refuses_a_checkpoint_of_another_model_or_algorithm(tmp_path: Path) -> None:
+    trainer, _ = trainer_and_calls()
+    trainer.fit(stage(), loader(1))
+    trainer.save_checkpoint(tmp_path / "state.ckpt")
+    differs = "the checkpoint belongs to another model: "
+    critic = {"algorithm": Algorithm(advantage="gae"), "critic": CriticConfig(canned.other_model())}
+    others: list[tuple[PolicyOptimization, str]] = [
+        (stage(build_model(num_layers=1)), r"policy\.model\.layers\.1\."),
+        (stage(build_model(num_layers=3)), r"policy\.model\.layers\.2\."),
+        (stage(build_model(hidden_size=64)), r"policy\."),
+        (stage(**critic), r"critic\."),
+    ]
+    for other, message in others:
+        with pytest.raises(CheckpointError, match=f"{differs}{message}.* resume with the models and the"):
+            trainer_and_calls()[0].fit(other, loader(2), ckpt_path=tmp_path / "state.ckpt", weights_only=True)
 
 
 def test_save_checkpoint_makes_the_folder(tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ from rl_plugins.algorithms.regularization import KLConfig
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import CheckpointError, StorageError
-from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.zero import ZeroStrategy
+from rl_plugins.strategies.zero_shards import TAG, ZeroShards
 from rl_plugins.tests.stages import canned
 
 
@@ -102,6 +103,10 @@ class Inspect(PolicyOptimization):
         assert engine.optimizer.param_groups[0]["lr"] != 1e9
         with pytest.raises(CheckpointError, match=r"not a checkpoint of this package: .*lightning\.ckpt"):
             strategy.load_checkpoint(self.folder)
+        shards = ZeroShards(path / "policy" / TAG)
+        for other in (build_model(num_layers=1), build_model(num_layers=3), build_model(hidden_size=64)):
+            with pytest.raises(CheckpointError, match=r"checkpoint belongs to another model: .* is in one of the two"):
+                shards.check_model(other)
         self.check_retention()
 
     def check_retention(self) -> None:

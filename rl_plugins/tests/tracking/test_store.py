@@ -8,8 +8,12 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient
-from rl_plugins.tracking.store import import_mlflow, open_client
+from rl_plugins.tracking.store import OTHER_STORES, check_store, import_mlflow, open_client
 
 AT_ONCE = """
 import sys, threading
@@ -55,3 +59,54 @@ def test_open_client_removes_the_partial_file_of_a_killed_process(tmp_path: Path
 
     assert [experiment.name for experiment in client.search_experiments()] == ["Default"]
     assert not partial.exists() and not journal.exists()
+
+
+@for_each(
+    ("uri", "fault"),
+    [
+        ("foo://x", "MLflow opens no such store"),
+        ("htp://mlflow:5000", "MLflow opens no such store"),
+        ("mlflow:5000", "MLflow opens no such store"),
+        ("databricks-uc", "MLflow opens no such store"),
+        ("mysql", "MLflow opens no such store"),
+        ("sqlite:mlflow.db", "MLflow opens no such store"),
+        ("sqlite://mlflow.db", "MLflow opens no such store"),
+        ("./mlruns", "MLflow opens no such store"),
+        ("file:///tmp/mlruns", "MLflow opens no such store"),
+        ("http://[mlflow:5000", "no address (Invalid IPv6 URL)"),
+        ("sqlite:///", ". is a folder"),
+        ("sqlite:////tmp", "/tmp is a folder"),
+    ],
+)
+def test_check_store_refuses_a_store_that_mlflow_cannot_open(
+    uri: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    with pytest.raises(ConfigError) as raised:
+        check_store(uri)
+    said = str(raised.value)
+    assert said.startswith(f"MLflow store {uri}: {fault}: write http://HOST:PORT"), said
+
+
+def test_check_store_lets_mlflow_open_other_stores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for uri in ("databricks", "databricks://profile", "postgresql://me@db/mlflow", "mysql+pymysql://me@db/mlflow"):
+        check_store(uri)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for uri in ("file:///tmp/mlruns", "mlruns"):
+        check_store(uri)
+    # As an installed package declares a store.
+    (tmp_path / "store-1.dist-info").mkdir()
+    (tmp_path / "store-1.dist-info" / "entry_points.txt").write_text("[mlflow.tracking_store]\nfoo = foo:Store\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_store("foo://x")
+
+
+def test_check_store_knows_the_stores_of_mlflow() -> None:
+    import_mlflow()
+    from mlflow.tracking._tracking_service.utils import _tracking_store_registry
+
+    asked, refused = {"http", "https", "sqlite", "file", ""}, {"databricks-uc", "uc"}
+    of_mlflow = {
+        scheme for scheme, build in _tracking_store_registry._registry.items() if build.__module__.startswith("mlflow.")
+    }
+    assert of_mlflow == {*OTHER_STORES} | asked | refused
