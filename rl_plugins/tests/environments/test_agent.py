@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -184,6 +185,16 @@ def test_calls_at_once_and_calls_of_programs_belong_to_the_trajectory() -> None:
         assert score.value == 5.0 * (turns := text.count("5")), score.message
         assert score.details["agent/sequences"] == turns and score.details["agent/refused"] == 0
         assert tokenizer.decode(generations.responses()[0]) == text
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_shell_script_with_curl_is_an_agent() -> None:
+    with closing(agent("ask_in_script", endpoint_host="127.0.0.2")) as environment:
+        (generations,) = run(environment, {ASKED: tokenizer.encode("a<|end|>")})
+    score = generations.endings[0].score
+    assert score.value == 5.0, score.message
+    assert (score.details["agent/calls"], score.details["agent/sequences"]) == (2.0, 1.0)
+    assert tokenizer.decode(generations.responses()[0]) == "a<|end|><|user|>more<|assistant|>5<|end|>"
 
 
 def test_call_that_continues_no_call_begins_a_sequence_with_tokens_of_the_engine() -> None:
