@@ -27,7 +27,7 @@ def train_in_turn(configs: Sequence[RecipeConfig], storage: Path) -> None:
     """Check all configurations, then train each. A file `done` in a run's folder marks a finished run.
 
     Args:
-        configs: configurations with one model architecture and equal lengths of prompts and responses.
+        configs: configurations with one model architecture. The engines take the longest prompts and responses.
         storage: folder for Ray Train.
     """
     import ray
@@ -49,7 +49,7 @@ def train_in_turn(configs: Sequence[RecipeConfig], storage: Path) -> None:
     start_ray(environment)
     rollout = None
     if sampling := [config for config in configs if with_vllm(config)]:
-        rollout = vllm_rollout(sampling[0])
+        rollout = vllm_rollout(max(sampling, key=lambda one: one.data.max_prompt_tokens + one.sampling.max_tokens))
         rollout.start()
     for num_workers in dict.fromkeys(config.placement.num_workers for config in configs):
         mine = [asdict(config) for config in configs if config.placement.num_workers == num_workers]

@@ -49,14 +49,9 @@ class Recorder:
         return fetched
 
 
-def add_to_every_response(text: str) -> list[dict[str, Any]]:
-    """Parser for a policy that knows no tools."""
-    return [{"name": "add", "arguments": {"a": len(text), "b": place}} for place in range(2)]
-
-
 @pytest.fixture(scope="module")
 def environment() -> Iterator[ToolEnvironment]:
-    made = ToolEnvironment([f"{HERE}.add"], parser=add_to_every_response, max_turns=3, deadline_s=60)
+    made = ToolEnvironment([f"{HERE}.add"], parser=f"{HERE}.add_to_every_response", max_turns=3, deadline_s=60)
     yield made
     made.close()
 

@@ -40,6 +40,7 @@ ALSO = {
     "grpo_mixture": {"curriculum/seen", "curriculum/reward", "curriculum/learnability"},
     "ppo": {"train/critic/loss", "train/critic/lr", "train/critic/explained_variance", "time/update_critic"},
     "ppo_stateful": {"train/reward", "train/critic/loss", "train/rollout_gap_max"},
+    "grpo_tools": {"train/reward", "train/rollout_gap_max", "train/tools/calls"},
     "grpo_agent": {"train/reward", "train/rollout_gap_max", "train/agent/calls", "train/agent/seconds"},
     "dapo": {"time/rollout", "train/uniform_groups"},
     "reinforce_plus_plus": {"train/kl", "time/ref_log_probs", "time/old_log_probs"},
@@ -123,7 +124,17 @@ def test_two_steps_of(run: str, folder: Path, workplace: Path) -> None:
 
 @pytest.mark.parametrize(
     "run",
-    tiered(("grpo_conversation", "grpo_agent", "ppo_conversation", "online_dpo_conversation", "ppo_stateful"), CORE),
+    tiered(
+        (
+            "grpo_conversation",
+            "grpo_tools",
+            "grpo_agent",
+            "ppo_conversation",
+            "online_dpo_conversation",
+            "ppo_stateful",
+        ),
+        CORE,
+    ),
 )
 def test_conversations_have_several_turns(run: str, folder: Path) -> None:
     series = read_metrics(folder / "metrics.jsonl")
@@ -131,7 +142,17 @@ def test_conversations_have_several_turns(run: str, folder: Path) -> None:
     assert set(series["train/observations_cut"].values()) == {0.0}
     # Trainer and engine agree on the log-probs of every turn.
     if run != "online_dpo_conversation":
-        assert max(series["train/rollout_gap_max"].values()) < (1e-4 if run == "grpo_agent" else 1e-3)
+        assert max(series["train/rollout_gap_max"].values()) < 1e-4
+
+
+@pytest.mark.parametrize("run", tiered(("grpo_tools",), CORE))
+def test_tools_answer_each_call_of_the_policy(run: str, folder: Path) -> None:
+    series = read_metrics(folder / "metrics.jsonl")
+    # Two calls in each response before the last, of 32 conversations.
+    calls = {step: 64 * (turns - 1) for step, turns in series["train/turns"].items()}
+    assert series["train/tools/calls"] == pytest.approx(calls) and min(calls.values()) > 0
+    for kind in ("malformed", "unknown", "late", "raised", "died"):
+        assert set(series[f"train/tools/{kind}"].values()) == {0.0}, kind
 
 
 @pytest.mark.parametrize("run", tiered(("grpo_agent",), CORE))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES
+from rl_plugins.models.tiny import TOOL_CHAT_TEMPLATE
 
 PAIRS = "data.train_files=[FOLDER/train_pairs.parquet]"
+SAMPLE_TOOLS = "rl_plugins.tests.environments.sample_tools"
 REWARD = "reward.functions.default={_target_: integration_tests.rewards.shortness}"
 # Required options of each recipe.
 EXTRAS = {
@@ -95,6 +97,19 @@ STAGES: dict[str, tuple[str, list[str]]] = {
             "sampling.max_tokens=24",
             "environment=stateful",
             "environment.stateful=rl_plugins.tests.environments.sample_environments.Lengths",
+        ],
+    ),
+    # Each response calls a tool twice, in the process of the worker's tools.
+    "grpo_tools": (
+        "grpo",
+        [
+            *SEVERAL_TURNS,
+            f"data.max_prompt_tokens={28 + len('<|system|>add(a,b)')}",
+            "sampling.max_tokens=100",
+            "environment=tools",
+            f"environment.tools=[{SAMPLE_TOOLS}.add]",
+            f"environment.parser={SAMPLE_TOOLS}.add_to_every_response",
+            f'+data.chat_template_kwargs.chat_template="{TOOL_CHAT_TEMPLATE}"',
         ],
     ),
     # The client of OpenAI calls the policy from processes of each worker, in three sequences.

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +25,16 @@ class ToolError(Exception):
     """Error from the server of a tool, for the policy."""
 
 
-async def connect(
-    item: Mapping[str, Any], passed: Mapping[str, str], stack: AsyncExitStack, wait_s: float
-) -> list[Tool]:
+class ServerLost(Exception):
+    """The server of a tool has ended, or does not start."""
+
+
+async def connect(item: Mapping[str, Any], passed: Mapping[str, str], wait_s: float) -> list[Tool]:
     """Connect with a server, and return its tools.
 
     Args:
         item: description of the server.
         passed: variables of the environment for a program, beside PATH, HOME and a few others.
-        stack: closes the connection.
         wait_s: seconds for the start of the server.
 
     Raises:
@@ -43,20 +43,121 @@ async def connect(
     if unknown := sorted(item.keys() - KEYS):
         known = ", ".join(sorted(KEYS))
         raise ConfigError(f"the MCP server {item['mcp']!r} takes no option {unknown[0]!r}: use {known}")
-    client = _client(item, passed)
+    server = ToolServer(partial(_client, item, passed), wait_s)
     try:
         async with asyncio.timeout(wait_s):
-            await stack.enter_async_context(client)
-            return await _tools(client)
+            return await server.tools()
+    except ConfigError:
+        raise
     except TimeoutError:
         reason = f"it did not answer within {wait_s:g} s"
-    # Clients wrap errors of programs and connections into groups, each transport into others.
+    # A server may send any error in place of its tools.
     except Exception as error:
         reason = _first(error)
     raise ConfigError(
         f"the MCP server {item['mcp']!r} did not start ({reason}): run its command, or open its address, by hand, and "
         "correct it, or raise load_timeout_s"
     )
+
+
+class ToolServer:
+    """Server of tools, with a connection. After the loss of the connection, the next call opens a new one.
+
+    A program starts again with the new connection. A task opens and closes each client, because only the task that has
+    opened a client can close the client.
+
+    Args:
+        make_client: function that returns a new client.
+        wait_s: seconds for the start of the server.
+    """
+
+    def __init__(self, make_client: Callable[[], Client], wait_s: float) -> None:
+        self._make_client, self._wait_s = make_client, wait_s
+        self._opened: asyncio.Future[Client] | None = None
+        self._tasks: dict[asyncio.Future[Client], asyncio.Task[None]] = {}
+
+    async def tools(self) -> list[Tool]:
+        """Return the tools of the server.
+
+        Raises:
+            ServerLost: the server does not start.
+        """
+        client = await asyncio.shield(self._open())
+        described, cursor = [], None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            described += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        return [
+            Tool(
+                {
+                    "type": "function",
+                    "function": {
+                        "name": tool.name,
+                        "description": tool.description or "",
+                        "parameters": tool.input_schema,
+                    },
+                },
+                partial(self.call, tool.name),
+            )
+            for tool in described
+        ]
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> object:
+        """Return the result of a tool.
+
+        Raises:
+            ServerLost: the server has ended, or does not start.
+            ToolError: the tool has failed.
+        """
+        from mcp import MCPError
+
+        opened = self._open()
+        # The deadline of one call does not end the start of the server for other calls.
+        client = await asyncio.shield(opened)
+        try:
+            result = await client.call_tool(name, dict(arguments))
+        except MCPError as error:
+            if opened is self._opened and await _answers(client):
+                raise
+            # Another call may have left the connection before.
+            if opened is self._opened:
+                self._opened = None
+                self._tasks[opened].cancel()
+            raise ServerLost(error.message) from error
+        texts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
+        if result.is_error:
+            raise ToolError("\n".join(texts))
+        return "\n".join(texts) if texts or result.structured_content is None else result.structured_content
+
+    def _open(self) -> asyncio.Future[Client]:
+        """Return the client of the connection, which may not be open yet."""
+        if self._opened is None:
+            client, self._opened = self._make_client(), asyncio.get_running_loop().create_future()
+            self._tasks[self._opened] = asyncio.ensure_future(self._hold(client, self._opened))
+        return self._opened
+
+    async def _hold(self, client: Client, opened: asyncio.Future[Client]) -> None:
+        """Open a client, and keep the client open until the loss of the connection."""
+        reason = ""
+        try:
+            async with asyncio.timeout(self._wait_s) as start, client:
+                start.reschedule(None)
+                opened.set_result(client)
+                await asyncio.get_running_loop().create_future()
+        except TimeoutError:
+            reason = f"it did not answer within {self._wait_s:g} s"
+        # Clients wrap errors of programs and connections into groups, each transport into others.
+        except Exception as error:
+            reason = _first(error)
+        finally:
+            del self._tasks[opened]
+        if opened is self._opened:
+            self._opened = None
+        if not opened.done():
+            opened.set_exception(ServerLost(reason))
 
 
 def _client(item: Mapping[str, Any], passed: Mapping[str, str]) -> Client:
@@ -82,36 +183,15 @@ def _client(item: Mapping[str, Any], passed: Mapping[str, str]) -> Client:
     )
 
 
-async def _tools(client: Client) -> list[Tool]:
-    described, cursor = [], None
-    while True:
-        page = await client.list_tools(cursor=cursor)
-        described += page.tools
-        cursor = page.next_cursor
-        if not cursor:
-            break
-    return [
-        Tool(
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description or "",
-                    "parameters": tool.input_schema,
-                },
-            },
-            partial(_call, client, tool.name),
-        )
-        for tool in described
-    ]
+async def _answers(client: Client) -> bool:
+    """Return False if the server has ended, or over HTTP has started again without the session of the client."""
+    from mcp import MCPError
 
-
-async def _call(client: Client, name: str, arguments: Mapping[str, Any]) -> object:
-    result = await client.call_tool(name, dict(arguments))
-    texts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
-    if result.is_error:
-        raise ToolError("\n".join(texts))
-    return "\n".join(texts) if texts or result.structured_content is None else result.structured_content
+    try:
+        await client.list_tools(cache_mode="bypass")
+    except MCPError:
+        return False
+    return True
 
 
 def _first(error: BaseException) -> str:

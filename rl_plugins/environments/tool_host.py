@@ -2,7 +2,8 @@
 
 The process ends calls at their deadline by itself. Otherwise the process is killed after a grace period, and a new
 process takes its place. All calls of a lost process run again. The suspects, which may have caused the loss, run one at
-a time, and the next loss shows the culprit. A call may therefore run twice.
+a time, and the next loss shows the culprit. A call may therefore run twice. Calls of a lost MCP server are suspects,
+too, and run once more.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class _Call:
     name: str
     arguments: Mapping[str, Any]
     sent: float = 0.0
+    runs_again: bool = False
 
 
 class ToolHost:
@@ -181,7 +183,11 @@ class ToolHost:
             raise RewardError(
                 f"the process of the tools was replaced, and the new process cannot load the tools: {message['error']}"
             )
-        if (call := self._running.pop(message["number"], None)) is not None:
+        call = self._running.pop(message["number"], None)
+        if call is not None and message["kind"] == "died" and not call.runs_again:
+            call.runs_again = True
+            self._suspects.append(call)
+        elif call is not None:
             # All processes of a machine have the same monotonic clock.
             work = Work(call.name, unix_time(message["start"]), message["seconds"])
             reward = Score(**message["reward"])

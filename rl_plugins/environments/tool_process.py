@@ -12,12 +12,11 @@ import os
 import pickle
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rl_plugins.environments.mcp_tools import ToolError, connect
+from rl_plugins.environments.mcp_tools import ServerLost, ToolError, connect
 from rl_plugins.environments.outbox import Outbox
 from rl_plugins.environments.tool_functions import Threads, Tool, ToolResult, shortened, text_of, tool_of
 from rl_plugins.errors import ConfigError
@@ -75,22 +74,21 @@ class _Server:
     async def serve(self) -> None:
         self._task: ToolTask = pickle.loads(self._connection.recv_bytes())
         self._task.limits.clean(os.environ)
-        async with AsyncExitStack() as stack:
-            for item in self._task.tools:
-                for tool in await self._load(item, stack):
-                    if tool.name in self._tools:
-                        raise ConfigError(f"there are two tools of the name {tool.name!r}: rename one, or leave it out")
-                    self._tools[tool.name] = tool
-            self._task.limits.limit_memory()
-            self._answer(schemas=[tool.schema for tool in self._tools.values()])
-            loop, ended = asyncio.get_running_loop(), asyncio.Event()
-            loop.add_reader(self._connection.fileno(), self._read, ended)
-            await ended.wait()
-            loop.remove_reader(self._connection.fileno())
+        for item in self._task.tools:
+            for tool in await self._load(item):
+                if tool.name in self._tools:
+                    raise ConfigError(f"there are two tools of the name {tool.name!r}: rename one, or leave it out")
+                self._tools[tool.name] = tool
+        self._task.limits.limit_memory()
+        self._answer(schemas=[tool.schema for tool in self._tools.values()])
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._connection.fileno(), self._read, ended)
+        await ended.wait()
+        loop.remove_reader(self._connection.fileno())
 
-    async def _load(self, item: Any, stack: AsyncExitStack) -> list[Tool]:
+    async def _load(self, item: Any) -> list[Tool]:
         if isinstance(item, Mapping) and "mcp" in item:
-            return await connect(item, self._task.limits.values, stack, self._task.load_timeout_s)
+            return await connect(item, self._task.limits.values, self._task.load_timeout_s)
         config = item if isinstance(item, Mapping) else {"_target_": item}
         name, function, fixed = load_callable(config, "tool")
         return [tool_of(name, function, fixed, self._threads)]
@@ -127,6 +125,8 @@ class _Server:
             if deadline.expired():
                 return "late", f"{tool.name}: no result within {self._task.deadline_s:g} s", _NO_REWARD
             return "raised", _described(error), _NO_REWARD
+        except ServerLost as error:
+            return "died", f"{tool.name}: the MCP server has ended ({error})", _NO_REWARD
         # Code of the user may raise any exception; the policy reads the error.
         except (Exception, SystemExit) as error:
             return "raised", _described(error), _NO_REWARD

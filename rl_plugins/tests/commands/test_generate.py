@@ -22,6 +22,7 @@ from rl_plugins.redaction import REMOVED
 from rl_plugins.tests import pictures
 
 OBJECTS = "rl_plugins.tests.environments.sample_environments"
+TOOLS = "rl_plugins.tests.environments.sample_tools"
 
 
 @pytest.fixture
@@ -45,16 +46,21 @@ def write_recipe(folder: Path, **groups: Any) -> Path:
     return file
 
 
+def generate_command(folder: Path, recipe: Path, **model: Any) -> list[str]:
+    """Write a policy and rows; return the command for three conversations with each row, without the output."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
+    save_tiny_policy(folder / "tiny", **sizes, **model)
+    write_splits(addition_rows(below=20, num_train=4, num_test=1, seed=0), folder / "data")
+    return [
+        "generate", str(folder / "tiny"), "--data", str(folder / "data/train.parquet"), "--engine", "transformers",
+        "--samples", "3", "--max-tokens", "60", "--save-every", "2", "--recipe", str(recipe), "--output",
+    ]  # fmt: skip
+
+
 def test_generate_holds_conversations_that_evaluate_measures(
     tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
-    save_tiny_policy(tmp_path / "tiny", **sizes)
-    write_splits(addition_rows(below=20, num_train=4, num_test=1, seed=0), tmp_path / "data")
-    command = [
-        "generate", str(tmp_path / "tiny"), "--data", str(tmp_path / "data/train.parquet"), "--engine", "transformers",
-        "--samples", "3", "--max-tokens", "60", "--save-every", "2", "--recipe", str(recipe), "--output",
-    ]  # fmt: skip
+    command = generate_command(tmp_path, recipe)
     assert main([*command, str(tmp_path / "a.parquet")]) == 0, capsys.readouterr().err
     rows = pq.read_table(tmp_path / "a.parquet").to_pylist()
     assert len(rows) == 4 and all(len(row["scores"]) == 3 for row in rows)
@@ -84,6 +90,33 @@ def test_generate_holds_conversations_that_evaluate_measures(
     write_recipe(tmp_path, environment={"stateful": f"{OBJECTS}.Lengths", "max_turns": 1})
     assert main([*command, str(tmp_path / "a.parquet")]) == 2
     assert "was made with other settings: environment was" in capsys.readouterr().err
+
+
+@pytest.mark.extended
+def test_generate_holds_conversations_with_tools_that_evaluate_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(
+        tmp_path,
+        environment={"tools": [f"{TOOLS}.add"], "parser": f"{TOOLS}.add_to_every_response", "max_turns": 2},
+        reward={"functions": {"default": {"_target_": "rl_plugins.tests.rewards.sample_rewards.length"}}},
+    )
+    command = generate_command(tmp_path, recipe, tools=True)
+    assert main([*command, str(tmp_path / "a.parquet")]) == 0, capsys.readouterr().err
+    rows = pq.read_table(tmp_path / "a.parquet").to_pylist()
+    places = [(row, place) for row in rows for place in range(3)]
+    for row, place in places:
+        first, *rest = json.loads(row["conversations"][place])
+        assert [message["role"] for message in rest] == ["tool", "tool", "assistant"] * (row["turns"][place] == 2)
+        results = [str(len(first["content"]) + number) for number in range(2)]
+        assert not rest or [message["content"] for message in rest[:2]] == results
+        last = rest[-1] if rest else first
+        assert row["answers"][place] == last["content"] and row["scores"][place] == len(last["content"])
+    assert {row["turns"][place] for row, place in places} == {1, 2}
+    assert main(["evaluate", str(tmp_path / "a.parquet")]) == 0
+    (measures,) = json.loads((tmp_path / "a.evaluation.json").read_text())["measures"].values()
+    scores = [row["scores"][place] for row, place in places]
+    assert measures["mean@3"]["value"] == pytest.approx(sum(scores) / len(scores))
 
 
 def test_evaluate_asks_for_the_reward_of_a_policy(capsys: pytest.CaptureFixture[str]) -> None:

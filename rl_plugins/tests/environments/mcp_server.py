@@ -26,6 +26,12 @@ def variable(name: str) -> str:
     return os.environ.get(name, "nothing")
 
 
+@server.tool()
+def leave() -> str:
+    """End the server."""
+    os._exit(3)
+
+
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         listening = socket.socket(fileno=int(sys.argv[1]))

@@ -29,6 +29,19 @@ request = urllib.request.Request(
 print(json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]["content"])
 """
 
+# A shell script with two calls, the second of which continues the first.
+SCRIPT = r"""
+set -e
+ask() {
+    curl --silent --fail --max-time 60 "$OPENAI_BASE_URL/chat/completions" \
+        --header "Authorization: Bearer $OPENAI_API_KEY" --header 'Content-Type: application/json' \
+        --data "{\"messages\": [$1]}" | sed 's/.*"content":"\([^"]*\)".*/\1/'
+}
+first='{"role": "user", "content": "ask"}'
+answer=$(ask "$first")
+ask "$first, {\"role\": \"assistant\", \"content\": \"$answer\"}, {\"role\": \"user\", \"content\": \"more\"}"
+"""
+
 ADD: Any = {
     "type": "function",
     "function": {
@@ -145,6 +158,12 @@ async def talk(row: Row, base_url: str, api_key: str, *, turns: int = 2, max_tok
 def ask_in_program(row: Row, base_url: str, api_key: str) -> float:
     """Ask in a program, which finds address and key in its environment."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True)
+    return float(done.stdout)
+
+
+def ask_in_script(row: Row, base_url: str, api_key: str) -> float:
+    """Ask in a shell script. The reward is the last answer."""
+    done = subprocess.run(["sh", "-c", SCRIPT], check=True, capture_output=True, text=True)
     return float(done.stdout)
 
 

@@ -32,6 +32,11 @@ def read_any_act(text: str) -> list[dict[str, Any]]:
     return [{"name": "obey", "arguments": {"act": ACTS[zlib.crc32(text.encode()) % len(ACTS)]}}]
 
 
+def add_to_every_response(text: str) -> list[dict[str, Any]]:
+    """Two calls of `add` in any response, for a policy that knows no tools."""
+    return [{"name": "add", "arguments": {"a": len(text), "b": place}} for place in range(2)]
+
+
 def add(a: int, b: int) -> int:
     """Add numbers.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pyarrow.parquet as pq
 import pytest
 from typing_extensions import override
 
@@ -16,6 +19,7 @@ pytest.importorskip("vllm")
 
 import rl_plugins.rollout.vllm.chat_protocol
 import rl_plugins.rollout.vllm.tool_parser  # noqa: F401
+from rl_plugins.commands.main import main
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.experience import Experience
@@ -32,6 +36,7 @@ from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.sequence_rows import SequenceRows, most_sequences
 from rl_plugins.stages.turns import add_turns, sequences
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.commands.test_generate import generate_command, write_recipe
 from rl_plugins.tests.patience import patient, wait_until
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.stages.test_scheduled_sampler import Loader
@@ -184,6 +189,16 @@ def test_calls_at_once_and_calls_of_programs_belong_to_the_trajectory() -> None:
         assert score.value == 5.0 * (turns := text.count("5")), score.message
         assert score.details["agent/sequences"] == turns and score.details["agent/refused"] == 0
         assert tokenizer.decode(generations.responses()[0]) == text
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_shell_script_with_curl_is_an_agent() -> None:
+    with closing(agent("ask_in_script", endpoint_host="127.0.0.2")) as environment:
+        (generations,) = run(environment, {ASKED: tokenizer.encode("a<|end|>")})
+    score = generations.endings[0].score
+    assert score.value == 5.0, score.message
+    assert (score.details["agent/calls"], score.details["agent/sequences"]) == (2.0, 1.0)
+    assert tokenizer.decode(generations.responses()[0]) == "a<|end|><|user|>more<|assistant|>5<|end|>"
 
 
 def test_call_that_continues_no_call_begins_a_sequence_with_tokens_of_the_engine() -> None:
@@ -442,6 +457,22 @@ def test_policy_learns_from_the_rewards_of_agents(name: str, packing: bool, tmp_
     assert metrics["train/agent/refused"] == metrics["train/reward_raised"] == 0
     assert (samples.response_mask.sum(dim=1) < samples.response_lengths).any()
     assert metrics["train/agent/sequences"] == most_sequences(samples) == {"talk": 1, "delegate": 3, "choose": 4}[name]
+
+
+@pytest.mark.extended
+def test_generate_lets_an_agent_converse_about_each_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, environment={"agent": f"{HERE}.talk", "max_turns": 2, "max_objects": 4})
+    command = generate_command(tmp_path, recipe)
+    assert main([*command, str(tmp_path / "a.parquet")]) == 0, capsys.readouterr().err
+    rows = pq.read_table(tmp_path / "a.parquet").to_pylist()
+    for row in rows:
+        for place, text in enumerate(row["conversations"]):
+            said = [message["content"] for message in json.loads(text) if message["role"] == "assistant"]
+            assert (row["turns"][place], row["answers"][place], row["failures"][place]) == (2, said[-1], None)
+            assert row["scores"][place] == 1.0 + sum(map(len, said))
+    assert main(["evaluate", str(tmp_path / "a.parquet")]) == 0, capsys.readouterr().err
+    (measures,) = json.loads((tmp_path / "a.evaluation.json").read_text())["measures"].values()
+    assert measures["mean@3"]["value"] == pytest.approx(sum(sum(row["scores"]) for row in rows) / 12)
 
 
 @pytest.mark.parametrize(

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import psutil
 import pytest
+import uvicorn
+from mcp import Client
 from mcp.client import streamable_http
+from mcp.server.mcpserver import MCPServer
 
 from rl_plugins.environments import mcp_tools
+from rl_plugins.environments.mcp_tools import ServerLost, ToolServer
 from rl_plugins.environments.tool_host import Result, ToolHost
 from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.limits import WorkerLimits
+from rl_plugins.tests.environments.mcp_server import multiply
 from rl_plugins.tests.environments.test_tool_host import results_of
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient, wait_until
@@ -66,6 +72,48 @@ def test_program_of_mcp_runs_calls_and_ends_with_the_host() -> None:
 def test_server_over_http_runs_calls(address: str) -> None:
     with closing(host_of({"mcp": address, "headers": {"Authorization": "Bearer key"}})) as host:
         assert results_of(host, ("multiply", {"a": 6, "b": 7})) == [Result("", "42")]
+
+
+@pytest.mark.extended
+def test_program_of_mcp_that_ends_is_started_again_and_only_the_culprit_fails() -> None:
+    with closing(host_of({"mcp": [sys.executable, SERVER]})) as host:
+        culprit, multiplied = results_of(host, ("leave", {}), ("multiply", {"a": 6, "b": 7}))
+        assert culprit == Result("died", "leave: the MCP server has ended (Connection closed)")
+        assert multiplied == Result("", "42")
+        # The process of the tools lives on.
+        assert host.starts == 1
+
+
+@asynccontextmanager
+async def served_over(listening: socket.socket) -> AsyncIterator[None]:
+    """Serve `multiply` in this process, and forget all sessions and connections at the end."""
+    tools = MCPServer("tests")
+    tools.tool()(multiply)
+    server = uvicorn.Server(uvicorn.Config(tools.streamable_http_app(), log_config=None))
+    running = asyncio.ensure_future(server.serve([listening.dup()]))
+    yield
+    server.should_exit = server.force_exit = True
+    await running
+
+
+def test_call_over_http_reaches_a_server_that_has_started_again() -> None:
+    async def call_two_servers() -> None:
+        listening = socket.create_server(("127.0.0.1", 0))
+        # A client of older servers has a session.
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}/mcp"
+        server = ToolServer(lambda: Client(address, mode="legacy"), patient(60))
+        with listening:
+            async with served_over(listening):
+                assert await server.call("multiply", {"a": 6, "b": 7}) == "42"
+            async with served_over(listening):
+                with pytest.raises(ServerLost, match="Session not found"):
+                    await server.call("multiply", {"a": 6, "b": 7})
+                assert await server.call("multiply", {"a": 2, "b": 3}) == "6"
+        for _ in range(2):
+            with pytest.raises(ServerLost):
+                await server.call("multiply", {"a": 1, "b": 1})
+
+    asyncio.run(call_two_servers())
 
 
 @for_each("headers", [{}, {"headers": {"Authorization": "Bearer key"}}])

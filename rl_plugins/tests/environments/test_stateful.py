@@ -17,7 +17,7 @@ from rl_plugins.config.models import CriticConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.environments.object_conversations import StatefulConversations
 from rl_plugins.environments.stateful import StatefulEnvironment
-from rl_plugins.errors import ConfigError, RewardError
+from rl_plugins.errors import ConfigError, EngineLost, RewardError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.inline import InlineScorer
@@ -27,6 +27,7 @@ from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient, wait_until
 from rl_plugins.tests.rewards.test_conversations import Scripted
 from rl_plugins.tests.stages import canned
@@ -53,6 +54,11 @@ def talk_with(environment: StatefulEnvironment, engine: Scripted) -> Conversatio
     return Conversations(objects, tokenizer, environment.max_turns).by(engine)
 
 
+def opening(ground_truth: str) -> Opening:
+    about = ScoringRequest("s", "", ground_truth, {}, [{"role": "user", "content": "count"}])
+    return Opening(7, tokenizer.encode("row"), 5, about=about)
+
+
 def converse(
     environment: StatefulEnvironment,
     said: dict[str, list[str]],
@@ -63,11 +69,7 @@ def converse(
 ) -> Generations:
     """Run conversations with a script: text so far to responses."""
     talk = talk_with(environment, Scripted(said))
-    about = ScoringRequest("s", "", ground_truth, {}, [{"role": "user", "content": "count"}])
-    talk.submit(
-        [Opening(7, tokenizer.encode("row"), 5, about=about)],
-        SamplingConfig(max_tokens=max_tokens, num_samples=num_samples),
-    )
+    talk.submit([opening(ground_truth)], SamplingConfig(max_tokens=max_tokens, num_samples=num_samples))
     generations = talk.collect([7], 0)[7]
     talk.scores(generations.endings)
     return generations
@@ -98,6 +100,21 @@ def test_object_starts_the_conversation_rewards_turns_and_scores(counting: State
     assert [tokenizer.decode(response[: end + 1]).count("<|end|>") for end in ending.turn_ends] == [1, 2, 3]
     assert {response[end] for end in ending.turn_ends} == {tokenizer.eos_token_id}
     assert ending.transcript() == "2\n[user] 7\n[assistant] 3\n[user] 10\n[assistant] 0\n[user] bye"
+
+
+@for_each("lost", [1, 2, 3])
+def test_lost_engine_costs_only_the_turn_in_flight_and_repeats_no_step(
+    counting: StatefulEnvironment, lost: int
+) -> None:
+    engine = Scripted(COUNTING, loses=[lost])
+    talk = talk_with(counting, engine)
+    talk.submit([opening("5")], SAMPLING)
+    with pytest.raises(EngineLost):
+        talk.collect([7], 0)
+    assert talk.lost_tickets() == []
+    (generations,) = talk.collect([7], 0).values()
+    # A step that was made twice would add its number twice.
+    assert generations.endings[0].turn_rewards == pytest.approx((0.2, 0.3, 10.0)) and len(engine.asked) == 4
 
 
 @pytest.mark.parametrize(
@@ -209,8 +226,7 @@ def test_first_messages_for_which_the_chat_template_raises_any_exception_are_a_f
 def test_drop_closes_the_objects_of_conversations() -> None:
     with closing(environment_of(f"{HERE}.Count")) as environment:
         talk = talk_with(environment, Scripted(COUNTING))
-        about = ScoringRequest("s", "", "5", {}, [{"role": "user", "content": "count"}])
-        talk.submit([Opening(7, tokenizer.encode("row"), 5, about=about)], SamplingConfig(num_samples=3))
+        talk.submit([opening("5")], SamplingConfig(num_samples=3))
         loader = psutil.Process(environment.host.pid)
         wait_until(lambda: len(loader.children()) == 3, "all objects have started")
         talk.drop([7])

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.environments.tools import ToolEnvironment
-from rl_plugins.errors import ConfigError
+from rl_plugins.environments.tools import KINDS, ToolEnvironment
+from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.models.tiny import TOOL_CHAT_TEMPLATE, build_model, build_tokenizer, save_tiny_policy
 from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.inline import InlineScorer
@@ -23,6 +26,7 @@ from rl_plugins.rollout.tool_calls import read_call
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.environments import sample_tools
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.rewards.test_conversations import Scripted
 from rl_plugins.tests.stages import canned
@@ -30,6 +34,12 @@ from rl_plugins.tests.stages.test_scheduled_sampler import Loader
 
 tokenizer: Any = build_tokenizer(tools=True)
 PROMPT = "<|system|>add(a,b)wait_long(seconds)refuse()<|user|>2+3<|assistant|>"
+OPENING = Opening(
+    7,
+    tokenizer.encode(PROMPT),
+    5,
+    about=ScoringRequest("s", "", None, {}, [{"role": "user", "content": "2+3"}]),
+)
 HERE = "rl_plugins.tests.environments.sample_tools"
 
 
@@ -63,13 +73,16 @@ def environment_of(deadline_s: float) -> ToolEnvironment:
     return ToolEnvironment(tools, parser=sample_tools.read_calls, max_turns=3, deadline_s=deadline_s)
 
 
+def talk_with(environment: ToolEnvironment, engine: Speaker) -> Conversations:
+    scorer = InlineScorer({"_target_": "rl_plugins.tests.rewards.sample_rewards.length"})
+    return Conversations(environment.connect(scorer, tokenizer), tokenizer, environment.max_turns).by(engine)
+
+
 def converse(
     environment: ToolEnvironment, said: dict[str, list[str]], max_tokens: int = 400, prompt: str = PROMPT
 ) -> Generations:
-    scorer = InlineScorer({"_target_": "rl_plugins.tests.rewards.sample_rewards.length"})
-    talk = Conversations(environment.connect(scorer, tokenizer), tokenizer, environment.max_turns).by(Speaker(said))
-    about = ScoringRequest("s", "", None, {}, [{"role": "user", "content": "2+3"}])
-    opening = Opening(7, tokenizer.encode(prompt), 5, about=about)
+    talk = talk_with(environment, Speaker(said))
+    opening = replace(OPENING, prompt=tokenizer.encode(prompt))
     talk.submit([opening], SamplingConfig(max_tokens=max_tokens, num_samples=len(said[prompt])))
     return talk.collect([7], 0)[7]
 
@@ -92,6 +105,21 @@ def test_results_come_back_as_tokens_of_the_tool_role_under_mask_0(environment: 
     called, last = ending.times
     assert [work.name for work in called.work] == ["add", "add"] and not last.work
     assert called.asked <= called.sampled <= called.work[0].start <= called.answered <= last.asked <= last.answered
+
+
+@for_each("lost", [1, 2])
+def test_lost_engine_costs_only_the_turn_in_flight_and_repeats_no_call(environment: ToolEnvironment, lost: int) -> None:
+    engine = Speaker({PROMPT: [ADDING, "6<|end|>"]}, loses=[lost])
+    talk = talk_with(environment, engine)
+    talk.submit([OPENING], SamplingConfig(max_tokens=400, num_samples=2))
+    with pytest.raises(EngineLost):
+        talk.collect([7], 0)
+    assert talk.lost_tickets() == []
+    (generations,) = talk.collect([7], 0).values()
+    assert engine.prompts == [PROMPT, f"{PROMPT}{ADDING}<|tool|>5<|assistant|>"] and len(engine.asked) == 3
+    long, short = generations.endings
+    assert (long.turns, long.counts["tools/calls"], long.score.value) == (2, 1, 1.0)
+    assert (short.turns, short.counts["tools/calls"], short.score.value) == (1, 0, 1.0)
 
 
 def test_reward_of_a_tool_is_the_reward_of_the_turn_and_part_of_the_score() -> None:
@@ -167,25 +195,8 @@ def test_prompt_without_the_tools_is_refused(environment: ToolEnvironment) -> No
         talk.collect([1], 0)
 
 
-def test_stage_trains_on_conversations_with_tools_and_counts_calls(tmp_path: Any) -> None:
-    plain: Any = build_tokenizer()
-    plain.chat_template = TOOL_CHAT_TEMPLATE
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
-    save_tiny_policy(tmp_path, **sizes)
-    tools = ToolEnvironment([f"{HERE}.add"], parser=call_twice, max_turns=3)
-    stage = canned.Keeping(
-        build_model(**sizes),
-        tokenizer=plain,
-        scorer=InlineScorer({"_target_": "rl_plugins.tests.rewards.sample_rewards.length"}),
-        # An untrained policy ends few responses.
-        sampling=SamplingConfig(max_tokens=200, num_samples=3, stop_token_ids=tuple(range(60, 200))),
-        environment=tools,
-        optimizer=OptimizerConfig(lr=0.01),
-        max_steps=1,
-    )
-    strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(tmp_path)))
-    canned.quiet_trainer(strategy).fit(stage, ToolLoader(["1+1", "12+30"]))
-    tools.close()
+def test_stage_trains_on_conversations_with_tools_and_counts_calls(tmp_path: Path) -> None:
+    stage = trained_with(ToolEnvironment([f"{HERE}.add"], parser=call_twice, max_turns=3), tmp_path)
     (experience,), (metrics,) = stage.trained_on, stage.metrics
     assert (experience.response_lengths > experience.response_mask.sum(dim=1)).any()
     # The trainer gives each token the log-prob from its sampling.
@@ -193,12 +204,61 @@ def test_stage_trains_on_conversations_with_tools_and_counts_calls(tmp_path: Any
     assert metrics["train/tools/calls"] == 2 * metrics["train/tools/unknown"] > 0 == metrics["train/tools/raised"]
 
 
+def test_stage_trains_with_calls_that_hang_raise_flood_return_nothing_and_die(tmp_path: Path) -> None:
+    before = child_processes()
+    # The first response makes four calls, and the next response of its conversation, after five answers, the last call.
+    acts = iter([["nothing", "long", "raise", "hang"], *[[]] * 5, ["die"]])
+
+    def next_acts(text: str) -> list[dict[str, Any]]:
+        return [{"name": "obey", "arguments": {"act": act}} for act in next(acts, [])]
+
+    tools = ToolEnvironment([f"{HERE}.obey"], parser=next_acts, max_turns=3, deadline_s=patient(0.5), max_characters=40)
+    stage = trained_with(tools, tmp_path)
+    (experience,), (metrics,) = stage.trained_on, stage.metrics
+    counts = {kind: metrics[f"train/{kind}"] for kind in KINDS}
+    failed = {"tools/late": 1, "tools/raised": 1, "tools/died": 1}
+    assert counts == {**dict.fromkeys(KINDS, 0), "tools/calls": 5, **failed}
+    said = [message["content"] for ending in experience.columns["ending"] for message in ending.said[1:]]
+    assert said[:3] == ["null", "x" * 40 + " [9999960 more characters left out]", "error: ValueError: no such act"]
+    assert said[3].startswith("error: obey: no result within")
+    assert said[5] == "error: obey: the process was ended by the signal SIGKILL"
+    assert metrics["train/rollout_gap_max"] < 1e-4 and len(experience) == 6
+    assert child_processes() <= before
+
+
+def child_processes() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def trained_with(tools: ToolEnvironment, folder: Path) -> canned.Keeping:
+    """A stage after a step with tools, which are closed."""
+    plain: Any = build_tokenizer()
+    plain.chat_template = TOOL_CHAT_TEMPLATE
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
+    sizes["max_position_embeddings"] = 512
+    save_tiny_policy(folder, **sizes)
+    stage = canned.Keeping(
+        build_model(**sizes),
+        tokenizer=plain,
+        scorer=InlineScorer({"_target_": "rl_plugins.tests.rewards.sample_rewards.length"}),
+        # An untrained policy ends few responses.
+        sampling=SamplingConfig(max_tokens=400, num_samples=3, stop_token_ids=tuple(range(60, 200))),
+        environment=tools,
+        optimizer=OptimizerConfig(lr=0.01),
+        max_steps=1,
+    )
+    strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(folder)))
+    with closing(tools):
+        canned.quiet_trainer(strategy).fit(stage, ToolLoader(["1+1", "12+30"]))
+    return stage
+
+
 class ToolLoader(Loader):
-    """Batches of two prompts that show a tool."""
+    """Batches of two prompts that show the tools."""
 
     def draw(self) -> PromptBatch:
         batch = super().draw()
-        shown = canned.tokenizer.encode("add(a,b)")
+        shown = canned.tokenizer.encode("add(a,b)obey(act)")
         return PromptBatch([[*shown, *ids] for ids in batch.prompt_ids], batch.rows, batch.columns, batch.epoch)
 
 

@@ -162,12 +162,20 @@ def test_write_report_shows_the_images_of_prompts_and_no_other_addresses(folder:
     assert set(shown) == {pictures[0]} and len(shown) == len(rows)
 
 
-def test_write_report_shows_the_seconds_of_turns(folder: RunFolder) -> None:
+def test_write_report_shows_the_seconds_of_turns_and_of_each_call_of_a_tool(folder: RunFolder) -> None:
     (first, *_) = sorted(folder.samples.iterdir())
-    turn = {"sampling_s": 1.25, "environment_s": 0.5, "queue_s": 0.0}
+    work = [{"name": "search", "start": 1000.0, "seconds": 0.25}, {"name": "<add>", "start": 1000.5, "seconds": 1.5}]
+    turn = {"sampling_s": 1.25, "environment_s": 1.75, "queue_s": 0.0, "work": work}
+    last = {"sampling_s": 2.0, "environment_s": 0.5, "queue_s": 0.0, "work": []}
     rows = json.loads(first.read_text())
-    first.write_text(json.dumps([{**row, "turns": [turn, turn]} for row in rows]))
-    assert "2: sampling 1.25, environment 0.50, queue 0.00" in text_of(parse(write_report(folder)))
+    first.write_text(json.dumps([{**row, "turns": [turn, last]} for row in rows]))
+    assert text_of(parse(write_report(folder))).count(
+        "seconds per turn:\n"
+        "1: sampling 1.25, environment 1.75, queue 0.00\n"
+        "   search 0.25\n"
+        "   <add> 1.50\n"
+        "2: sampling 2.00, environment 0.50, queue 0.00"
+    ) == len(rows)
 
 
 def test_write_report_of_a_long_run_is_small(folder: RunFolder) -> None:
