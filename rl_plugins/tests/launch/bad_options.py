@@ -282,6 +282,7 @@ CHECKS: dict[str, list[Case]] = {
         (["model.path=few_embeddings"], ["ids up to 256", "100 embeddings"]),
         (["model.path=half_weights"], ["half_weights/model.safetensors: not a whole safetensors file", "download"]),
         (["reference.path=half_weights"], ["half_weights/model.safetensors: not a whole safetensors file", "download"]),
+        (["critic.path=recurrent"], ["recurrent: layers of the kind linear_attention", "set batch.packing=false"]),
         (["critic.path=unknown_model"], ["unknown_model/config.json: model_type is 'qwen99'", "newer version"]),
         (["model.path=torn_tokenizer"], ["model.path=", "torn_tokenizer: its tokenizer cannot be read", "download"]),
         (
