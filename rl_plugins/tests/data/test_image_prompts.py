@@ -20,7 +20,7 @@ from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.tests.pictures import encoded, picture, row
 
-FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
+FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "qwen3_vl", "idefics3")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

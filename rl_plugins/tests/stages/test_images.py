@@ -45,6 +45,7 @@ from rl_plugins.tests.pictures import encoded, picture, row
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.stages.with_images import (
+    EACH_FAMILY,
     FAMILIES,
     assert_alike,
     batch_of,
@@ -154,7 +155,7 @@ def test_stage_3_does_not_train_a_tower_by_the_gradient_of_an_earlier_step(kind:
     assert_alike(weights, expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_patches_per_micro_batch_bounds_the_images_of_a_pass(family: str, folders: dict[str, Path]) -> None:
     folder = folders[family]
     bounded = trained(family, folder, single_device(), patches_per_micro_batch=1)
@@ -223,7 +224,7 @@ def test_vision_lr_freezes_or_slows_the_vision_tower(name: str, folders: dict[st
             assert_alike(weights, expected[rate])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_policy_optimization_samples_with_images_and_has_the_log_probs_of_the_engine(
     family: str, folders: dict[str, Path]
 ) -> None:

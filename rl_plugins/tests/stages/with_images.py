@@ -21,8 +21,11 @@ from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.pictures import picture, row
 from rl_plugins.tests.stages import canned
+from rl_plugins.tests.tiers import tiered
 
-FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
+FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "qwen3_vl", "idefics3")
+EACH_FAMILY = tiered(FAMILIES, core={"llava", "gemma3", "qwen2_5_vl", "idefics3"})
+"""Families as cases of a test. `make test` compares the passes of Qwen3-VL in test_vision_language."""
 RESPONSES = [[80, 81, 82, 83, 257], [70, 257], [60, 61, 257], [75, 76, 77, 257], [62, 63, 257], [71, 257]]
 
 
