@@ -290,7 +290,7 @@ class OptimizerConfig(Settings):
             decay) for steps at the full rate before a linear decay; or a class in `torch.optim.lr_scheduler`, the
             dotted path of a class or function of the optimizer, or a node with `_target_` and arguments. The schedule
             moves on after each step of the stage.
-        schedule_options: arguments of a schedule that is not one of the four names.
+        schedule_options: arguments of a schedule beside the four names.
         warmup_steps: stage steps of linear warm-up, for each of the four names.
         stable_steps: stage steps at the full rate between warm-up and decay (`wsd`, `cosine`).
         decay_steps: stage steps over which the rate falls to `lr_end` after that (`linear`, `cosine`, `wsd`).
