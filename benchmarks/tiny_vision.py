@@ -1,12 +1,14 @@
-"""Tiny vision-language models of four families, with random weights, and their processors.
+"""Tiny vision-language models of five families, with random weights, and their processors.
 
-Pictures are 32x32. LLaVA and Gemma 3 have a SigLIP tower. Gemma 3's images see their own later tokens, Qwen2.5-VL has
-positions in time, height and width. Without torchvision, vLLM has Idefics 3 alone of the four.
+Pictures are 32x32. LLaVA and Gemma 3 have a SigLIP tower. Gemma 3's images see their own later tokens. Qwen2.5-VL and
+Qwen3-VL have positions in time, height and width. Qwen3-VL adds features of a layer of its tower to the first layer of
+the language model. Without torchvision, vLLM has Idefics 3 alone of the five.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,10 @@ _TOWER = {
 def save_tiny_vision(family: str, folder: Path, **sizes: Any) -> Any:
     """Save a tiny model of a family and its processor for `from_pretrained`, and return the model.
 
-    transformers loads the processor of Qwen2.5-VL with torchvision only; without torchvision, `processor` makes it.
+    transformers loads the processors of Qwen with torchvision only; without torchvision, `processor` makes them.
 
     Args:
-        family: `llava`, `gemma3`, `qwen2_5_vl` or `idefics3`.
+        family: `llava`, `gemma3`, `qwen2_5_vl`, `qwen3_vl` or `idefics3`.
         folder: folder to write.
         **sizes: options of the configuration of the text model, in the place of the tiny sizes.
     """
@@ -53,8 +55,8 @@ def save_tiny_vision(family: str, folder: Path, **sizes: Any) -> Any:
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     made = processor(family)
-    # Without a processor of videos, a processor of Qwen2.5-VL cannot be saved as a whole.
-    for part in (made,) if family != "qwen2_5_vl" else (made.tokenizer, made.image_processor):
+    # Without a processor of videos, a processor of Qwen cannot be saved as a whole.
+    for part in (made.tokenizer, made.image_processor) if family in _WITH_VIDEOS else (made,):
         part.save_pretrained(folder)
     return model
 
@@ -64,12 +66,14 @@ def processor(family: str) -> Any:
     return _PROCESSORS[family](_tokenizer(_SPECIAL[family]))
 
 
+_WITH_VIDEOS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+"""Processors of images and videos, by family."""
+_OF_QWEN = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>"}
 _SPECIAL: dict[str, dict[str, str]] = {
     "llava": {"image_token": "<image>"},
     "gemma3": {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
-    "qwen2_5_vl": {
-        "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
-    },
+    "qwen2_5_vl": _OF_QWEN,
+    "qwen3_vl": {**_OF_QWEN, "vision_end_token": "<|vision_end|>"},
     "idefics3": {
         "image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>",
         "end_of_utterance_token": "<end_of_utterance>",
@@ -142,6 +146,26 @@ def _qwen2_5_vl_config(tokenizer: Any, text: dict[str, Any]) -> Any:
     )
 
 
+def _qwen3_vl_config(tokenizer: Any, text: dict[str, Any]) -> Any:
+    from transformers import Qwen3VLConfig
+
+    tower = {
+        "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": text["hidden_size"],
+        "patch_size": 4, "spatial_merge_size": 2, "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
+        "initializer_range": 0.1,
+    }  # fmt: skip
+    rotary = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    return Qwen3VLConfig(
+        vision_config=tower,
+        text_config={**text, "rope_parameters": rotary},
+        image_token_id=tokenizer.image_token_id,
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        tie_word_embeddings=True,
+    )
+
+
 def _idefics3_config(tokenizer: Any, text: dict[str, Any]) -> Any:
     from transformers import Idefics3Config
 
@@ -159,6 +183,7 @@ _CONFIGS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "llava": _llava_config,
     "gemma3": _gemma3_config,
     "qwen2_5_vl": _qwen2_5_vl_config,
+    "qwen3_vl": _qwen3_vl_config,
     "idefics3": _idefics3_config,
 }
 
@@ -179,18 +204,22 @@ def _gemma3_processor(tokenizer: Any) -> Any:
     return Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4)
 
 
-def _qwen2_5_vl_processor(tokenizer: Any) -> Any:
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil
+class _ImagesAlone:
+    """Part of a processor without videos, whose processor needs torchvision."""
 
-    class ImagesAlone(Qwen2_5_VLProcessor):
-        """Processor without videos, whose processor needs torchvision."""
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        """Accept every part, also no processor of videos."""
+        return type(argument)
 
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            """Accept every part, also no processor of videos."""
-            return type(argument)
 
-    images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=SIZE**2 // 4, max_pixels=SIZE**2)
-    return ImagesAlone(images, tokenizer, None, chat_template=tokenizer.chat_template)
+def _qwen_processor(tokenizer: Any, family: str) -> Any:
+    import transformers
+
+    made = type("ImagesAlone", (_ImagesAlone, getattr(transformers, _WITH_VIDEOS[family])), {})
+    images = transformers.Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, min_pixels=SIZE**2 // 4, max_pixels=SIZE**2
+    )
+    return made(images, tokenizer, None, chat_template=tokenizer.chat_template)
 
 
 def _idefics3_processor(tokenizer: Any) -> Any:
@@ -204,6 +233,6 @@ def _idefics3_processor(tokenizer: Any) -> Any:
 _PROCESSORS: dict[str, Callable[[Any], Any]] = {
     "llava": _llava_processor,
     "gemma3": _gemma3_processor,
-    "qwen2_5_vl": _qwen2_5_vl_processor,
+    **{family: partial(_qwen_processor, family=family) for family in _WITH_VIDEOS},
     "idefics3": _idefics3_processor,
 }

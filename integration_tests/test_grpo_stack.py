@@ -36,7 +36,7 @@ METRICS = {
     *(f"train/{name}" for name in ("reward", "kl", "kl_coefficient", "ppo_kl", "entropy", "loss", "lr")),
     *(f"train/{name}" for name in ("clip_fraction", "dual_clip_fraction", "gradient_norm", "uniform_groups")),
     *(f"train/{name}" for name in ("response_length", "truncated", "rollout_gap", "rollout_gap_max")),
-    *(f"train/reward_{failure}" for failure in ("raised", "timeout", "not_finite", "died", "memory")),
+    *(f"train/reward_{failure}" for failure in ("raised", "timeout", "not_finite", "died", "memory", "image")),
     *(f"{kind}/{phase}" for kind in ("time", "memory") for phase in (*PHASES, "update_policy")),
     *("time/step", "tokens_per_s", "samples_per_s", *ENGINE_MEMORY),
     *(f"throughput/{kind}_tokens_per_s" for kind in ("trained", "sampled")),

@@ -65,7 +65,8 @@ def test_score_blames_the_culprits_of_a_chunk_alone(obeying_pool: RewardPool, mo
     scores = obeying_pool.score(requests(*(solution for chunk in chunks for solution in chunk)))
     assert outcomes(scores) == [outcome for chunk in chunks.values() for outcome in chunk]
     assert all(score.value is None and score.message for score in scores if score.failure)
-    assert failure_counts(scores) == {"raised": 1, "not_finite": 1, "timeout": 3, "died": 3, "memory": 0}
+    counts = {"raised": 1, "not_finite": 1, "timeout": 3, "died": 3, "memory": 0, "image": 0}
+    assert failure_counts(scores) == counts
 
 
 @pytest.mark.extended

@@ -26,9 +26,10 @@ BlankImage = tuple[list[int], Mapping[str, Tensor]]
 """Tokens of a blank image, and its inputs by the name of the argument."""
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 """Names of the argument that marks the tokens of images, by family."""
-_SHARE_FEATURES = frozenset({"gemma3", "idefics3", "llava", "qwen2_5_vl", "smolvlm"})
+_SHARE_FEATURES = frozenset({"gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen3_vl", "smolvlm"})
 """Families in which samples share the features of an image: of the result of `get_image_features`, the model reads
-`pooler_output` alone, which has one feature for each token of an image."""
+`pooler_output`, which has one feature for each token of an image, and `deepstack_features` of the same form for some of
+its layers."""
 
 
 def model_class(folder: str) -> Any:
@@ -91,7 +92,7 @@ def patch_size(model: Callable[..., Any]) -> int:
 
 
 def has_grid_positions(model: Callable[..., Any]) -> bool:
-    """Return True if the tokens of images have positions in time, height and width, as in Qwen2.5-VL."""
+    """Return True if the tokens of images have positions in time, height and width, as in the models of Qwen."""
     return hasattr(getattr(_inner(model), "model", None), "get_rope_index")
 
 
@@ -200,6 +201,8 @@ class SampleImages:
         def get_image_features(*arguments: Any, **options: Any) -> Any:
             found = features(*arguments, **options)
             found.pooler_output = _repeated(found.pooler_output, tokens, places.of_samples)
+            if further := getattr(found, "deepstack_features", None):
+                found.deepstack_features = [_repeated(of_layer, tokens, places.of_samples) for of_layer in further]
             return found
 
         base.__dict__["get_image_features"] = get_image_features

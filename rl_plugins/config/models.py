@@ -44,6 +44,15 @@ _NAMED = Range(
     "must be a name, a dotted path, or a mapping with the key _target_",
     lambda value: isinstance(value, str) or is_node(value),
 )
+_OPTIONS_OF_SCHEDULE = {
+    "constant": {"warmup_steps": False},
+    "linear": {"warmup_steps": False, "decay_steps": True, "lr_end": False},
+    "cosine": {"warmup_steps": False, "stable_steps": False, "decay_steps": True, "lr_end": False},
+    "wsd": {"warmup_steps": False, "stable_steps": True, "decay_steps": True, "lr_end": False},
+}
+"""Options of each schedule of the package: True for an option without which the schedule would be another one."""
+SCHEDULES = tuple(_OPTIONS_OF_SCHEDULE)
+"""Names of the schedules of the package."""
 _DECAY_RATES = Range(
     "must be two numbers from 0 to below 1",
     lambda value: (
@@ -267,7 +276,7 @@ class TeacherConfig(Settings):
 
 @dataclass
 class OptimizerConfig(Settings):
-    """Optimizer and schedule of a trained model, by default AdamW with linear warm-up and decay.
+    """Optimizer and schedule of a trained model, by default AdamW with a constant rate.
 
     Attributes:
         name: class in `torch.optim`, such as `SGD`; dotted path of a class or function; or a node with `_target_` and
@@ -277,12 +286,14 @@ class OptimizerConfig(Settings):
         vision_lr: learning rate of the vision tower of a vision-language model; null is `lr`, and 0 freezes the tower.
         betas: decay rates of the first and second moment, for optimizers with the argument.
         weight_decay: weight decay, for optimizers with the argument.
-        schedule: `linear`, `cosine`, a class in `torch.optim.lr_scheduler`, the dotted path of a class or function of
-            the optimizer, or a node with `_target_` and arguments. The schedule moves on after each step of the stage.
-        schedule_options: arguments of a schedule other than `linear` and `cosine`.
-        warmup_steps: stage steps of linear warm-up.
-        stable_steps: stage steps at the full rate between warm-up and decay (WSD: warm-up, stable, decay).
-        decay_steps: stage steps over which the rate falls to `lr_end` after that; 0 keeps it constant.
+        schedule: `constant`, `linear` or `cosine` for the kind of decay after the warm-up, or `wsd` (warm-up, stable,
+            decay) for steps at the full rate before a linear decay; or a class in `torch.optim.lr_scheduler`, the
+            dotted path of a class or function of the optimizer, or a node with `_target_` and arguments. The schedule
+            moves on after each step of the stage.
+        schedule_options: arguments of a schedule beside the four names.
+        warmup_steps: stage steps of linear warm-up, for each of the four names.
+        stable_steps: stage steps at the full rate between warm-up and decay (`wsd`, `cosine`).
+        decay_steps: stage steps over which the rate falls to `lr_end` after that (`linear`, `cosine`, `wsd`).
         lr_end: share of `lr` at the end of the decay.
         gradient_clip: bound on the global gradient norm; 0 for none.
     """
@@ -292,7 +303,7 @@ class OptimizerConfig(Settings):
     options: dict[str, Any] = field(default_factory=dict)
     betas: Annotated[tuple[float, float], _DECAY_RATES] = (0.9, 0.999)
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
-    schedule: Annotated[Any, _NAMED] = "linear"
+    schedule: Annotated[Any, _NAMED] = "constant"
     schedule_options: dict[str, Any] = field(default_factory=dict)
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
     stable_steps: Annotated[int, NOT_NEGATIVE] = 0
@@ -300,6 +311,32 @@ class OptimizerConfig(Settings):
     lr_end: Annotated[float, NOT_NEGATIVE] = 0.0
     gradient_clip: Annotated[float, NOT_NEGATIVE] = 1.0
     vision_lr: Annotated[float | None, or_null(NOT_NEGATIVE)] = None
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: a value is out of range, or the schedule lacks an option or has no use for one.
+        """
+        super().__post_init__()
+        # A node is no key of a mapping.
+        own = _OPTIONS_OF_SCHEDULE[self.schedule] if self.schedule in SCHEDULES else {}
+        for option in _OPTIONS_OF_SCHEDULE["wsd"]:
+            value = getattr(self, option)
+            if value and option not in own:
+                fitting = [name for name in SCHEDULES if option in _OPTIONS_OF_SCHEDULE[name]]
+                otherwise = "" if own else " or give schedule_options,"
+                raise ConfigError(
+                    f"{option}={value}: schedule={shown(self.schedule)} has no {option}: leave it out,{otherwise} or "
+                    f"use schedule={' or '.join(fitting)}"
+                )
+            if not value and own.get(option):
+                raise ConfigError(f"{option}=0: schedule={self.schedule} needs a number of steps: give it a value")
+        if own and self.schedule_options:
+            raise ConfigError(
+                f"schedule_options: schedule={self.schedule} has the options {', '.join(own)}: leave schedule_options "
+                "out"
+            )
 
     @property
     def path(self) -> str:

@@ -6,7 +6,7 @@ Everything after the files reads texts with `<image>` and the column `images`. A
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rl_plugins.data.sequence_with_slices import SequenceWithSlices
@@ -19,18 +19,32 @@ IMAGES = "images"
 """Column with the images of a row: a list, empty or null for none."""
 PLACEHOLDER = "<image>"
 """Text in a message at the place of an image."""
+_VIDEOS = "videos"
+
+
+def has_values(row: Row, column: str) -> bool:
+    """Return True if a column of a row has a value; an empty list and null are no values."""
+    values = row.get(column)
+    return values is not None and (not isinstance(values, Sequence) or len(values) > 0)
 
 
 def check_parts(row: Row, location: str) -> None:
-    """Check the messages of a row that have lists of parts.
+    """Check the messages of a row that have lists of parts, and refuse videos.
 
     Args:
         row: a row whose messages have texts or lists.
         location: file and number of the row, for the message.
 
     Raises:
-        RowError: a part is no text and no image, or the row has parts of images and no image.
+        RowError: the row has videos, a part is no text and no image, or the row has parts of images and no image.
     """
+    if has_values(row, _VIDEOS):
+        raise RowError(
+            location,
+            f"column {_VIDEOS!r}",
+            f"the row has videos, and only texts and images are read: remove the row, or write frames of the videos "
+            f"into the column {IMAGES!r}",
+        )
     places = 0
     for position, message in enumerate(row["prompt"]):
         for number, part in enumerate(() if isinstance(message["content"], str) else message["content"]):
@@ -44,7 +58,7 @@ def check_parts(row: Row, location: str) -> None:
                     f"message {position}, part {number}: expected {{type: text, text: ...}} or {{type: image, "
                     f"image: path or bytes}}, got {str(part)[:40]}",
                 )
-    if places and not with_texts(row).get(IMAGES):
+    if places and not has_values(with_texts(row), IMAGES):
         raise RowError(
             location,
             "column 'prompt'",

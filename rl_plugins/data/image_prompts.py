@@ -7,6 +7,7 @@ are made again at each access.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
@@ -34,6 +35,8 @@ from rl_plugins.model_json import read_model_config, reads_images
 if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+logger = logging.getLogger(__name__)
 
 Processor: TypeAlias = "PreTrainedTokenizerBase | ProcessorMixin"
 """Tokenizer of a language model, or processor of a vision-language model."""
@@ -172,20 +175,32 @@ class ImagePromptEncoder:
         try:
             return self._encode_row(row, template_options)[0]
         except RowError as error:
-            if self._bad_images == "error" or error.field != COLUMN:
+            if not self.leaves_out(error):
                 raise
             self.dropped.append(str(error))
             return []
 
+    def leaves_out(self, error: RowError) -> bool:
+        """Return True if a row with this error is left out, False if the error ends the run."""
+        return self._bad_images == "filter" and error.field == COLUMN
+
     def images_of_row(self, row: LocatedRow, template_options: Mapping[str, Any]) -> PromptImages | None:
-        """Return the images of the prompt of a row, None for a row without images. See `encode_row`."""
+        """Return the images of the prompt of a row, None for a row without images.
+
+        Raises:
+            RowError: see `encode_row`, also for a row that `encode_row` leaves out.
+        """
         return self._encode_row(row, template_options)[1] if has_images(row.columns) else None
 
+    def ids_of_texts(self, row: LocatedRow, template_options: Mapping[str, Any]) -> list[int]:
+        """Return the token ids of the prompt of a row, with `<image>` as text in the place of each image."""
+        return self._encode_row(row, template_options, with_images=False)[0]
+
     def _encode_row(
-        self, row: LocatedRow, template_options: Mapping[str, Any]
+        self, row: LocatedRow, template_options: Mapping[str, Any], *, with_images: bool = True
     ) -> tuple[list[int], PromptImages | None]:
         images = []
-        if has_images(row.columns):
+        if with_images and has_images(row.columns):
             check_places(row)
             images = read_images(row)
         try:
@@ -265,6 +280,9 @@ class ImagePromptEncoder:
 class ImagesOfRows(SequenceWithSlices[PromptImages | None]):
     """Images of each row, read at each access; None for a row without images.
 
+    A file may be damaged or removed after the start. If rows with bad images are left out, the first failed access to a
+    row is logged.
+
     Args:
         rows: the rows.
         prompts: maker of the inputs.
@@ -276,6 +294,7 @@ class ImagesOfRows(SequenceWithSlices[PromptImages | None]):
 
     def __init__(self, rows: PromptRows, prompts: ImagePromptEncoder, template_options: Mapping[str, Any]) -> None:
         self._rows, self.prompts, self._template_options = rows, prompts, template_options
+        self._logged = set[int]()
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -284,3 +303,43 @@ class ImagesOfRows(SequenceWithSlices[PromptImages | None]):
     def item(self, number: int) -> PromptImages | None:
         """Return the images of a row."""
         return self.prompts.images_of_row(self._rows.located(number), self._template_options)
+
+    def prompt(self, number: int, prompt_ids: list[int]) -> tuple[list[int], PromptImages | None, str | None]:
+        """Return token ids and images of the prompt of a row, and None; or a prompt of text alone, and the fault.
+
+        Args:
+            number: number of the row.
+            prompt_ids: token ids of the prompt with the tokens of the images.
+
+        Raises:
+            RowError: an image is bad, and rows with bad images are not left out.
+        """
+        try:
+            return prompt_ids, self[number], None
+        except RowError as error:
+            self._check_left_out(number, error)
+            # The prompt of text is for a sample without a score. Tokens of images would need the images.
+            return self.prompts.ids_of_texts(self._rows.located(number), self._template_options), None, str(error)
+
+    def first_read(self, numbers: Sequence[int]) -> tuple[int, PromptImages | None]:
+        """Return the first of some rows without a bad image, and the images of this row.
+
+        Args:
+            numbers: numbers of the rows, at least one.
+
+        Raises:
+            RowError: all rows have a bad image, or rows with bad images are not left out.
+        """
+        for number in numbers[:-1]:
+            try:
+                return number, self[number]
+            except RowError as error:
+                self._check_left_out(number, error)
+        return numbers[-1], self[numbers[-1]]
+
+    def _check_left_out(self, number: int, error: RowError) -> None:
+        if not self.prompts.leaves_out(error):
+            raise error
+        if number not in self._logged:
+            self._logged.add(number)
+            logger.warning("left out since the start of the run: %s", error)

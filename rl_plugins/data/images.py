@@ -10,7 +10,9 @@ import base64
 import io
 import math
 import os
+import struct
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_plugins.data.content_parts import IMAGES, PLACEHOLDER
+from rl_plugins.data.content_parts import IMAGES, PLACEHOLDER, has_values
 from rl_plugins.data.parquet import LocatedRow, PromptRows, Row
 from rl_plugins.errors import ConfigError, RowError
 
@@ -34,8 +36,12 @@ IMAGE_INPUTS = "image_inputs"
 """Name of the column, and of arguments, with the inputs of a model for the images of each sample."""
 PROMPT_IMAGES = "prompt_images"
 """Name of the column with the `PromptImages` of each prompt, None for a prompt without images."""
+IMAGE_FAULT = "image_fault"
+"""Name of the column with the fault of each prompt whose images became bad after the start; None for other prompts."""
 _THUMBNAIL = 128
 """Largest width and height of a thumbnail, in pixels."""
+_DAMAGED = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, struct.error, zlib.error)
+"""Errors of PIL for a damaged file, by the format of the file: RuntimeError for AVIF and DDS, TypeError for TIFF."""
 COLUMN = f"column {IMAGES!r}"
 """Name of the column in the message of a RowError."""
 
@@ -121,8 +127,7 @@ def num_patches(inputs: ImageInputs, patch_size: int) -> int:
 
 def has_images(row: Row) -> bool:
     """Return True if a row has an image."""
-    images = row.get(IMAGES)
-    return images is not None and (not isinstance(images, Sequence) or len(images) > 0)
+    return has_values(row, IMAGES)
 
 
 def any_has_images(rows: PromptRows) -> bool:
@@ -180,24 +185,26 @@ def _parts(text: str) -> Iterator[dict[str, str]]:
 def _read(value: Any, row: LocatedRow, position: int) -> Image:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
-    name, opened = f"image {position}", value
+    name = f"image {position}"
     try:
         if isinstance(value, Mapping):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, str | os.PathLike):
             path = Path(value) if row.folder is None else row.folder / value
             name, value = f"image {position} ({path})", path.read_bytes()
-        if isinstance(value, bytes):
-            with warnings.catch_warnings():
-                # PIL only warns of a file whose image fills the memory.
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
-                opened = Image.open(io.BytesIO(value))
-                opened.load()
+        with warnings.catch_warnings():
+            # PIL only warns of a file whose image fills the memory.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            opened = Image.open(io.BytesIO(value)) if isinstance(value, bytes) else value
+            if isinstance(opened, Image.Image) and opened.width and opened.height:
+                # PIL reads the pixels here, also of a file that a data set has opened.
+                upright: Image.Image = ImageOps.exif_transpose(opened)
+                return upright.convert("RGB")
     except UnidentifiedImageError:
         raise RowError(row.location, COLUMN, f"{name} is no image that PIL knows: write it as PNG or JPEG") from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise RowError(row.location, COLUMN, f"{name} is too large ({error}): make it smaller") from None
-    except (OSError, SyntaxError, ValueError) as error:
+    except _DAMAGED as error:
         raise RowError(row.location, COLUMN, f"{name} cannot be read ({error}): write the file again") from None
     if not isinstance(opened, Image.Image):
         raise RowError(
@@ -205,7 +212,4 @@ def _read(value: Any, row: LocatedRow, position: int) -> Image:
             COLUMN,
             f"{name} is {type(value).__name__}: give a path, bytes, a mapping with `bytes` or `path`, or a PIL image",
         )
-    if not opened.width or not opened.height:
-        raise RowError(row.location, COLUMN, f"{name} has the size {opened.width}x{opened.height}: leave it out")
-    upright: Image.Image = ImageOps.exif_transpose(opened)
-    return upright.convert("RGB")
+    raise RowError(row.location, COLUMN, f"{name} has the size {opened.width}x{opened.height}: leave it out")

@@ -15,7 +15,15 @@ import numpy as np
 
 from rl_plugins.data.chat_template import TemplateRefusal, accepted_messages, check_texts
 from rl_plugins.data.image_prompts import ImagePromptEncoder, ImagesOfRows
-from rl_plugins.data.images import IMAGE_INPUTS, IMAGES, PROMPT_IMAGES, PromptImages, any_has_images, inputs_of
+from rl_plugins.data.images import (
+    IMAGE_FAULT,
+    IMAGE_INPUTS,
+    IMAGES,
+    PROMPT_IMAGES,
+    PromptImages,
+    any_has_images,
+    inputs_of,
+)
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import PromptRows
 from rl_plugins.data.tokenization import FilterOrError, digest, tokenize_prompts, within_limit
@@ -25,6 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Batch = TypeVar("Batch")
+_ATTEMPTS = 100
+"""Largest number of rows that are read in the place of a row whose images became bad."""
 
 
 class RowBatch:
@@ -128,7 +138,7 @@ class TokenizedPrompts:
     rows: PromptRows
     prompt_ids: Sequence[list[int]]
     kept: np.ndarray
-    images: Sequence[PromptImages | None] | None = None
+    images: ImagesOfRows | None = None
 
     def __len__(self) -> int:
         """Return the number of rows to serve."""
@@ -140,15 +150,22 @@ class TokenizedPrompts:
         return digest(chain([self.kept], map(self.prompt_ids.__getitem__, self.kept)))
 
     def batch(self, indices: Sequence[int], epoch: int) -> PromptBatch:
-        """Return the prompts at the indices; a column missing in a row is None there."""
+        """Return the prompts at the indices; a column missing in a row is None there.
+
+        A prompt whose images became bad after the start has text alone, and the fault as `IMAGE_FAULT`.
+        """
         numbers = self.kept[indices].tolist()
         rows = [self.rows.rows[number] for number in numbers]
         columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in self.rows.columns}
+        prompt_ids = [self.prompt_ids[number] for number in numbers]
         if self.images is not None:
             # The read images take the place of the files.
             columns.pop(IMAGES, None)
-            columns[PROMPT_IMAGES] = [self.images[number] for number in numbers]
-        return PromptBatch([self.prompt_ids[number] for number in numbers], numbers, columns, epoch)
+            prompts = [self.images.prompt(number, ids) for number, ids in zip(numbers, prompt_ids, strict=True)]
+            prompt_ids = [ids for ids, _, _ in prompts]
+            columns[PROMPT_IMAGES] = [images for _, images, _ in prompts]
+            columns[IMAGE_FAULT] = [fault for _, _, fault in prompts]
+        return PromptBatch(prompt_ids, numbers, columns, epoch)
 
 
 @dataclass(frozen=True)
@@ -162,14 +179,15 @@ class TokenizedColumns(Generic[Batch]):
             numbers of the rows.
         as_integers: functions that turn the values of a column into integers for the fingerprint, by column. Token ids
             and truth values need none.
-        images: images of each row, for an argument `image_inputs` with their inputs; None if no row has images.
+        images: images of each row, for an argument `image_inputs` with their inputs; None if no row has images. A row
+            whose images became bad after the start is replaced by the next row.
     """
 
     columns: Mapping[str, Sequence[list[Any]] | np.ndarray]
     kept: np.ndarray
     make_batch: Callable[..., Batch]
     as_integers: Mapping[str, Callable[[Any], Sequence[int] | np.ndarray]] = field(default_factory=dict)
-    images: Sequence[PromptImages | None] | None = None
+    images: ImagesOfRows | None = None
 
     def __len__(self) -> int:
         """Return the number of rows to serve."""
@@ -187,13 +205,17 @@ class TokenizedColumns(Generic[Batch]):
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
         """Return the rows at the indices."""
-        numbers = self.kept[indices].tolist()
+        numbers, images = self.kept[indices].tolist(), self.images
+        if images is not None:
+            around = np.asarray(indices, dtype=np.int64)[:, None] + np.arange(min(_ATTEMPTS, len(self)))
+            found = [images.first_read(near.tolist()) for near in self.kept[around % len(self)]]
+            numbers = [number for number, _ in found]
         columns = {
             name: column[numbers].tolist() if isinstance(column, np.ndarray) else [column[n] for n in numbers]
             for name, column in self.columns.items()
         }
-        if self.images is not None:
-            columns[IMAGE_INPUTS] = inputs_of([self.images[number] for number in numbers])
+        if images is not None:
+            columns[IMAGE_INPUTS] = inputs_of([of_row for _, of_row in found])
         return self.make_batch(rows=numbers, **columns)
 
 

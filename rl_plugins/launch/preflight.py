@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rl_plugins.config.checks import check_batch, check_options
-from rl_plugins.config.models import LANGUAGE_MODEL, LoraConfig, OptimizerConfig
+from rl_plugins.config.models import LANGUAGE_MODEL, SCHEDULES, LoraConfig, OptimizerConfig
 from rl_plugins.config.recipe import COLLECTING_STAGES, RecipeConfig
 from rl_plugins.config.rollout import check_cpu_head_size, check_engine_adapter
 from rl_plugins.errors import ConfigError
@@ -101,8 +101,7 @@ def _check_optimizers(config: RecipeConfig) -> None:
         "cost_critic.optimizer": config.cost_critic.optimizer,
     }
     for group, options in groups.items():
-        own = (options.name, options.schedule) != ("AdamW", "linear") or options.options or options.schedule_options
-        if own:
+        if options.name != "AdamW" or options.options or options.schedule not in SCHEDULES:
             # The import loads torch, which takes seconds.
             from rl_plugins.stages.optimizer import try_optimizer
 

@@ -20,6 +20,8 @@ _WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
 """Files of weights, in the order in which transformers looks for them."""
+_WITH_STATE = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "recurrent"})
+"""Kinds of layers with a state that runs from token to token, by their names in transformers."""
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
 _LAYER = re.compile(r"(?P<blocks>(?:^|.*\.)(?:layers|h|blocks))\.(?P<number>\d+)\.")
 
@@ -126,6 +128,47 @@ def check_model_type(path: str, config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{path}/config.json: model_type is {config.get('model_type')!r}, and transformers has no such model: use "
             "a model of transformers, or a newer version of transformers"
+        )
+
+
+def check_packing(option: str, path: str, *, trust_remote_code: bool = False) -> None:
+    """Check that no state of a model runs from sample to sample of a packed row. The check loads transformers.
+
+    Models that mix packed samples in another way are refused at their first packed row.
+
+    Args:
+        option: option or argument with the path, for messages.
+        path: folder, or name on the hub.
+        trust_remote_code: see `LoadingOptions`. Layers of trusted code are not known.
+
+    Raises:
+        ConfigError: a layer of the model has a state, or transformers refuses config.json.
+    """
+    folder = model_folder(path, option=option, weights=False, trust_remote_code=trust_remote_code)
+    config = read_model_config(Path(folder) / "config.json")
+    if not _is_in_transformers(config) or ("auto_map" in config and trust_remote_code):
+        return
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        text: Any = AutoConfig.from_pretrained(folder).get_text_config()
+    except (
+        StrictDataclassError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        OSError,
+        TypeError,
+        ValueError,
+    ) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{option}={path}: transformers refuses config.json ({reason}): {AGAIN}") from None
+    layers = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    if with_state := sorted(_WITH_STATE & set(layers)):
+        raise ConfigError(
+            f"{option}={path}: layers of the kind {with_state[0]} carry a state from sample to sample of a packed row: "
+            "set batch.packing=false"
         )
 
 

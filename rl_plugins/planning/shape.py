@@ -15,7 +15,7 @@ from rl_plugins.model_json import EXPERT_COUNT_KEYS
 
 _BIASED = {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_moe"}
 """Families with biases of query, key and value that the configuration does not mention."""
-_NORMED_HEADS = {"qwen3", "gemma3", "gemma3_text", "qwen3_moe"}
+_NORMED_HEADS = {"qwen3", "gemma3", "gemma3_text", "qwen3_moe", "qwen3_vl_text"}
 """Families with norms of queries and keys, head by head."""
 _FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text"}
 """Families with norms of the outputs of attention and MLP."""
@@ -32,7 +32,7 @@ _TIED = {"gemma", "gemma2", "gemma3", "gemma3_text"}
 """Families with tied embeddings, unless the configuration has `tie_word_embeddings`."""
 _GATED_TOWERS = {"qwen2_5_vl", "qwen2_5_vl_vision"}
 """Vision towers with a gated MLP."""
-_FUSED_TOWERS = {*_GATED_TOWERS, "qwen2_vl", "qwen2_vl_vision"}
+_FUSED_TOWERS = {*_GATED_TOWERS, "qwen2_vl", "qwen2_vl_vision", "qwen3_vl", "qwen3_vl_vision"}
 """Vision towers with one matrix for queries, keys and values."""
 _IMAGE_SIZE = 448
 """Width and height of an image in pixels, for a vision tower that takes images of all sizes."""
@@ -431,7 +431,7 @@ def _tower_of(config: Mapping[str, Any], text_hidden: int, where: str) -> Tower 
     patch = _tower_size(vision, where, "patch_size")
     channels = int(vision.get("num_channels") or vision.get("in_channels") or vision.get("in_chans") or 3)
     pixels = channels * patch**2 * int(vision.get("temporal_patch_size") or 1)
-    positions = (int(vision.get("image_size") or 0) // patch) ** 2
+    positions = int(vision.get("num_position_embeddings") or (int(vision.get("image_size") or 0) // patch) ** 2)
     patches = (int(vision.get("image_size") or _IMAGE_SIZE) // patch) ** 2
     merged_patches = int(vision.get("spatial_merge_size") or config.get("scale_factor") or 1) ** 2
     merged = width * merged_patches
@@ -443,6 +443,8 @@ def _tower_of(config: Mapping[str, Any], text_hidden: int, where: str) -> Tower 
         projector.append((output, output))
     elif kind in _FUSED_TOWERS:
         projector.append((merged, merged))
+    # A projector of its own for each layer of the tower whose output the decoder reads.
+    projector *= 1 + len(vision.get("deepstack_visual_indexes") or ())
     multiplied = pixels * width + sum(before * after for before, after in projector) / merged_patches
     if family == "gemma3":
         # The projector multiplies means of patches, and is no linear layer.

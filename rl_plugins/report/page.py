@@ -49,6 +49,7 @@ _FAILURES = {
     "not_finite": "the reward was NaN or infinite",
     "died": "the process of the reward function died",
     "memory": "the reward function needed too much memory",
+    "image": "an image of the prompt became bad after the start",
 }
 _VALIDATED = {"val/reward": "validation reward", "val/accuracy": "validation accuracy", "val/loss": "validation loss"}
 

@@ -18,7 +18,7 @@ from rl_plugins.errors import RewardError
 from rl_plugins.user_code import describe
 
 Message = Mapping[str, Any]
-Failure = Literal["raised", "timeout", "not_finite", "died", "memory"]
+Failure = Literal["raised", "timeout", "not_finite", "died", "memory", "image"]
 
 JUDGE_DETAILS = "judge/"
 """Start of the names of details about a judge."""
@@ -80,7 +80,8 @@ class Score:
         value: the reward. None exactly if `failure` or `reply` is set.
         details: further finite numbers in the result of the reward function, beside "score".
         failure: "raised" (an exception, or a result of the wrong type or length), "timeout", "not_finite", or
-            "died" (the worker process ended), or "memory" (no memory was left to the worker).
+            "died" (the worker process ended), "memory" (no memory was left to the worker), or "image" (an image of the
+            prompt became bad after the start).
         message: for a failure: the exception, or the fault of the result.
         reply: message of an environment to the policy. The policy responds again before there is a value.
         reward: reward of the turn before a reply.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from rl_plugins.config.models import OptimizerConfig
+from rl_plugins.config.models import SCHEDULES, OptimizerConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.muon import MuonAndAdamW
 from rl_plugins.vision_language import vision_tower
@@ -143,18 +143,8 @@ def try_optimizer(config: OptimizerConfig) -> None:
 
 
 def _schedule(config: OptimizerConfig, optimizer: Optimizer) -> Any:
-    if config.schedule in ("linear", "cosine"):
-        if config.schedule_options:
-            raise ConfigError(
-                f"schedule_options: schedule={config.schedule} has the options warmup_steps, stable_steps, decay_steps "
-                "and lr_end: leave schedule_options out"
-            )
+    if config.schedule in SCHEDULES:
         return LambdaLR(optimizer, config.factor)
-    for name in ("warmup_steps", "stable_steps", "decay_steps", "lr_end"):
-        if value := getattr(config, name):
-            raise ConfigError(
-                f"{name}={value} is for schedule=linear and schedule=cosine: leave it out, or give schedule_options"
-            )
     make, arguments = _named(config.schedule, "torch.optim.lr_scheduler", "schedule")
     options = {**arguments, **config.schedule_options}
     schedule = _called(make, optimizer, options, "schedule", "schedule_options")

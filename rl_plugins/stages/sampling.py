@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
 from rl_plugins.data.experience import ROUTED_EXPERTS, Experience
-from rl_plugins.data.images import IMAGE_INPUTS, PROMPT_IMAGES, inputs_of, thumbnail
+from rl_plugins.data.images import IMAGE_FAULT, IMAGE_INPUTS, PROMPT_IMAGES, inputs_of, thumbnail
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.environments.agent import AgentEnvironment
 from rl_plugins.environments.object_conversations import StatefulConversations
@@ -21,7 +21,7 @@ from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.inline import Reward, default_scorer
-from rl_plugins.rewards.records import Score, ScoringRequest, for_tokens, scoring_request
+from rl_plugins.rewards.records import Score, ScoringRequest, failed, for_tokens, scoring_request
 from rl_plugins.rewards.replies import ReplyingReward
 from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.rollout.engine import (
@@ -211,10 +211,12 @@ class SampleScorer:
     def score(self, samples: Experience) -> list[Score]:
         """Fill `scores`, `token_level_scores` and `valid`; with a `StartingEnvironment` also `sequences`.
 
-        A sample without a score is not valid, and its response mask becomes 0.
+        A sample without a score is not valid, and its response mask becomes 0. A prompt without its images fails.
         """
         with self.phase_log.measure("reward"):
             scores = self._scores(samples)
+        if faults := samples.columns.get(IMAGE_FAULT):
+            scores = [failed("image", fault) if fault else score for fault, score in zip(faults, scores, strict=True)]
         # `valid` leaves out a failed score, so the 0.0 of a failed score is never read.
         samples.scores = torch.tensor([score.value or 0.0 for score in scores])
         samples.valid = torch.tensor([score.failure is None for score in scores])

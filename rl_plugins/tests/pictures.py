@@ -15,10 +15,10 @@ def picture(seed: int = 0, size: tuple[int, int] = (32, 32)) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def encoded(image: Image.Image, **options: Any) -> bytes:
-    """Return the bytes of a PNG file."""
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """Return the bytes of a file of a kind."""
     file = io.BytesIO()
-    image.save(file, "PNG", **options)
+    image.save(file, kind, **options)
     return file.getvalue()
 
 

@@ -29,7 +29,7 @@ from rl_plugins.tests.stages.with_images import assert_alike, of_tower
 from rl_plugins.vision_language import SampleImages, language_model, patch_size, vision_tower
 from rl_plugins.weights.source import ModuleWeightSource
 
-FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
+FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "qwen3_vl", "idefics3")
 PROMPTS = [
     ("<image>which color?", [picture(1)]),
     ("no picture at all", []),

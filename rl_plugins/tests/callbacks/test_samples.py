@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import mlflow
 import pytest
 
-from rl_plugins.callbacks.samples import SampleTrace
+from rl_plugins.callbacks.samples import SampleTrace, log_samples
+from rl_plugins.data.images import thumbnail
+from rl_plugins.tests.pictures import picture
 from rl_plugins.tracking.run import TrackedRun
 
 
@@ -17,6 +24,26 @@ def test_sample_trace_records_a_rollout_in_the_run(run: TrackedRun) -> None:
     assert (span.inputs, span.outputs) == ({"prompt": "1+1="}, {"response": "2"})
     assert span.get_attribute("score") == 1.0
     assert {one.name: one.value for one in trace.info.assessments} == {"reward": 1.0}
+
+
+def test_sample_trace_has_the_images_of_the_prompt_as_inputs(run: TrackedRun) -> None:
+    images = [thumbnail(picture(number)) for number in range(2)]
+    SampleTrace(3, {"prompt": "<image> or <image>?", "images": images, "response": "red", "score": 1.0})(run)
+    (trace,) = run.client.search_traces(locations=[run.experiment_id], run_id=run.run_id)
+    (span,) = trace.data.spans
+    assert span.inputs.keys() == {"prompt", "images"} and span.get_attribute("images") is None
+    # MLflow keeps each picture as an attachment.
+    assert all(image.startswith("mlflow-attachment://") for image in span.inputs["images"])
+    assert len(span.inputs["images"]) == 2 and "image%2Fjpeg" in span.inputs["images"][0]
+
+
+def test_log_samples_has_a_column_of_images(tmp_path: Path) -> None:
+    rows = [{"prompt": "<image>?", "images": [thumbnail(picture())]}, {"prompt": "no picture", "images": []}]
+    (tmp_path / "step_00000003.json").write_text(json.dumps(rows))
+    tables: dict[str, Any] = {}
+    tracking: Any = SimpleNamespace(log_table=lambda columns, name: tables.update({name: columns}))
+    log_samples(tracking, tmp_path / "step_00000003.json")
+    assert tables["samples/step_00000003.json"]["images"] == [rows[0]["images"], []]
 
 
 def test_sample_trace_records_rewards_as_assessments(run: TrackedRun) -> None:

@@ -78,3 +78,10 @@ def test_check_parts_names_the_part() -> None:
             check_parts(with_parts(TEXT, {"type": "image"}, images=images), "here")
     with pytest.raises(RowError, match="the prompt is empty"):
         load_rows([with_parts({"type": "text", "text": " "})])
+
+
+def test_rows_with_videos_are_refused() -> None:
+    load_rows([{**row("a"), "videos": []}, {**row("b"), "videos": None}])
+    message = "list, row 1, column 'videos': the row has videos, .*remove the row, or write frames of the videos into"
+    with pytest.raises(RowError, match=message):
+        load_rows([row("a"), {**row("<video>b"), "videos": ["clip.mp4"]}])

@@ -12,15 +12,15 @@ import torch
 from benchmarks.tiny_vision import processor, save_tiny_vision
 from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.image_prompts import ImagePromptEncoder, ImagesOfRows, load_processor, load_tokenizer_or_processor
-from rl_plugins.data.images import IMAGE_INPUTS, PROMPT_IMAGES
+from rl_plugins.data.images import IMAGE_FAULT, IMAGE_INPUTS, PROMPT_IMAGES
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.models.tiny import save_tiny_policy
-from rl_plugins.tests.pictures import picture, row
+from rl_plugins.tests.pictures import encoded, picture, row
 
-FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
+FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "qwen3_vl", "idefics3")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -131,6 +131,36 @@ def test_bad_images_filter_counts_the_rows_that_are_left_out(caplog: pytest.LogC
     unknown: Any = "skip"
     with pytest.raises(ConfigError, match="bad_images='skip': choose 'filter' or 'error'"):
         PromptDataModule(rows, tokenizer=processor("llava"), prompts_per_step=1, bad_images=unknown)
+
+
+def test_a_row_whose_image_was_removed_is_left_out_or_ends_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, made = tmp_path / "one.png", processor("llava")
+    rows = [row("<image>a", str(file)), row("b"), row("<image>c", picture(2))]
+
+    def source(module: Any, bad_images: Any) -> Any:
+        file.write_bytes(encoded(picture(1)))
+        data = module(rows, tokenizer=made, prompts_per_step=1, bad_images=bad_images)
+        data.setup("fit")
+        file.unlink()
+        return data.sources["train"]
+
+    for module in (PromptDataModule, SFTDataModule):
+        with pytest.raises(RowError, match=r"row 0, column 'images': image 0 cannot be read \(.*one\.png"):
+            source(module, "error").batch([0], 0)
+    prompts = source(PromptDataModule, "filter").batch([0, 2], 0)
+    text, _ = ImagePromptEncoder(made).encode([{"role": "user", "content": "<image>a"}], [], {})
+    assert prompts.rows == [0, 2] and prompts.prompt_ids[0] == text
+    assert [images is not None for images in prompts.columns[PROMPT_IMAGES]] == [False, True]
+    fault, nothing = prompts.columns[IMAGE_FAULT]
+    assert "one.png" in fault and nothing is None
+    # The next row takes the place of a row with a given response.
+    served = source(SFTDataModule, "filter")
+    given = [served.batch([index], 0)["prompt_ids"] for index in (0, 0, 1, 2)]
+    assert given[0] == given[1] == given[2] != given[3]
+    assert served.batch([2, 0], 0)[IMAGE_INPUTS][1] is None
+    assert caplog.text.count("left out since the start of the run: list, row 0, column 'images'") == 2
 
 
 def test_load_tokenizer_or_processor_follows_the_model(tmp_path: Path) -> None:

@@ -61,9 +61,17 @@ def test_read_images_turns_an_image_upright_and_drops_alpha() -> None:
 
 def test_read_images_refuses_bad_images() -> None:
     huge = Image.new("1", (20_000, 10_000))
+    good = encoded(picture())
+    # A data set opens an image, and PIL reads the pixels later.
+    opened = Image.open(io.BytesIO(good[:200]))
+    unknown_format = bytearray(encoded(picture(), "DDS"))
+    # Flags of the format of a pixel.
+    unknown_format[80] = 153
     cases: dict[str, tuple[Any, str]] = {
+        "damaged header": (bytes(unknown_format), r"image 0 cannot be read \(Unknown pixel format"),
         "other bytes": (b"text", "image 0 is no image that PIL knows"),
-        "truncated": (encoded(picture())[:200], "image 0 cannot be read"),
+        "truncated": (good[:200], "image 0 cannot be read"),
+        "truncated after it was opened": (opened, "image 0 cannot be read .*write the file again"),
         "no file": ("gone.png", r"image 0 cannot be read .*No such file.*gone\.png"),
         "number": (3, "image 0 is int: give a path"),
         "empty": (Image.new("RGB", (0, 5)), "image 0 has the size 0x5"),
@@ -79,6 +87,7 @@ def test_check_places_wants_one_place_for_each_image() -> None:
     for text, images, message in (
         ("<image>", [b"1", b"2"], "has 2 images, and its messages have <image> 1 times"),
         ("none", [b"1"], "has 1 images, and its messages have <image> 0 times"),
+        ("<image> or <image>", [b"1"], "has 1 images, and its messages have <image> 2 times: write <image> once for"),
     ):
         with pytest.raises(RowError, match=message):
             check_places(here(text, *images))

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 
+from benchmarks.tiny_vision import processor
+from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.data.preferences import PairBatch, PreferenceDataModule, UnpairedBatch
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_tokenizer
+from rl_plugins.tests import pictures
 from rl_plugins.tests.loops import for_each
+from rl_plugins.tests.pictures import picture
 
 
 @pytest.fixture
@@ -195,3 +199,16 @@ def test_preference_data_module_needs_reward_model_only_for_prompts(pair_row, wr
     answered = PreferenceDataModule(path, path, tokenizer=tokenizer, prompts_per_step=1)
     with pytest.raises(ConfigError, match="column 'reward_model' is missing"):
         answered.setup("fit")
+
+
+def test_preference_data_module_serves_the_images_of_pairs_and_of_judged_responses():
+    responses = {"chosen": "red", "rejected": "green", "response": "red", "good": True}
+    rows = [{**pictures.row("<image>a", picture(1)), **responses}, {**pictures.row("b"), **responses}]
+    for options in ({}, {"label_key": "good"}):
+        (batch,) = train_batches(rows, processor("llava"), 2, **options)
+        assert [inputs is not None for inputs in batch.image_inputs] == [number == 0 for number in batch.rows]
+        samples = batch.samples(pad_token_id=0)
+        repeats = len(samples) // 2
+        assert repeats == (1 if options else 2) and samples.columns[IMAGE_INPUTS] == repeats * batch.image_inputs
+    batch = validation_batch(rows, processor("llava"), validate_on="pairs")
+    assert [inputs is not None for inputs in batch.image_inputs] == [True, False]

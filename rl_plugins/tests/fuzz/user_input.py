@@ -22,7 +22,8 @@ from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.data import DataConfig
 from rl_plugins.config.recipe import RecipeConfig, parse_config
 from rl_plugins.data.formats import FORMATS
-from rl_plugins.data.parquet import load_rows
+from rl_plugins.data.images import read_images
+from rl_plugins.data.parquet import LocatedRow, load_rows
 from rl_plugins.data.prepare.files import read_records
 from rl_plugins.errors import CheckpointError
 from rl_plugins.launch.hub_commits import HubCommits
@@ -34,6 +35,7 @@ from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.tests.files import rewrite_manifest
 from rl_plugins.tests.fuzz.inputs import NUMBERS, TEXTS, VALUES, Path_, as_json, changed, damaged, paths_of
 from rl_plugins.tests.fuzz.target import Target
+from rl_plugins.tests.pictures import encoded, picture
 from rl_plugins.tests.report.handmade_run import handmade_run
 
 _ROW: dict[str, Any] = {
@@ -182,6 +184,10 @@ def _read_json_lines(file: Path) -> None:
         pass
 
 
+def _read_image(content: bytes) -> None:
+    read_images(LocatedRow({"images": [content]}, "rows.parquet, row 3"))
+
+
 def _read_commits(file: Path) -> None:
     HubCommits.of_run(RunFolder(file.parent))
 
@@ -211,6 +217,8 @@ def user_targets(folder: Path) -> Mapping[str, Target]:
     lines = "".join(f"{json.dumps(_ROW)}\n" for _ in range(3)).encode()
     jsonl = folder / "rows.jsonl"
     found["json lines"] = Target(damaged(lines), _file_check(jsonl, _read_json_lines), ["rows.jsonl"])
+    pictures = [encoded(picture(size=(8, 8)), kind) for kind in ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "DDS")]
+    found["images"] = Target(st.sampled_from(pictures).flatmap(damaged), _read_image, ["rows.parquet, row 3"])
     names = ["model.embed_tokens.weight", *(f"model.layers.{number}.mlp.up_proj.weight" for number in range(2))]
     files = {
         "config.json": json.dumps(_MODEL).encode(),

@@ -282,6 +282,7 @@ CHECKS: dict[str, list[Case]] = {
         (["model.path=few_embeddings"], ["ids up to 256", "100 embeddings"]),
         (["model.path=half_weights"], ["half_weights/model.safetensors: not a whole safetensors file", "download"]),
         (["reference.path=half_weights"], ["half_weights/model.safetensors: not a whole safetensors file", "download"]),
+        (["critic.path=recurrent"], ["recurrent: layers of the kind linear_attention", "set batch.packing=false"]),
         (["critic.path=unknown_model"], ["unknown_model/config.json: model_type is 'qwen99'", "newer version"]),
         (["model.path=torn_tokenizer"], ["model.path=", "torn_tokenizer: its tokenizer cannot be read", "download"]),
         (
@@ -450,8 +451,15 @@ CHECKS: dict[str, list[Case]] = {
         (["critic.optimizer.schedule=ReduceLROnPlateau"], ["critic.optimizer.schedule=ReduceLROnPlateau", "a metric"]),
         (
             ["optimizer.schedule=StepLR", "optimizer.warmup_steps=4", "+optimizer.schedule_options.step_size=3"],
-            ["optimizer.warmup_steps=4", "schedule=linear", "schedule_options"],
+            ["optimizer.warmup_steps=4", "schedule=constant or linear or cosine or wsd", "schedule_options"],
         ),
+        (["optimizer.decay_steps=4"], ["optimizer.decay_steps=4", "schedule=linear or cosine or wsd"]),
+        (["optimizer.schedule=linear"], ["optimizer.decay_steps=0", "schedule=linear needs a number of steps"]),
+        (
+            ["critic.optimizer.schedule=linear", "critic.optimizer.stable_steps=4", "critic.optimizer.decay_steps=4"],
+            ["critic.optimizer.stable_steps=4", "schedule=cosine or wsd"],
+        ),
+        (["optimizer.schedule=wsd", "optimizer.decay_steps=4"], ["optimizer.stable_steps=0", "schedule=wsd needs"]),
         (["optimizer.schedule=StepLR"], ["optimizer.schedule=StepLR", "step_size"]),
         (["+optimizer.schedule_options.step_size=3"], ["optimizer.schedule_options", "leave schedule_options out"]),
     ],

@@ -128,8 +128,10 @@ def workplace(tmp_path_factory) -> Path:
     weights = folder / "half_weights" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:2000])
     save_model(folder / "unknown_model")
-    config = folder / "unknown_model" / "config.json"
-    config.write_text(config.read_text().replace("qwen2", "qwen99"))
+    save_model(folder / "recurrent")
+    for name, model_type in {"unknown_model": "qwen99", "recurrent": "qwen3_next"}.items():
+        config = folder / name / "config.json"
+        config.write_text(config.read_text().replace("qwen2", model_type))
     save_model(folder / "torn_tokenizer")
     tokenizer = folder / "torn_tokenizer" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"BPE"', '"no model"'))

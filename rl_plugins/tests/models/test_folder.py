@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save, save_file
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import read_model_config
-from rl_plugins.models.folder import check_model_folder, check_model_type
+from rl_plugins.models.folder import check_model_folder, check_model_type, check_packing
 from rl_plugins.tests.files import flip_byte
 from rl_plugins.tests.loops import for_each
 
@@ -192,3 +192,41 @@ def test_check_model_type_names_a_model_that_transformers_lacks(folder: Path) ->
         change(folder / "config.json", model_type=model_type)
         with pytest.raises(ConfigError, match=f"config.json: model_type is {re.escape(repr(model_type))}, and transf"):
             check_model_type(str(folder), read_model_config(folder / "config.json"))
+
+
+@for_each(
+    ("config", "kind"),
+    [
+        # Without `layer_types`, as in the files of Qwen3-Next.
+        ({"model_type": "qwen3_next", "full_attention_interval": 4}, "linear_attention"),
+        ({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}, "linear_attention"),
+        ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "num_hidden_layers": 2}, "linear"),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, "conv"),
+        ({"model_type": "falcon_h1"}, "hybrid"),
+        ({"model_type": "recurrent_gemma"}, "recurrent"),
+    ],
+)
+def test_check_packing_refuses_layers_with_a_state(config: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=rf"model.path=.*: layers of the kind {kind}.* set batch\.packing=false"):
+        check_packing("model.path", str(tmp_path))
+
+
+def test_check_packing_accepts_attention_and_models_that_only_a_run_can_judge(tmp_path: Path) -> None:
+    for config, trusted in (
+        ({"model_type": "qwen3"}, False),
+        ({"model_type": "gemma2"}, False),
+        ({"model_type": "qwen2_5_vl"}, False),
+        # The small models of Granite 4 have the sizes of a state, and no layer with a state.
+        ({"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2, "num_hidden_layers": 2}, False),
+        ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Model"}}, True),
+        ({"model_type": "qwen3_next", "auto_map": {"AutoModelForCausalLM": "own.Model"}}, True),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        check_packing("model.path", str(tmp_path), trust_remote_code=trusted)
+
+
+def test_check_packing_names_the_fault_that_transformers_finds(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "rms_norm_eps": "small"}))
+    with pytest.raises(ConfigError, match=r"model\.path=.*: transformers refuses config\.json \(.*rms_norm_eps"):
+        check_packing("model.path", str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.tiny_families import save_tiny_family
 from rl_plugins.data.experience import computed
 from rl_plugins.errors import ConfigError
 from rl_plugins.models import log_probs as module
+from rl_plugins.models.folder import check_packing
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
 from rl_plugins.models.packing import pack
 from rl_plugins.models.scalar_head import response_values
@@ -110,6 +113,15 @@ def test_response_log_probs_refuses_to_pack_a_recurrent_model() -> None:
     message = "RecurrentGemmaForCausalLM .*lets packed samples see each other"
     with pytest.raises(ConfigError, match=rf"{message}.*set packing=False .*batch\.packing=false"):
         response_log_probs(model, **forward_arguments(batch), packed=True)
+
+
+def test_check_packing_refuses_a_model_whose_packed_samples_see_each_other(tmp_path: Path) -> None:
+    model = save_tiny_family("lfm2", tmp_path)
+    batch = batch_of(random_samples(*LENGTHS))
+    with pytest.raises(ConfigError, match="lets packed samples see each other"):
+        response_log_probs(model, **forward_arguments(batch), packed=True)
+    with pytest.raises(ConfigError, match=r"layers of the kind .* set batch\.packing=false"):
+        check_packing("model.path", str(tmp_path))
 
 
 def test_packed_log_probs_of_one_sample_equal_padded_log_probs() -> None:

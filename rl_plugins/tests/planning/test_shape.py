@@ -29,6 +29,7 @@ from transformers import (
     Qwen2VLConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
 )
 
 from benchmarks.tiny_vision import save_tiny_vision
@@ -102,7 +103,9 @@ def test_shape_of_counts_the_parameters_of_a_mixture_and_of_the_experts_of_a_tok
         assert shape.large(threshold) == pytest.approx(large, rel=0.01)
 
 
-VISION_LANGUAGE = [LlavaConfig(), Gemma3Config(), Qwen2VLConfig(), Qwen2_5_VLConfig(), Idefics3Config()]
+VISION_LANGUAGE = [
+    LlavaConfig(), Gemma3Config(), Qwen2VLConfig(), Qwen2_5_VLConfig(), Qwen3VLConfig(), Idefics3Config(),
+]  # fmt: skip
 
 
 @for_each("config", VISION_LANGUAGE)
@@ -119,10 +122,14 @@ def test_shape_of_counts_the_parameters_of_a_vision_tower(config):
     assert sum(tower.matrices) == pytest.approx(sum(p.numel() for p in weights.values()), rel=2e-3)
 
 
+OF_ALL_SIZES = ("qwen2_5_vl", "qwen3_vl")
+"""Families whose towers take images of all sizes."""
+
+
 def image_inputs(family, patches, config):
     """Return the inputs of `get_image_features` for two images of some patches, which are squares."""
     side, size = patches**0.5, config.vision_config.patch_size
-    if family == "qwen2_5_vl":
+    if family in OF_ALL_SIZES:
         pixels = torch.rand(2 * patches, 3 * config.vision_config.temporal_patch_size * size**2)
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, int(side), int(side)]] * 2)}
     images = torch.rand(2, 3, int(side) * size, int(side) * size)
@@ -131,16 +138,18 @@ def image_inputs(family, patches, config):
 
 # An image of 256 patches has four windows of 64 patches.
 @for_each(
-    ("family", "patches"), [("llava", 16), ("gemma3", 16), ("qwen2_5_vl", 64), ("qwen2_5_vl", 256), ("idefics3", 16)]
+    ("family", "patches"),
+    [("llava", 16), ("gemma3", 16), ("qwen2_5_vl", 64), ("qwen2_5_vl", 256), ("qwen3_vl", 64), ("idefics3", 16)],
 )
 def test_forward_flops_of_a_tower_are_the_operations_that_torch_counts(family, patches, tmp_path):
     model = save_tiny_vision(family, tmp_path / f"{family}{patches}").train()
     # Torch does not count the fused attention of a CPU.
     model.set_attn_implementation("eager")
     tower = shape_of(read_model_config(tmp_path / f"{family}{patches}" / "config.json"), "it").tower
-    assert tower is not None and (family == "qwen2_5_vl" or tower.patches == patches)
+    assert tower is not None and (family in OF_ALL_SIZES or tower.patches == patches)
     with FlopCounterMode(display=False) as forward:
-        features = model.base_model.get_image_features(**image_inputs(family, patches, model.config)).pooler_output
+        found = model.base_model.get_image_features(**image_inputs(family, patches, model.config))
+    features = [*found.pooler_output, *(one for layer in found.get("deepstack_features", ()) for one in layer)]
     # The head of SigLIP multiplies one row for each image, which is left out.
     assert 2 * tower.forward_flops(patches) == pytest.approx(forward.get_total_flops(), rel=0.03)
     with FlopCounterMode(display=False) as backward:
@@ -149,7 +158,7 @@ def test_forward_flops_of_a_tower_are_the_operations_that_torch_counts(family, p
     assert backward.get_total_flops() == pytest.approx(2 * forward.get_total_flops(), rel=0.2)
 
 
-@for_each("family", ["llava", "gemma3", "qwen2_5_vl", "idefics3"])
+@for_each("family", ["llava", "gemma3", "qwen2_5_vl", "qwen3_vl", "idefics3"])
 def test_shape_of_counts_adapter_and_tied_embedding_of_a_vision_language_model(family, tmp_path):
     model = save_tiny_vision(family, tmp_path / family)
     shape = shape_of(read_model_config(tmp_path / family / "config.json"), "it")

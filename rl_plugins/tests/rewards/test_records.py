@@ -19,6 +19,7 @@ def test_failure_counts_has_every_kind() -> None:
         "not_finite": 0,
         "died": 0,
         "memory": 0,
+        "image": 0,
     }
 
 

@@ -17,10 +17,11 @@ from benchmarks.tiny_vision import EXPERTS, processor, save_tiny_vision
 from rl_plugins.callbacks.router_losses import RouterLosses
 from rl_plugins.config.models import LoraConfig, OptimizerConfig
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig
+from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.experience import ROUTED_EXPERTS, Experience
 from rl_plugins.data.image_prompts import ImagePromptEncoder, load_processor
-from rl_plugins.data.images import IMAGE_INPUTS, PROMPT_IMAGES, PromptImages, num_patches
-from rl_plugins.data.preferences import PairBatch
+from rl_plugins.data.images import IMAGE_INPUTS, PROMPT_IMAGES, PromptImages, num_patches, thumbnail
+from rl_plugins.data.preferences import PreferenceDataModule
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import load_causal_lm
@@ -28,6 +29,7 @@ from rl_plugins.models.tiny import build_model, build_tokenizer
 from rl_plugins.rewards.records import Score
 from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.rollout.engine import Generations
+from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.stages.preference_optimization import PreferenceOptimization
 from rl_plugins.stages.sampling import PromptSampler
@@ -35,19 +37,21 @@ from rl_plugins.stages.sequence_rows import SequenceRows
 from rl_plugins.stages.sft import SFT
 from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.sequence_parallel import body_of
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.strategies.tensor_parallel import plan_of
 from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.patience import patient
-from rl_plugins.tests.pictures import picture
+from rl_plugins.tests.pictures import encoded, picture, row
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.stages.with_images import (
+    EACH_FAMILY,
     FAMILIES,
-    RESPONSES,
     assert_alike,
     batch_of,
     encoded_with_image,
     of_tower,
+    rows_of,
     sampled,
     saved_families,
     single_device,
@@ -151,7 +155,7 @@ def test_stage_3_does_not_train_a_tower_by_the_gradient_of_an_earlier_step(kind:
     assert_alike(weights, expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_patches_per_micro_batch_bounds_the_images_of_a_pass(family: str, folders: dict[str, Path]) -> None:
     folder = folders[family]
     bounded = trained(family, folder, single_device(), patches_per_micro_batch=1)
@@ -220,7 +224,7 @@ def test_vision_lr_freezes_or_slows_the_vision_tower(name: str, folders: dict[st
             assert_alike(weights, expected[rate])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_policy_optimization_samples_with_images_and_has_the_log_probs_of_the_engine(
     family: str, folders: dict[str, Path]
 ) -> None:
@@ -242,6 +246,47 @@ def test_samples_with_images_are_written_and_read_again(folders: dict[str, Path]
     again = Experience.load(tmp_path / "samples")
     for own, other in zip(samples.columns[IMAGE_INPUTS], again.columns[IMAGE_INPUTS], strict=True):
         assert own is other is None or torch.equal(own["pixel_values"], other["pixel_values"])
+
+
+def test_samples_of_a_prompt_whose_image_was_removed_fail(
+    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "one.png").write_bytes(encoded(picture()))
+    rows = [row("<image>color?", picture(1)), row("<image>color?", str(tmp_path / "one.png")), *rows_of(2)]
+    data = PromptDataModule(rows, rows, tokenizer=processor("llava"), prompts_per_step=4, bad_images="filter")
+    data.setup("fit")
+    (tmp_path / "one.png").unlink()
+    stage = sampled("llava", folders["llava"], data=data, eval_sampling=SamplingConfig(max_tokens=4))
+    (samples,) = stage.trained_on
+    bad = samples.groups == 1
+    assert samples.valid.tolist() == (~bad).tolist() and not samples.response_mask[bad].any()
+    # The validation before the step has metrics, too.
+    assert [metrics["train/reward_image"] for metrics in stage.metrics if "train/reward" in metrics] == [3]
+    strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(folders["llava"])))
+    canned.quiet_trainer(strategy).validate(stage, datamodule=data, verbose=False)
+    assert [shown["failure"] for shown in stage.shown_samples.validation] == [None, "image", None, None]
+    assert caplog.text.count("left out since the start of the run: list, row 1, column 'images': image 0 (") == 2
+
+
+def test_validation_samples_with_the_images_of_the_prompts(folders: dict[str, Path]) -> None:
+    def responses(first: int) -> list[str]:
+        stage = canned.Keeping(
+            load_causal_lm(str(folders["llava"]), dtype=torch.float32),
+            tokenizer=processor("llava"),
+            sampling=SamplingConfig(max_tokens=4),
+            eval_sampling=SamplingConfig(max_tokens=16),
+            scorer=lambda solution_str: float(len(solution_str)),
+        )
+        rows = [row("<image>color?", picture(first)), row("no picture"), row("<image>color?", picture(1))]
+        data = PromptDataModule(None, rows, prompts_per_step=1, eval_batch_size=2)
+        strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(folders["llava"])))
+        canned.quiet_trainer(strategy).validate(stage, datamodule=data, verbose=False)
+        shown = stage.shown_samples.validation
+        assert [sample["images"] for sample in shown] == [[thumbnail(picture(first))], [], [thumbnail(picture(1))]]
+        return [sample["response"] for sample in shown]
+
+    ours, theirs = responses(0), responses(2)
+    assert [own == other for own, other in zip(ours, theirs, strict=True)] == [False, True, True]
 
 
 def test_images_stay_in_all_turns_of_a_conversation(folders: dict[str, Path]) -> None:
@@ -291,8 +336,8 @@ def test_inputs_add_a_blank_image_for_models_that_the_ranks_share(
 
 
 def test_preference_optimization_and_an_adapter_train_with_images(folders: dict[str, Path]) -> None:
-    batch = batch_of("llava", [0, 1])
-    pairs = PairBatch(batch["prompt_ids"], RESPONSES[:2], RESPONSES[2:4], [0.0, 0.0], [0, 1], batch[IMAGE_INPUTS])
+    rows = [{**found, "chosen": "red", "rejected": "green"} for found in rows_of(2)]
+    data = PreferenceDataModule(rows, prompts_per_step=2)
     stage = PreferenceOptimization(
         str(folders["llava"]),
         tokenizer=load_processor(str(folders["llava"])),
@@ -302,7 +347,7 @@ def test_preference_optimization_and_an_adapter_train_with_images(folders: dict[
         max_steps=1,
     )
     metrics = canned.metrics_of(stage)
-    canned.quiet_trainer(single_device()).fit(stage, canned.loader([pairs]))
+    canned.quiet_trainer(single_device()).fit(stage, datamodule=data)
     assert metrics["train/loss"] == pytest.approx(0.6931, abs=1e-3)
 
 

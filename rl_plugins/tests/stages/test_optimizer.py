@@ -24,10 +24,10 @@ def test_optimizer_config_factor_rises_evenly_in_warmup_and_is_never_0() -> None
 
 
 def test_optimizer_config_factor_decays_after_warmup_to_lr_end() -> None:
-    config = OptimizerConfig(warmup_steps=2, decay_steps=4, lr_end=0.2)
+    config = OptimizerConfig(schedule="linear", warmup_steps=2, decay_steps=4, lr_end=0.2)
     expected = [1 / 3, 2 / 3, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2]
     assert [config.factor(step) for step in range(9)] == pytest.approx(expected)
-    rates = [OptimizerConfig(decay_steps=3).factor(step) for step in range(5)]
+    rates = [OptimizerConfig(schedule="linear", decay_steps=3).factor(step) for step in range(5)]
     assert rates == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0, 0.0])
 
 
@@ -107,7 +107,7 @@ def test_build_optimizer_takes_a_schedule(schedule: Any, options: dict[str, Any]
 
 
 def test_optimizer_config_factor_stays_at_the_full_rate_for_stable_steps() -> None:
-    for schedule, middle in (("linear", [0.75, 0.5, 0.25]), ("cosine", [0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])):
+    for schedule, middle in (("wsd", [0.75, 0.5, 0.25]), ("cosine", [0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])):
         config = OptimizerConfig(schedule=schedule, warmup_steps=1, stable_steps=3, decay_steps=4)
         expected = [0.5, 1.0, 1.0, 1.0, 1.0, *middle, 0.0, 0.0]
         assert [config.factor(step) for step in range(10)] == pytest.approx(expected)
@@ -117,6 +117,29 @@ def test_optimizer_config_factor_falls_on_a_cosine() -> None:
     config = OptimizerConfig(schedule="cosine", warmup_steps=1, decay_steps=4, lr_end=0.2)
     expected = [0.5, 1.0, 0.2 + 0.8 * (2 + 2**0.5) / 4, 0.6, 0.2 + 0.8 * (2 - 2**0.5) / 4, 0.2, 0.2]
     assert [config.factor(step) for step in range(7)] == pytest.approx(expected)
+
+
+@for_each(
+    ("options", "message"),
+    [
+        (
+            {"decay_steps": 4},
+            "schedule=constant has no decay_steps: .*use schedule=linear or cosine or wsd",
+        ),
+        ({"lr_end": 0.5}, "lr_end=0.5: schedule=constant has no lr_end"),
+        ({"schedule": "cosine"}, "decay_steps=0: schedule=cosine needs a number of steps: give it a value"),
+        ({"schedule": "wsd", "decay_steps": 4}, "stable_steps=0: schedule=wsd needs a number of steps"),
+        (
+            {"schedule": "linear", "decay_steps": 4, "stable_steps": 2},
+            "stable_steps=2: schedule=linear has no stable_steps: leave it out, or use schedule=cosine or wsd",
+        ),
+        ({"schedule": "StepLR", "warmup_steps": 1}, "schedule=StepLR has no warmup_steps: leave it out, or give"),
+        ({"schedule_options": {"a": 1}}, "schedule_options: schedule=constant has the options warmup_steps: leave"),
+    ],
+)
+def test_optimizer_config_refuses_options_without_an_effect(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OptimizerConfig(**options)
 
 
 def announced(caplog: pytest.LogCaptureFixture, config: OptimizerConfig, name: str, **arguments: Any) -> str:

@@ -30,6 +30,7 @@ from rl_plugins.tests.pictures import picture
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.stages.with_images import (
+    EACH_FAMILY,
     FAMILIES,
     RESPONSES,
     assert_alike,
@@ -131,7 +132,7 @@ def test_reward_modeling_reads_the_images_of_labelled_steps(folders: dict[str, P
 
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_critic_and_reward_model_read_the_images_of_samples(
     family: str, packing: bool, folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -21,8 +21,11 @@ from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.pictures import picture, row
 from rl_plugins.tests.stages import canned
+from rl_plugins.tests.tiers import tiered
 
-FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
+FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "qwen3_vl", "idefics3")
+EACH_FAMILY = tiered(FAMILIES, core={"llava", "gemma3", "qwen2_5_vl", "idefics3"})
+"""Families as cases of a test. `make test` compares the passes of Qwen3-VL in test_vision_language."""
 RESPONSES = [[80, 81, 82, 83, 257], [70, 257], [60, 61, 257], [75, 76, 77, 257], [62, 63, 257], [71, 257]]
 
 
@@ -76,7 +79,15 @@ def rows_of(count: int) -> list[dict[str, Any]]:
     return [row("<image>color?", picture(number)) if number % 2 else row("no picture") for number in range(count)]
 
 
-def sampled(family: str, folder: Path, *, max_tokens: int = 8, return_experts: bool = False, **options: Any) -> Any:
+def sampled(
+    family: str,
+    folder: Path,
+    *,
+    max_tokens: int = 8,
+    return_experts: bool = False,
+    data: PromptDataModule | None = None,
+    **options: Any,
+) -> Any:
     """Train one step of GRPO on samples of the transformers engine; return the stage."""
     stage = canned.Keeping(
         load_causal_lm(str(folder), dtype=torch.float32),
@@ -89,7 +100,7 @@ def sampled(family: str, folder: Path, *, max_tokens: int = 8, return_experts: b
         **{"algorithm": Algorithm(), "scorer": lambda solution_str: float(len(solution_str)), **options},
     )
     stage.shown_samples.limit = 5
-    data = PromptDataModule(rows_of(4), tokenizer=processor(family), prompts_per_step=4)
+    data = data or PromptDataModule(rows_of(4), tokenizer=processor(family), prompts_per_step=4)
     strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(folder), return_experts=return_experts))
     canned.quiet_trainer(strategy).fit(stage, datamodule=data)
     assert stage.step == 1
