@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.image_prompts import Processor, load_tokenizer_or_processor
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.model_json import context_window, read_model_config
 from rl_plugins.models.export import SavesPretrained
@@ -190,6 +190,22 @@ def _call_both(
     result = of_stage(*args, **kwargs)
     own = of_module(*args, **kwargs)
     return result if own is None else own
+
+
+def state_of_stage(checkpoint: Mapping[str, Any], trainer: Trainer) -> Mapping[str, Any]:
+    """Return the state of the stage in a checkpoint of Lightning.
+
+    Raises:
+        CheckpointError: a module without a stage has saved the checkpoint.
+    """
+    if "stage" not in checkpoint:
+        raise CheckpointError(
+            f"{trainer.ckpt_path} is a checkpoint of a LightningModule, and a stage continues checkpoints of stages: "
+            "leave ckpt_path out, and load the weights with load_from_checkpoint(...) of the module's class, before "
+            "the stage gets the module"
+        )
+    state: Mapping[str, Any] = checkpoint["stage"]
+    return state
 
 
 def model_of(source: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.prepare.tasks import addition_rows
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
@@ -80,7 +80,7 @@ def path(tmp_path_factory):
     return str(save_tiny_policy(tmp_path_factory.mktemp("tiny")))
 
 
-def fit(stage, path, steps, **options):
+def fit(stage, path, steps, ckpt_path=None, **options):
     rows = addition_rows(below=10, num_train=8, num_test=1, seed=0)["train"]
     defaults = {"logger": False, "enable_checkpointing": False}
     trainer = Trainer(
@@ -90,7 +90,8 @@ def fit(stage, path, steps, **options):
         enable_model_summary=False,
         **(defaults | options),
     )
-    trainer.fit(stage, datamodule=PromptDataModule(rows, rows[:1], tokenizer=path, prompts_per_step=4))
+    data = PromptDataModule(rows, rows[:1], tokenizer=path, prompts_per_step=4)
+    trainer.fit(stage, datamodule=data, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -114,6 +115,17 @@ def test_hooks_of_training_of_a_lightning_module_are_called(path, tmp_path):
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
     assert saved["own"] == 5 and saved["stage"]["step"] == 2
+
+
+def test_checkpoint_of_a_lightning_module_is_refused_with_the_way_out(path, tmp_path):
+    own, saved = Own(path), tmp_path / "sft.ckpt"
+    trainer = Trainer(max_steps=1, logger=False, accelerator="cpu", enable_checkpointing=False)
+    trainer.strategy.connect(own)
+    trainer.save_checkpoint(saved)
+    stage = PolicyOptimization(own, scorer=length, sampling=SAMPLING)
+    message = r"sft\.ckpt is a checkpoint of a LightningModule, .*leave ckpt_path out.*load_from_checkpoint"
+    with pytest.raises(CheckpointError, match=message):
+        fit(stage, path, steps=1, ckpt_path=saved)
 
 
 def test_configure_callbacks_of_a_lightning_module_adds_callbacks(path):
