@@ -65,11 +65,25 @@ def with_plain_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokeniz
 
     The copy is for a policy that was trained on plain texts. The copy begins a prompt with the token that the tokenizer
     puts before each text, if there is such a token.
+
+    Raises:
+        ConfigError: the object is no tokenizer of transformers.
     """
+    check_of_transformers(tokenizer)
     begins = tokenizer.bos_token_id is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = ("{{ bos_token }}" if begins else "") + _PLAIN
     return plain
+
+
+def check_of_transformers(tokenizer: object) -> None:
+    """Raise a ConfigError if an object is no tokenizer (or processor) of transformers."""
+    if not hasattr(tokenizer, "apply_chat_template"):
+        raise ConfigError(
+            f"the tokenizer is a {type(tokenizer).__name__}, and no tokenizer of transformers: wrap a Tokenizer of the "
+            "library tokenizers in transformers.PreTrainedTokenizerFast(tokenizer_object=..., eos_token=...), or "
+            "derive your own class from transformers.PreTrainedTokenizer"
+        )
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:

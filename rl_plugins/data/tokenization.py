@@ -72,15 +72,23 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     return completed(tokenizer, path)
 
 
-def completed(tokenizer: PreTrainedTokenizerBase, path: str) -> PreTrainedTokenizerBase:
-    """Give a loaded tokenizer its name, and a padding token if there is none.
+def completed(tokenizer: PreTrainedTokenizerBase, path: str | None = None) -> PreTrainedTokenizerBase:
+    """Give a tokenizer its name, and a padding token if there is none.
+
+    Args:
+        tokenizer: the tokenizer.
+        path: folder or hub name of a loaded tokenizer; None for a tokenizer made by the user.
 
     Raises:
         ConfigError: the tokenizer has no end-of-sequence token.
     """
-    tokenizer.name_or_path = path
+    if path is not None:
+        tokenizer.name_or_path = path
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer in {path} has no eos_token: the policy could never end a response")
+        name = f"({type(tokenizer).__name__})" if path is None else f"in {path}"
+        raise ConfigError(
+            f"the tokenizer {name} has no eos_token: the policy could never end a response: set tokenizer.eos_token"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

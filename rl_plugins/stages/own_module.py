@@ -16,7 +16,9 @@ from transformers import PretrainedConfig
 
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.data.image_prompts import Processor, load_tokenizer_or_processor
+from rl_plugins.data.chat_template import check_of_transformers
+from rl_plugins.data.image_prompts import Processor, load_tokenizer_or_processor, tokenizer_of
+from rl_plugins.data.tokenization import completed
 from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.model_json import context_window, read_model_config
@@ -125,9 +127,12 @@ class OwnModel:
             trust_remote_code: run Python code that the folder's configuration names, with all rights of the user.
 
         Raises:
-            ConfigError: there is no tokenizer in the folder, or no folder.
+            ConfigError: there is no tokenizer in the folder, or no folder; the given tokenizer is not of transformers, or
+                has no end-of-sequence token.
         """
         if not isinstance(given, str | None):
+            check_of_transformers(given)
+            completed(tokenizer_of(given))
             return given
         inner = getattr(self._source, "model", self._source)
         name = given or self.path or getattr(inner, "name_or_path", None)

@@ -88,3 +88,9 @@ def test_plain_template_keeps_the_token_before_each_text() -> None:
     tokenizer.backend_tokenizer.post_processor = processor
     plain = with_plain_template(tokenizer)
     assert encode_prompts([SAID], plain, {}) == [tokenizer("hi")["input_ids"]] == [[tokenizer.bos_token_id, 71, 72]]
+
+
+def test_plain_template_needs_a_tokenizer_of_transformers() -> None:
+    made: Any = build_tokenizer().backend_tokenizer
+    with pytest.raises(ConfigError, match=r"the tokenizer is a Tokenizer, and no tokenizer of transformers: wrap"):
+        with_plain_template(made)

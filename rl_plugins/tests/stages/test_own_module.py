@@ -10,13 +10,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.errors import CheckpointError, ConfigError
-from rl_plugins.models.tiny import build_model, save_tiny_policy
+from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization, PreferenceOptimization
@@ -214,6 +214,21 @@ def test_stop_token_ids_default_to_the_end_token_of_the_tokenizer(path):
 def test_model_without_a_path_and_tokenizer_is_refused():
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM has no name_or_path to load a tokenizer from"):
         PolicyOptimization(build_model(), scorer=length, sampling=SAMPLING)
+
+
+def test_tokenizer_made_by_the_user_gets_a_padding_token_and_needs_an_end(path):
+    made = PreTrainedTokenizerFast(tokenizer_object=build_tokenizer().backend_tokenizer, eos_token="<|end|>")
+    stage = PolicyOptimization(build_model(), tokenizer=made, scorer=length, sampling=SAMPLING)
+    assert stage.tokenizer is made and made.pad_token_id == made.eos_token_id
+    for tokenizer, message in (
+        (
+            PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer),
+            r"\(\w+\) has no eos_token: .*set tokenizer\.eos",
+        ),
+        (made.backend_tokenizer, r"is a Tokenizer, and no tokenizer of transformers: .*PreTrainedTokenizerFast\("),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            PolicyOptimization(build_model(), tokenizer=tokenizer, scorer=length, sampling=SAMPLING)
 
 
 def test_tokenizer_may_be_the_name_of_a_folder(path, tmp_path):
