@@ -60,14 +60,16 @@ class OwnModel:
         lightning_module: the LightningModule, if there is one.
 
     Raises:
-        ConfigError: the model is compiled, or the LightningModule has no model and does not make one later; or the
-            adapter is for a model that is not loaded by name, or has dropout in a stage that compares log-probs.
+        ConfigError: the model is compiled; the LightningModule has no model and does not make one later, or has the
+            hyperparameters of another class; or the adapter is for a model that is not loaded by name, or has dropout in a stage that compares log-probs.
     """
 
     def __init__(
         self, source: str | nn.Module, lora: LoraConfig | None, stage: str, *, compares_log_probs: bool
     ) -> None:
         check_not_compiled(source)
+        if isinstance(source, LightningModule):
+            _check_hyperparameters(source)
         if isinstance(source, LightningModule) and not any(is_overridden(hook, source) for hook in _MAKE_MODELS):
             model_of(source)
         if lora is not None and lora.rank and not isinstance(source, str):
@@ -257,3 +259,20 @@ def _config_of(model: str | nn.Module) -> Mapping[str, Any]:
         return read_model_config(file) if file.is_file() else {}
     config: Any = getattr(getattr(model, "model", model), "config", getattr(model, "config", None))
     return config.to_dict() if isinstance(config, PretrainedConfig) else {}
+
+
+def _check_hyperparameters(module: LightningModule) -> None:
+    """Check that the hyperparameters of a module are its own.
+
+    `LightningCLI()` without classes gives the hyperparameters of the outermost module to each module inside.
+
+    Raises:
+        ConfigError: the hyperparameters are those of another class.
+    """
+    owner = str(module.hparams.get("_class_path", "")).rpartition(".")[2]
+    if owner not in ("", type(module).__name__):
+        raise ConfigError(
+            f"{type(module).__name__}.hparams has the options of {owner}, because LightningCLI() without classes gives "
+            f"these to each module inside: name the classes, LightningCLI(rl.{owner}, rl.PromptDataModule), and leave "
+            "`class_path` of model and data out of the YAML file"
+        )

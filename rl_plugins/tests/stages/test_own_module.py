@@ -231,6 +231,14 @@ def test_tokenizer_made_by_the_user_gets_a_padding_token_and_needs_an_end(path):
             PolicyOptimization(build_model(), tokenizer=tokenizer, scorer=length, sampling=SAMPLING)
 
 
+def test_hyperparameters_of_another_class_are_refused(path):
+    own = WithHooks(path, _class_path="rl_plugins.PolicyOptimization", scorer="length")
+    with pytest.raises(
+        ConfigError, match=r"WithHooks\.hparams has the options of PolicyOptimization: .*LightningCLI\(rl"
+    ):
+        PolicyOptimization(own, scorer=length, sampling=SAMPLING)
+
+
 def test_tokenizer_may_be_the_name_of_a_folder(path, tmp_path):
     options: dict[str, Any] = {"scorer": length, "sampling": SAMPLING}
     stage = PolicyOptimization(build_model(), tokenizer=str(path), **options)
