@@ -11,6 +11,7 @@ import argparse
 import tempfile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.policies import save_28m
 from benchmarks.zero_stages import SEQUENCES, TOKENS, WORKERS, train
@@ -37,15 +38,15 @@ def save_mixture(folder: Path, dense: Path, experts: int) -> tuple[int, int]:
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
-    config = Qwen3MoeConfig(
-        **{name: getattr(sizes, name) for name in same},
-        intermediate_size=sizes.intermediate_size,
-        moe_intermediate_size=sizes.intermediate_size // CHOSEN,
-        head_dim=sizes.hidden_size // sizes.num_attention_heads,
-        num_experts=experts,
-        num_experts_per_tok=CHOSEN,
-    )
-    model = Qwen3MoeForCausalLM(config)
+    options: dict[str, Any] = {name: getattr(sizes, name) for name in same}
+    options |= {
+        "intermediate_size": sizes.intermediate_size,
+        "moe_intermediate_size": sizes.intermediate_size // CHOSEN,
+        "head_dim": sizes.hidden_size // sizes.num_attention_heads,
+        "num_experts": experts,
+        "num_experts_per_tok": CHOSEN,
+    }
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**options))
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(dense).save_pretrained(folder)
     in_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)

@@ -63,8 +63,8 @@ async def connect(item: Mapping[str, Any], passed: Mapping[str, str], wait_s: fl
 class ToolServer:
     """Server of tools, with a connection. After the loss of the connection, the next call opens a new one.
 
-    A program starts again with the new connection. A task opens and closes each client, because only the task that has
-    opened a client can close the client.
+    A program starts again with the new connection. A task opens and closes each client, because a client is
+    closed by the task of its opening alone.
 
     Args:
         make_client: function that returns a new client.

@@ -61,7 +61,8 @@ class OwnModel:
 
     Raises:
         ConfigError: the model is compiled; the LightningModule has no model and does not make one later, or has the
-            hyperparameters of another class; or the adapter is for a model that is not loaded by name, or has dropout in a stage that compares log-probs.
+            hyperparameters of another class; or the adapter is for a model that is not loaded by name, or has dropout
+            in a stage that compares log-probs.
     """
 
     def __init__(
@@ -129,8 +130,8 @@ class OwnModel:
             trust_remote_code: run Python code that the folder's configuration names, with all rights of the user.
 
         Raises:
-            ConfigError: there is no tokenizer in the folder, or no folder; the given tokenizer is not of transformers, or
-                has no end-of-sequence token.
+            ConfigError: there is no tokenizer in the folder, or no folder; the given tokenizer is not of transformers,
+                or has no end-of-sequence token.
         """
         if not isinstance(given, str | None):
             check_of_transformers(given)

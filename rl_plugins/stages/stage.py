@@ -29,7 +29,7 @@ from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.optimizer import FurtherLoss, MicroBatchLoss, announce, build_optimizer, only_one, with_further
-from rl_plugins.stages.own_module import OwnModel, call_hooks_of
+from rl_plugins.stages.own_module import OwnModel, call_hooks_of, state_of_stage
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
 from rl_plugins.stages.trainer_flags import COMPILED, check_trainer, silence_equal_metrics, take_gradient_clip
 from rl_plugins.stages.validation import GenerationValidation
@@ -445,7 +445,7 @@ class Stage(LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.step = own_module.state_of_stage(checkpoint, self.trainer)["step"]
+        self.step = state_of_stage(checkpoint, self.trainer)["step"]
 
     def restore(self, state: Path) -> None:
         """Go back to a checkpoint while training continues. Collective.

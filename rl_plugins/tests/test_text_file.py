@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.loops import for_each
@@ -52,6 +53,6 @@ def test_read_yaml_reads_numbers_as_options_do_and_resolves_nothing(tmp_path: Pa
     file = tmp_path / "config.yaml"
     file.write_text("lr: 1e-6\nname: ${oc.env:NOWHERE}\n")
     content = read_yaml(file, REMOVE)
-    assert content.lr == 1e-6 and content._get_node("name")._value() == "${oc.env:NOWHERE}"
+    assert content.lr == 1e-6 and OmegaConf.to_yaml(content).endswith("name: ${oc.env:NOWHERE}\n")
     file.write_text("")
     assert read_yaml(file, REMOVE) == {}

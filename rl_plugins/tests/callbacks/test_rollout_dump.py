@@ -86,7 +86,7 @@ def test_rollout_replay_never_runs_code_of_a_dump(tmp_path: Path) -> None:
 
 def test_rollout_dump_refuses_a_stage_without_experience(tmp_path: Path) -> None:
     stage = build_stage(1)
-    sft = SFT(stage._source[0], tokenizer=canned.tokenizer, scorer=canned.CannedScorer(), eval_sampling=stage.sampling)
+    sft = SFT(build_policy(), tokenizer=canned.tokenizer, scorer=canned.CannedScorer(), eval_sampling=stage.sampling)
     with pytest.raises(ConfigError, match="SFT collects no experience"):
         train(sft, [RolloutDump(tmp_path, keep_last=1)])  # type: ignore[arg-type]
 

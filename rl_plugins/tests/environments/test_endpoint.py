@@ -28,7 +28,7 @@ def test_call_with_a_huge_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         assert refused.value.status_code == 413 and endpoint.take() == []
 
 
-def test_endpoint_serves_on_its_address_alone() -> None:
+def test_endpoint_serves_on_one_address_alone() -> None:
     with closing(Endpoint("127.0.0.2", models(), error_body)) as endpoint:
         address = urlsplit(endpoint.base_url)
         assert address.hostname == "127.0.0.2"

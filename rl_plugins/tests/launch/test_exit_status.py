@@ -119,7 +119,7 @@ def test_exits_refused_refuses_the_status_of_success_in_this_process_alone() -> 
     assert (ended.returncode, ended.stdout) == (3, f"0\n{said}: remove the call\n")
 
 
-def test_exits_refused_gives_the_call_back_at_its_end() -> None:
+def test_exits_refused_gives_the_call_back_at_the_end() -> None:
     before = os._exit
     with exits_refused():
         assert os._exit is not before

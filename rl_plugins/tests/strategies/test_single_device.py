@@ -95,7 +95,7 @@ def test_load_checkpoint_refuses_a_checkpoint_of_another_model_or_algorithm(tmp_
     trainer.fit(stage(), loader(1))
     trainer.save_checkpoint(tmp_path / "state.ckpt")
     differs = "the checkpoint belongs to another model: "
-    critic = {"algorithm": Algorithm(advantage="gae"), "critic": CriticConfig(canned.other_model())}
+    critic: dict[str, Any] = {"algorithm": Algorithm(advantage="gae"), "critic": CriticConfig(canned.other_model())}
     others: list[tuple[PolicyOptimization, str]] = [
         (stage(build_model(num_layers=1)), r"policy\.model\.layers\.1\."),
         (stage(build_model(num_layers=3)), r"policy\.model\.layers\.2\."),
