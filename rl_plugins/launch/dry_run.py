@@ -71,7 +71,7 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     from rl_plugins.data.orders import build_mixture, load_parts
     from rl_plugins.data.parquet import load_rows
     from rl_plugins.model_json import reads_images
-    from rl_plugins.models.folder import check_model_type, check_packing
+    from rl_plugins.models.folder import check_model_type
 
     data, needed = config.data, config.prompts_drawn
     source = training_data(config)
@@ -99,12 +99,8 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     if config.teacher.paths and not config.teacher.weights:
         _check_teachers(config, train)
     # Loads transformers.
-    for option, path in config.model_paths.items():
-        if path in models:
-            check_model_type(path, models[path])
-            # The judge's engine packs nothing.
-            if config.batch.packing and option != "reward.judge.model":
-                check_packing(option, path, trust_remote_code=config.model.trust_remote_code)
+    for path, model in models.items():
+        check_model_type(path, model)
     tokenizer = _load_tokenizer(config)
     if not config.environment.scores_itself:
         replies = _check_rewards(config, first_of_source, tokenizer)

@@ -51,14 +51,14 @@ def preflight(config: RecipeConfig) -> None:
     check_this_machine(config)
     models = check_models(config)
     _check_output(config)
-    # The store of a pipeline answered when the parent run was created. If the store does not answer now, there is
-    # an outage, which a run survives.
+    # The store of a pipeline answered when the parent run was created, and a run survives an outage.
     if config.tracking.enabled and config.tracking.parent_run is None:
         check_store(tracking_uri(config))
     from rl_plugins.launch.dry_run import check_data
 
     with errors_with_options(RUN_OPTIONS):
         check_data(config, models)
+    _check_packing(config, models)
     _check_optimizers(config)
     if config.callbacks or config.tracking.loggers or config.debug.profiler:
         from lightning.pytorch import Callback
@@ -92,6 +92,15 @@ def preflight(config: RecipeConfig) -> None:
         from rl_plugins.launch.algorithm_check import check_loss
 
         check_loss(config)
+
+
+def _check_packing(config: RecipeConfig, models: dict[str, Any]) -> None:
+    # Loads torch. The judge's engine packs nothing.
+    from rl_plugins.models.folder import check_packing
+
+    for option, path in config.model_paths.items():
+        if config.batch.packing and path in models and option != "reward.judge.model":
+            check_packing(option, path, trust_remote_code=config.model.trust_remote_code)
 
 
 def _check_optimizers(config: RecipeConfig) -> None:

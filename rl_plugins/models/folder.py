@@ -132,7 +132,7 @@ def check_model_type(path: str, config: Mapping[str, Any]) -> None:
 
 
 def check_packing(option: str, path: str, *, trust_remote_code: bool = False) -> None:
-    """Check that no state of a model runs from sample to sample of a packed row. The check loads transformers.
+    """Check that no state of a model runs from sample to sample of a packed row. The check loads torch.
 
     Models that mix packed samples in another way are refused at their first packed row.
 

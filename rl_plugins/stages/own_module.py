@@ -200,7 +200,7 @@ def _call_both(
     return result if own is None else own
 
 
-def state_of_stage(checkpoint: Mapping[str, Any], trainer: Trainer) -> Mapping[str, Any]:
+def state_of_stage(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the state of the stage in a checkpoint of Lightning.
 
     Raises:
@@ -208,7 +208,7 @@ def state_of_stage(checkpoint: Mapping[str, Any], trainer: Trainer) -> Mapping[s
     """
     if "stage" not in checkpoint:
         raise CheckpointError(
-            f"{trainer.ckpt_path} is a checkpoint of a LightningModule, and a stage continues checkpoints of stages: "
+            "the checkpoint is of a LightningModule without a stage, and a stage continues checkpoints of stages: "
             "leave ckpt_path out, and load the weights with load_from_checkpoint(...) of the module's class, before "
             "the stage gets the module"
         )

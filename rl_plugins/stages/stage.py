@@ -445,7 +445,7 @@ class Stage(LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.step = state_of_stage(checkpoint, self.trainer)["step"]
+        self.step = state_of_stage(checkpoint)["step"]
 
     def restore(self, state: Path) -> None:
         """Go back to a checkpoint while training continues. Collective.

@@ -38,7 +38,8 @@ def test_sample_trace_has_the_images_of_the_prompt_as_inputs(run: TrackedRun) ->
 
 
 def test_log_samples_has_a_column_of_images(tmp_path: Path) -> None:
-    rows = [{"prompt": "<image>?", "images": [thumbnail(picture())]}, {"prompt": "no picture", "images": []}]
+    sample = {"response": "red", "score": 1.0, "ground_truth": "red", "failure": None}
+    rows = [{"prompt": "<image>?", "images": [thumbnail(picture())], **sample}, {"prompt": "?", "images": [], **sample}]
     (tmp_path / "step_00000003.json").write_text(json.dumps(rows))
     tables: dict[str, Any] = {}
     tracking: Any = SimpleNamespace(log_table=lambda columns, name: tables.update({name: columns}))

@@ -107,7 +107,7 @@ class Showing(canned.Prompts):
 
 
 def showing(batch: PromptBatch) -> PromptBatch:
-    shown = tokenizer.encode("add multiply variable wait_for_weights ")
+    shown = tokenizer.encode("add multiply variable leave wait_for_weights ")
     return PromptBatch([[*shown, *ids] for ids in batch.prompt_ids], batch.rows, batch.columns, batch.epoch)
 
 

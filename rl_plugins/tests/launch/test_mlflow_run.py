@@ -194,7 +194,7 @@ def test_sync_to_a_wrong_address_changes_nothing_in_the_folder(
     for uri, message in {
         f"http://{refused_address}": "no server answers there",
         "sqlite:////gone/a.db": "the folder /gone does not exist",
-        "elsewhere://a": "--uri elsewhere://a: no MLflow store answers there",
+        "elsewhere://a": "MLflow store elsewhere://a: MLflow opens no such store",
         no_mlflow: f"--uri {no_mlflow}: no MLflow store answers there",
     }.items():
         with pytest.raises(ConfigError, match=message):

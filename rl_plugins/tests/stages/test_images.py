@@ -265,7 +265,10 @@ def test_samples_of_a_prompt_whose_image_was_removed_fail(
     strategy = SingleDeviceRolloutStrategy(rollout=TransformersRollout(str(folders["llava"])))
     canned.quiet_trainer(strategy).validate(stage, datamodule=data, verbose=False)
     assert [shown["failure"] for shown in stage.shown_samples.validation] == [None, "image", None, None]
-    assert caplog.text.count("left out since the start of the run: list, row 1, column 'images': image 0 (") == 2
+    assert (
+        caplog.text.count("left out since the start of the run: list, row 1, column 'images': image 0 cannot be read (")
+        == 2
+    )
 
 
 def test_validation_samples_with_the_images_of_the_prompts(folders: dict[str, Path]) -> None:
