@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import difflib
 import os
 import subprocess
 import sys
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from integration_tests.projects import added_lines, logged
 from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.models.tiny import save_tiny_policy
@@ -23,13 +22,7 @@ BEFORE, AFTER = ROOT / "examples" / "existing_project", ROOT / "examples" / "exi
 MOST_ADDED_LINES = {"train.py": 13, "cli.py": 12}
 """For each script: the largest number of lines that RL adds to the script and to the files of the script."""
 OF_CLI = {"cli.py", "cli.yaml", "reward.py"}
-
-
-def added_lines(before: Path, after: Path) -> list[str]:
-    """Return the lines of `after` missing in `before`, which need not exist; a changed line counts as added."""
-    old, new = (file.read_text().splitlines() if file.exists() else [] for file in (before, after))
-    compared = difflib.unified_diff(old, new, n=0)
-    return [line for line in compared if line.startswith("+") and not line.startswith("+++")]
+LOG = Path("logs", "version_0", "metrics.csv")
 
 
 def run_project(project: Path, folder: Path, name: str, **options: object) -> Path:
@@ -44,17 +37,6 @@ def run_project(project: Path, folder: Path, name: str, **options: object) -> Pa
     outcome = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=patient(420))
     assert outcome.returncode == 0, (outcome.stdout + outcome.stderr)[-8000:]
     return output
-
-
-def logged(output: Path) -> dict[str, list[float]]:
-    """Return the columns of the project's CSV log, in the order of the rows."""
-    columns: dict[str, list[float]] = {}
-    with (output / "logs" / "version_0" / "metrics.csv").open() as file:
-        for row in csv.DictReader(file):
-            for name, value in row.items():
-                if value:
-                    columns.setdefault(name, []).append(float(value))
-    return columns
 
 
 def largest_change(before: Path, after: Path) -> float:
@@ -103,7 +85,7 @@ def test_project_with_rl_adds_few_lines() -> None:
 
 @pytest.mark.extended
 def test_project_without_rl_trains(folder: Path, fine_tuned: Path) -> None:
-    metrics = logged(fine_tuned)
+    metrics = logged(fine_tuned / LOG)
     assert_kept(metrics, fine_tuned, steps=100, lr=3e-3)
     assert metrics["train_loss"][-1] < metrics["train_loss"][0] / 2
     assert len(metrics["val_loss"]) == 2
@@ -115,7 +97,7 @@ def test_project_with_rl_trains(folder: Path, fine_tuned: Path) -> None:
     steps, lr = 6, 1e-3
     options = {"steps": steps, "val_every": 3, "lr": lr}
     output = run_project(AFTER, folder, "rl", model=fine_tuned / "model", **options)
-    metrics = logged(output)
+    metrics = logged(output / LOG)
     assert_kept(metrics, output, steps=steps, lr=lr)
     assert len(metrics["train/reward"]) == steps
     assert min(metrics["train/reward"]) > 0 and max(metrics["train/reward"]) < 1
