@@ -9,8 +9,8 @@ from pathlib import Path
 
 def added_lines(before: Path, after: Path) -> list[str]:
     """Return the lines of `after` missing in `before`, which need not exist; a changed line counts as added."""
-    lines = [file.read_text().splitlines() if file.exists() else [] for file in (before, after)]
-    compared = difflib.unified_diff(*lines, n=0)
+    old, new = (file.read_text().splitlines() if file.exists() else [] for file in (before, after))
+    compared = difflib.unified_diff(old, new, n=0)
     return [line for line in compared if line.startswith("+") and not line.startswith("+++")]
 
 

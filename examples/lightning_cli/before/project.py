@@ -72,7 +72,7 @@ class ChatData(LightningDataModule):
     def _collate(self, rows: list[dict[str, str]]) -> dict[str, Tensor]:
         roles = {"question": "user", "answer": "assistant"}
         chats = [[{"role": role, "content": row[name]} for name, role in roles.items()] for row in rows]
-        batch = self.tokenizer.apply_chat_template(
+        batch: Any = self.tokenizer.apply_chat_template(
             chats, return_dict=True, return_tensors="pt", padding=True, return_assistant_tokens_mask=True
         )
         of_answer = batch.pop("assistant_masks")

@@ -34,7 +34,7 @@ class Llama(LightningModule):
     def __init__(self, tokenizer: PreTrainedTokenizerFast, lr: float) -> None:
         super().__init__()
         self.lr = lr
-        sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes: Any = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
         config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=16, initializer_range=0.1, **sizes)
         self.model = LlamaForCausalLM(config)
 
@@ -56,7 +56,7 @@ class Sums(LightningDataModule):
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         super().__init__()
         self.tokenizer = tokenizer
-        sums = [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
+        sums: Any = [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
         random.Random(0).shuffle(sums)
         self.train, self.val = sums[:80], sums[80:]
 

@@ -112,7 +112,7 @@ def test_generate_holds_conversations_with_tools_that_evaluate_measures(
         assert not rest or [message["content"] for message in rest[:2]] == results
         last = rest[-1] if rest else first
         assert row["answers"][place] == last["content"] and row["scores"][place] == len(last["content"])
-    assert {row["turns"][place] for row, place in places} == {1, 2}
+    assert 2 in {row["turns"][place] for row, place in places}
     assert main(["evaluate", str(tmp_path / "a.parquet")]) == 0
     (measures,) = json.loads((tmp_path / "a.evaluation.json").read_text())["measures"].values()
     scores = [row["scores"][place] for row, place in places]
