@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shlex
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -43,12 +44,10 @@ async def connect(item: Mapping[str, Any], passed: Mapping[str, str], wait_s: fl
     if unknown := sorted(item.keys() - KEYS):
         known = ", ".join(sorted(KEYS))
         raise ConfigError(f"the MCP server {item['mcp']!r} takes no option {unknown[0]!r}: use {known}")
-    server = ToolServer(partial(_client, item, passed), wait_s)
+    server = ToolServer(_client_maker(item, passed), wait_s)
     try:
         async with asyncio.timeout(wait_s):
             return await server.tools()
-    except ConfigError:
-        raise
     except TimeoutError:
         reason = f"it did not answer within {wait_s:g} s"
     # A server may send any error in place of its tools.
@@ -141,12 +140,16 @@ class ToolServer:
 
     async def _hold(self, client: Client, opened: asyncio.Future[Client]) -> None:
         """Open a client, and keep the client open until the loss of the connection."""
+        import anyio
+
         reason = ""
         try:
-            async with asyncio.timeout(self._wait_s) as start, client:
-                start.reschedule(None)
-                opened.set_result(client)
-                await asyncio.get_running_loop().create_future()
+            # The deadline of asyncio could interrupt the end of a program a second time, and the end would hang.
+            with anyio.fail_after(self._wait_s) as start:
+                async with client:
+                    start.deadline = math.inf
+                    opened.set_result(client)
+                    await anyio.sleep_forever()
         except TimeoutError:
             reason = f"it did not answer within {self._wait_s:g} s"
         # Clients wrap errors of programs and connections into groups, each transport into others.
@@ -160,7 +163,8 @@ class ToolServer:
             opened.set_exception(ServerLost(reason))
 
 
-def _client(item: Mapping[str, Any], passed: Mapping[str, str]) -> Client:
+def _client_maker(item: Mapping[str, Any], passed: Mapping[str, str]) -> Callable[[], Client]:
+    """Return a function that makes a client of a server."""
     try:
         from mcp import Client, StdioServerParameters
         from mcp.client.streamable_http import streamable_http_client
@@ -171,16 +175,19 @@ def _client(item: Mapping[str, Any], passed: Mapping[str, str]) -> Client:
         import httpx2
 
         # A call has the deadline of its tool. By default, a client ends a call whose server is silent for 300 s.
-        timeout = httpx2.Timeout(30.0, read=None)
-        client = httpx2.AsyncClient(headers=dict(item.get("headers") or {}), timeout=timeout)
-        return Client(streamable_http_client(place, http_client=client))
+        timeout, headers = httpx2.Timeout(30.0, read=None), dict(item.get("headers") or {})
+
+        def over_http() -> Client:
+            http = httpx2.AsyncClient(headers=headers, timeout=timeout)
+            return Client(streamable_http_client(place, http_client=http))
+
+        return over_http
     command = shlex.split(place) if isinstance(place, str) else [str(part) for part in place or ()]
     if not command:
         raise ConfigError(f"mcp={place!r}: give the command of an MCP server as a list, or its address")
     environment = {**passed, **{name: str(value) for name, value in (item.get("env") or {}).items()}}
-    return Client(
-        StdioServerParameters(command=command[0], args=list(command[1:]), env=environment, cwd=item.get("cwd"))
-    )
+    program = StdioServerParameters(command=command[0], args=command[1:], env=environment, cwd=item.get("cwd"))
+    return partial(Client, program)
 
 
 async def _answers(client: Client) -> bool:

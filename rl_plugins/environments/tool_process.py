@@ -1,7 +1,7 @@
 """Inside the process of the tools: load the tools, run all calls at once, and answer each call as soon as it ends.
 
-The process reads a `ToolTask` as a pickle, answers with the schemas, and then reads calls in JSON until the end of the
-connection. A call of a coroutine function runs in the event loop, and any other call in a thread.
+The process reads a `ToolTask` as a pickle, answers with the schemas or an error, and then reads calls in JSON until the
+end of the connection. A call of a coroutine function runs in the event loop, and any other call in a thread.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from rl_plugins.rewards.loading import load_callable
 from rl_plugins.rewards.records import Score, read_score
 
 _NO_REWARD = Score(0.0)
+_CLOSE_S = 10.0
+"""Seconds for the end of the programs of MCP servers."""
 
 
 @dataclass(frozen=True)
@@ -52,26 +54,37 @@ def serve(connection: Connection) -> None:
     Args:
         connection: connection to the parent process.
     """
-    outbox = Outbox(connection)
-    try:
-        asyncio.run(_Server(connection, outbox).serve())
-    except ConfigError as error:
-        outbox.put(json.dumps({"error": str(error)}).encode())
-    except (AttributeError, ImportError, pickle.UnpicklingError) as error:
-        reason = f"a tool cannot be read in its process ({error}): name the tool by `_target_`"
-        outbox.put(json.dumps({"error": reason}).encode())
-    outbox.close()
-    # Threads of late calls would keep the process alive.
-    os._exit(0)
+    asyncio.run(_Server(connection).serve())
 
 
 class _Server:
-    def __init__(self, connection: Connection, outbox: Outbox) -> None:
-        self._connection, self._outbox, self._threads = connection, outbox, Threads()
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._outbox, self._threads = connection, Outbox(connection), Threads()
         self._tools: dict[str, Tool] = {}
         self._running: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
+        try:
+            await self._load_all()
+            self._answer(schemas=[tool.schema for tool in self._tools.values()])
+        except ConfigError as error:
+            self._answer(error=str(error))
+        except (AttributeError, ImportError, pickle.UnpicklingError) as error:
+            self._answer(error=f"a tool cannot be read in its process ({error}): name the tool by `_target_`")
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._connection.fileno(), self._read, ended)
+        await ended.wait()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            # The client of a program that is cancelled twice never ends.
+            if not task.cancelling():
+                task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=_CLOSE_S)
+        # Threads of late calls would keep the process alive.
+        os._exit(0)
+
+    async def _load_all(self) -> None:
         self._task: ToolTask = pickle.loads(self._connection.recv_bytes())
         self._task.limits.clean(os.environ)
         for item in self._task.tools:
@@ -80,11 +93,6 @@ class _Server:
                     raise ConfigError(f"there are two tools of the name {tool.name!r}: rename one, or leave it out")
                 self._tools[tool.name] = tool
         self._task.limits.limit_memory()
-        self._answer(schemas=[tool.schema for tool in self._tools.values()])
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._connection.fileno(), self._read, ended)
-        await ended.wait()
-        loop.remove_reader(self._connection.fileno())
 
     async def _load(self, item: Any) -> list[Tool]:
         if isinstance(item, Mapping) and "mcp" in item:

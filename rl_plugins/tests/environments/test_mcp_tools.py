@@ -22,6 +22,7 @@ from mcp.server.mcpserver import MCPServer
 from rl_plugins.environments import mcp_tools
 from rl_plugins.environments.mcp_tools import ServerLost, ToolServer
 from rl_plugins.environments.tool_host import Result, ToolHost
+from rl_plugins.environments.task_process import start_with_task
 from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.limits import WorkerLimits
@@ -33,8 +34,17 @@ from rl_plugins.tests.patience import patient, wait_until
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 
 
-def host_of(item: dict[str, Any], load_timeout_s: float = 30.0) -> ToolHost:
-    return ToolHost(ToolTask([item], WorkerLimits.of((), None), patient(60), 100, patient(load_timeout_s)))
+def task_of(item: dict[str, Any], load_timeout_s: float = 30.0) -> ToolTask:
+    return ToolTask([item], WorkerLimits.of((), None), patient(60), 100, load_timeout_s)
+
+
+def host_of(item: dict[str, Any], load_timeout_s: float = patient(30)) -> ToolHost:
+    return ToolHost(task_of(item, load_timeout_s))
+
+
+def has_ended(program: psutil.Process) -> bool:
+    # Nobody waits for the program, which may stay as a zombie.
+    return not program.is_running() or program.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture
@@ -63,10 +73,7 @@ def test_program_of_mcp_runs_calls_and_ends_with_the_host() -> None:
     assert refused.kind == "raised" and "Error executing tool multiply" in refused.text
     host.close()
     (program,) = programs
-    # Nobody waits for the program.
-    wait_until(
-        lambda: not program.is_running() or program.status() == psutil.STATUS_ZOMBIE, "the program of MCP has ended"
-    )
+    wait_until(lambda: has_ended(program), "the program of MCP has ended")
 
 
 def test_server_over_http_runs_calls(address: str) -> None:
@@ -122,7 +129,7 @@ def test_call_over_http_waits_for_the_deadline_of_the_tool(
 ) -> None:
     clients: list[httpx2.AsyncClient] = []
     monkeypatch.setattr(streamable_http, "streamable_http_client", lambda _, http_client: clients.append(http_client))
-    mcp_tools._client({"mcp": "http://localhost/mcp", **headers}, {})
+    mcp_tools._client_maker({"mcp": "http://localhost/mcp", **headers}, {})()
     assert clients[0].timeout.read is None
 
 
@@ -139,3 +146,14 @@ def test_server_that_does_not_start_is_refused_in_one_line(command: list[str], r
     with pytest.raises(ConfigError) as refused:
         host_of({"mcp": command}, load_timeout_s=0.5 if "time.sleep" in " ".join(command) else patient(60))
     assert reason in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_process_of_tools_ends_with_its_parent_while_a_late_server_is_closed() -> None:
+    task = task_of({"mcp": [sys.executable, "-c", "import time; time.sleep(1e6)"]}, load_timeout_s=0.5)
+    process, outbox = start_with_task("rl_plugins.environments.tool_process", task, task.limits, "tool")
+    assert process.connection.poll(patient(60)) and b"it did not answer within" in process.connection.recv_bytes()
+    (program,) = psutil.Process(process.pid).children()
+    process.connection.close()
+    wait_until(process.has_ended, "the process has ended")
+    outbox.close()
+    wait_until(lambda: has_ended(program), "the program of MCP has ended")
