@@ -76,7 +76,7 @@ class _Server:
         await ended.wait()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
-            # The client of a program that is cancelled twice never ends.
+            # After a second cancellation, the client of a program never ends.
             if not task.cancelling():
                 task.cancel()
         if others:

@@ -21,8 +21,8 @@ from mcp.server.mcpserver import MCPServer
 
 from rl_plugins.environments import mcp_tools
 from rl_plugins.environments.mcp_tools import ServerLost, ToolServer
-from rl_plugins.environments.tool_host import Result, ToolHost
 from rl_plugins.environments.task_process import start_with_task
+from rl_plugins.environments.tool_host import Result, ToolHost
 from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.limits import WorkerLimits
@@ -148,7 +148,7 @@ def test_server_that_does_not_start_is_refused_in_one_line(command: list[str], r
     assert reason in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_process_of_tools_ends_with_its_parent_while_a_late_server_is_closed() -> None:
+def test_process_of_tools_ends_with_the_parent_while_a_late_server_is_closed() -> None:
     task = task_of({"mcp": [sys.executable, "-c", "import time; time.sleep(1e6)"]}, load_timeout_s=0.5)
     process, outbox = start_with_task("rl_plugins.environments.tool_process", task, task.limits, "tool")
     assert process.connection.poll(patient(60)) and b"it did not answer within" in process.connection.recv_bytes()
