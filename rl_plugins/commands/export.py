@@ -314,6 +314,8 @@ def _select_weights(
         ConfigError: a parameter has no weight, or a weight of another shape.
         CheckpointError: a weight is NaN or infinite.
     """
+    from rl_plugins.models.finite import not_finite
+
     wrong = [
         name for name, parameter in parameters.items() if name not in weights or weights[name].shape != parameter.shape
     ]
@@ -323,7 +325,7 @@ def _select_weights(
             f"missing or have another shape, {wrong[0]} first"
         )
     selected = {name: weights[name].to(parameter.dtype) for name, parameter in parameters.items()}
-    if bad := [name for name, weight in selected.items() if not weight.isfinite().all()]:
+    if bad := not_finite(selected.items()):
         raise CheckpointError(
             f"the checkpoint {description} has weights that are NaN or infinite: {len(bad)} of {len(selected)} "
             f"parameters, {bad[0]} first: export another checkpoint"

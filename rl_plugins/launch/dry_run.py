@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,11 +92,12 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
         validation = _Rows(load_rows(data.val_files, FORMATS[val_kind].columns), val_kind, 1, config)
         _warn_of_shared_prompts(config, train, validation.rows)
     # The reward scores the responses to these rows.
-    scored = [train] if config.stage in SAMPLING_STAGES else []
-    scored += [validation.rows] if validation and config.generates else []
-    first_of_source = _first_of_source(chain.from_iterable(scored))
+    first_of_source = _first_of_source(train) if config.stage in SAMPLING_STAGES else {}
     if config.teacher.paths and not config.teacher.weights:
-        _check_teachers(config, train)
+        _check_teachers(config, first_of_source)
+    if validation and config.generates:
+        for name, row in _first_of_source(validation.rows).items():
+            first_of_source.setdefault(name, row)
     # Loads transformers.
     for path, model in models.items():
         check_model_type(path, model)
@@ -180,8 +180,8 @@ def kinds_of(config: RecipeConfig) -> tuple[str, str]:
     return kind, "prompts" if config.generates else kind
 
 
-def _check_teachers(config: RecipeConfig, rows: Iterable[Row]) -> None:
-    for source in sorted({row["data_source"] for row in rows}):
+def _check_teachers(config: RecipeConfig, sources: Iterable[str]) -> None:
+    for source in sorted(sources):
         try:
             config.teacher.teacher_of(source)
         except ConfigError as error:

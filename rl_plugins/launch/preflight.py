@@ -95,10 +95,10 @@ def preflight(config: RecipeConfig) -> None:
 
 
 def _check_packing(config: RecipeConfig, models: dict[str, Any]) -> None:
-    # Loads torch. The judge's engine packs nothing.
+    # Loads torch. The judge's engine packs nothing. An error names the first option of a path.
     from rl_plugins.models.folder import check_packing
 
-    for option, path in config.model_paths.items():
+    for path, option in {path: option for option, path in reversed(config.model_paths.items())}.items():
         if config.batch.packing and path in models and option != "reward.judge.model":
             check_packing(option, path, trust_remote_code=config.model.trust_remote_code)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -98,20 +97,14 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOp
 def _check_finite(model: PreTrainedModel) -> None:
     """Refuse weights that are NaN or infinite, which would make every log-prob NaN.
 
-    The check reads the weights once and copies nothing. Weights on the device `meta`, weights that DeepSpeed has
-    divided among ranks, and 8-bit weights are not read.
+    Weights on the device `meta`, weights that DeepSpeed has divided among ranks, and 8-bit weights are not read.
     """
-    import torch
+    from rl_plugins.models.finite import not_finite
 
-    for name, weight in model.named_parameters():
-        is_read = weight.is_floating_point() and torch.finfo(weight.dtype).bits > 8
-        if not is_read or weight.is_meta or not weight.numel():
-            continue
-        lowest, highest = weight.detach().aminmax()
-        if not (math.isfinite(lowest) and math.isfinite(highest)):
-            raise ConfigError(
-                f"{model.name_or_path}: {name} has weights that are NaN or infinite: {AGAIN}, or name another model"
-            )
+    if bad := not_finite(model.named_parameters()):
+        raise ConfigError(
+            f"{model.name_or_path}: {bad[0]} has weights that are NaN or infinite: {AGAIN}, or name another model"
+        )
 
 
 def options_of(frozen: str | None, options: LoadingOptions) -> LoadingOptions:

@@ -25,6 +25,7 @@ from rl_plugins.config.models import CriticConfig
 from rl_plugins.data.experience import Experience, computed
 from rl_plugins.device_copies import to_device
 from rl_plugins.errors import CheckpointError
+from rl_plugins.models.finite import not_finite
 from rl_plugins.models.loading import LoadingOptions
 from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.packing import shares_prompts
@@ -253,7 +254,7 @@ class CriticLearner:
 
     def has_finite_weights(self) -> bool:
         """Return True if no trained weight is NaN or infinite."""
-        return bool(torch.stack([weight.isfinite().all() for weight in self.weights.values()]).all())
+        return not not_finite(self.weights.items())
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and number of updates to `folder`."""

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from rl_plugins.errors import TrainingDiverged
+from rl_plugins.models.finite import not_finite
 from rl_plugins.models.remote import RemoteLearner
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.contract import Strategy
 
 
-@torch.no_grad()
 def check_finite_weights(strategy: Strategy, models: Mapping[str, nn.Module], step: int, target: Path) -> None:
     """Refuse to save weights that are not finite. Collective, with one small all-reduce.
 
@@ -46,5 +46,4 @@ def _is_bad(strategy: Strategy, name: str, model: nn.Module) -> float:
     """Return 1 if this rank's shards of a model have a number that is not finite, else 0. Rank 0 asks learners."""
     if isinstance(model, RemoteLearner):
         return float(strategy.ranks.rank == 0 and not model.has_finite_weights())
-    flags = [shard.isfinite().all() for _, shard in strategy.shards(name)]
-    return float(bool(flags) and not bool(torch.stack(flags).all()))
+    return float(bool(not_finite(strategy.shards(name))))
