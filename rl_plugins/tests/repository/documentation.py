@@ -9,8 +9,11 @@ import ast
 import importlib
 import importlib.util
 import re
+import sys
 from argparse import ArgumentParser
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -60,6 +63,18 @@ def sources() -> list[Path]:
 def syntax_tree(path: Path) -> ast.Module:
     """The syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def figures() -> Any:
+    """Return the module docs/figures.py."""
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses of the program look up the module.
+    sys.modules["figures"] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def text_of(node: ast.expr) -> str | None:

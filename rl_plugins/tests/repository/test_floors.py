@@ -9,30 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.tests.repository.documentation import syntax_tree
+from rl_plugins.tests.repository.documentation import figures, syntax_tree
 
-FLOORS = {
-    "algorithms": 1,
-    "config": 1,
-    "data": 1,
-    "hub": 1,
-    "planning": 1,
-    "report": 1,
-    "rollout": 1,
-    "sandbox": 1,
-    "tracking": 1,
-    "weights": 1,
-    "environments": 2,
-    "evaluation": 2,
-    "models": 2,
-    "rewards": 2,
-    "strategies": 2,
-    "callbacks": 3,
-    "stages": 3,
-    "launch": 4,
-    "commands": 5,
-    "recipes": 5,
-}
+FLOORS = {room: number for number, rooms in enumerate(reversed(figures().FLOORS), 1) for room in rooms}
 TOP_LEVEL_ROOMS = ("callbacks", "recipes", "strategies")
 
 
