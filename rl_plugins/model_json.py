@@ -12,7 +12,7 @@ from rl_plugins.text_file import read_json_object
 
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "n_positions",
 )  # fmt: skip
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of the number of experts. Files of one family may have different keys."""
@@ -52,7 +52,8 @@ def expert_count(config: Mapping[str, Any]) -> int:
 def context_window(config: Mapping[str, Any]) -> int | None:
     """Return the longest sequence of a model in tokens; None if its config.json does not contain the length."""
     text = config.get("text_config") or config
-    positions = text.get("max_position_embeddings")
+    # GPT-2 and its relatives have the second key.
+    positions = text.get("max_position_embeddings", text.get("n_positions"))
     if not isinstance(positions, int):
         return None
     # Some models give the length before rotary scaling, others the length after it. The larger length refuses no valid

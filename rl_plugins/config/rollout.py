@@ -31,6 +31,9 @@ ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of attention heads for which vLLM's build for CPUs has kernels."""
 
+_OTHER_LOG_PROBS_ON_CPU = frozenset({"granitemoehybrid", "lfm2", "qwen3_next"})
+"""Types of models for which vLLM's build for CPUs computes other log-probs than transformers (docs/models.md)."""
+
 SPLIT_GPU_SHARE = 0.9
 """Default share of a GPU's memory for a rollout engine without training workers beside the engine."""
 
@@ -220,6 +223,28 @@ def check_cpu_head_size(path: str, model: Mapping[str, Any]) -> None:
             f"{path}: the attention heads have a width of {size}, and vLLM on CPU has kernels for "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}: use another model, a GPU, or rollout.engine=transformers "
             "(TransformersRollout)"
+        )
+
+
+def check_cpu_engine(path: str, model: Mapping[str, Any]) -> None:
+    """Check that an engine on CPU computes the log-probs of the policy.
+
+    Args:
+        path: name or folder of the model, for the message.
+        model: content of the model's config.json.
+
+    Raises:
+        ConfigError: vLLM's build for CPUs has no kernel for the width of the heads, or computes other log-probs than
+            transformers.
+    """
+    check_cpu_head_size(path, model)
+    text = model.get("text_config") or model
+    is_latent = text.get("kv_lora_rank") is not None
+    if is_latent or text.get("model_type") in _OTHER_LOG_PROBS_ON_CPU:
+        kind = "latent attention" if is_latent else f"models of the type {text['model_type']}"
+        raise ConfigError(
+            f"{path}: for {kind}, vLLM on CPU computes other log-probs than transformers: use another model, a GPU, or "
+            "rollout.engine=transformers (TransformersRollout)"
         )
 
 

@@ -33,8 +33,14 @@ from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.orders import Mixture, Order, Source, build_mixture, load_parts
 from rl_plugins.data.parquet import COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import PromptBatch, TokenizedPrompts, build_prompts
-from rl_plugins.data.tokenization import FilterOrError, check_round_trip, tokenize_responses, within_limit
-from rl_plugins.errors import ConfigError
+from rl_plugins.data.tokenization import (
+    FilterOrError,
+    TokenizerRefusal,
+    check_round_trip,
+    tokenize_responses,
+    within_limit,
+)
+from rl_plugins.errors import ConfigError, RowError
 
 if TYPE_CHECKING:
     import torch
@@ -189,9 +195,13 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         """Tokenise one response of each row, with the end of sequence.
 
         Raises:
-            RowError: a response has the token of an image, which a model would replace by an image.
+            RowError: the tokenizer refuses a response; or a response has the token of an image, which a model would
+                replace by an image.
         """
-        response_ids = tokenize_responses(texts, tokenizer)
+        try:
+            response_ids = tokenize_responses(texts, tokenizer)
+        except TokenizerRefusal as refusal:
+            raise RowError(rows.location(refusal.number), "response", str(refusal)) from None
         if self.images is not None:
             self.images.check_responses(rows, response_ids)
         return response_ids

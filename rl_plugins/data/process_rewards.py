@@ -20,7 +20,8 @@ from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import UNSCORED_COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import TokenizedColumns
-from rl_plugins.data.tokenization import check_end_of_sequence
+from rl_plugins.data.tokenization import TokenizerRefusal, check_end_of_sequence, encode_texts
+from rl_plugins.errors import RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,7 +103,10 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
         for number, row in enumerate(rows):
             steps, labels = read_steps(row, self.steps_key, self.labels_key, rows.location(number))
             texts = separated_steps(steps, self.step_separator)
-            ids_of_steps = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            try:
+                ids_of_steps = encode_texts(texts, tokenizer)
+            except TokenizerRefusal as refusal:
+                raise RowError(rows.location(number), self.steps_key, str(refusal)) from None
             ids_of_steps[-1] = [*ids_of_steps[-1], tokenizer.eos_token_id]
             response: list[int] = []
             labels_of_tokens: list[float] = []

@@ -26,8 +26,8 @@ from rl_plugins.data.images import (
 )
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import PromptRows
-from rl_plugins.data.tokenization import FilterOrError, digest, tokenize_prompts, within_limit
-from rl_plugins.errors import ConfigError
+from rl_plugins.data.tokenization import FilterOrError, TokenizerRefusal, digest, tokenize_prompts, within_limit
+from rl_plugins.errors import ConfigError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -268,7 +268,8 @@ def tokenize_rows(
         images: maker of the inputs of images; None if the policy reads text alone.
 
     Raises:
-        RowError: the chat template refuses a prompt; or a row has images, and the policy reads text alone.
+        RowError: the chat template or the tokenizer refuses a prompt; or a row has images, and the policy reads text
+            alone.
     """
     if images is not None and any_has_images(rows):
         return images.prompt_ids(rows, template_options), ImagesOfRows(rows, images, template_options)
@@ -279,3 +280,5 @@ def tokenize_rows(
         # The roles are accepted, the texts are not: look for the row.
         check_texts(rows, tokenizer, template_options)
         raise
+    except TokenizerRefusal as refusal:
+        raise RowError(rows.location(refusal.number), "column 'prompt'", str(refusal)) from None

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -39,6 +39,23 @@ _RESPONSE = "whatever-was-said"
 _MARK = "\ufdd0{}\ufdd1"
 _MARKS = re.compile("\ufdd0(\\d{1,9})\ufdd1", re.ASCII)
 _Item = TypeVar("_Item")
+
+
+class TokenizerRefusal(ConfigError):
+    """Text that the tokenizer cannot encode.
+
+    Attributes:
+        number: position of the text among all texts.
+    """
+
+    def __init__(self, reason: str, number: int = 0) -> None:
+        super().__init__(reason)
+        self.number = number
+
+    def __reduce__(self) -> tuple[type[TokenizerRefusal], tuple[str, int]]:
+        """Pickle the arguments, because Ray carries errors from process to process."""
+        return TokenizerRefusal, (str(self), self.number)
+
 
 # Tokenizers -------------------------------------------------------------------------------------------------------
 
@@ -106,7 +123,7 @@ def check_round_trip(tokenizer: PreTrainedTokenizerBase, conversations: Iterable
     texts = (str(message["content"]) for messages in conversations for message in messages)
     changed = None
     for text in islice(filter(str.strip, texts), _PROBES):
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        (ids,) = encode_texts([text], tokenizer)
         back = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         if unicodedata.normalize("NFKC", back).strip() == unicodedata.normalize("NFKC", text).strip():
             return
@@ -179,15 +196,44 @@ class PlainTexts:
         return [self.hide(item) for item in value] if isinstance(value, list | tuple) else value
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text of the chat template with marks."""
+        """Return the token ids of a text of the chat template with marks.
+
+        Raises:
+            TokenizerRefusal: the tokenizer cannot encode the text.
+        """
         ids: list[int] = []
         for position, part in enumerate(_MARKS.split(text)):
             is_mark = position % 2 == 1
             if is_mark:
                 part = self._special[int(part)] if int(part) < len(self._special) else _MARK.format(part)
             if part:
-                ids += self._tokenizer.encode(part, add_special_tokens=False, split_special_tokens=is_mark)
+                (of_part,) = encode_texts([part], self._tokenizer, split_special_tokens=is_mark)
+                ids += of_part
         return ids
+
+
+def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **options: bool) -> list[list[int]]:
+    """Return the token ids of each text, without special tokens around the text.
+
+    Args:
+        texts: the texts.
+        tokenizer: the tokenizer.
+        options: further options of the call of the tokenizer.
+
+    Raises:
+        TokenizerRefusal: the tokenizer cannot encode a text.
+    """
+    try:
+        encoded = tokenizer(list(texts), add_special_tokens=False, **options)
+    # The library tokenizers raises plain exceptions.
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise TokenizerRefusal(
+            f"the tokenizer {tokenizer.name_or_path!r} cannot encode the text ({error}): change the text, or give the "
+            "tokenizer a token for unknown characters (unk_token)"
+        ) from None
+    return [list(ids) for ids in encoded["input_ids"]]
 
 
 def encode_prompts(
@@ -199,17 +245,18 @@ def encode_prompts(
 
     Raises:
         TemplateRefusal: the chat template refuses the messages of a prompt.
+        TokenizerRefusal: the tokenizer cannot encode the messages of a prompt.
     """
     texts = PlainTexts(tokenizer)
     conversations: list[Any] = [list(messages) for messages in prompts]
     hidden = [texts.hide(messages) for messages in conversations]
     rendered = [render(tokenizer, messages, template_options) for messages in hidden]
     clean = [place for place, messages in enumerate(conversations) if messages == hidden[place]]
-    encoded: Any = iter(())
+    encoded: Iterator[list[int]] = iter(())
     if clean:
         # The tokenizer takes many texts at once in threads of its own.
-        encoded = iter(tokenizer([rendered[place] for place in clean], add_special_tokens=False)["input_ids"])
-    ids_of = {place: list(next(encoded)) for place in clean}
+        encoded = iter(encode_texts([rendered[place] for place in clean], tokenizer))
+    ids_of = {place: next(encoded) for place in clean}
     return [ids_of[place] if place in ids_of else texts.encode(text) for place, text in enumerate(rendered)]
 
 
@@ -224,8 +271,7 @@ def tokenize_responses(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase)
     """Return the token ids of each response with the end-of-sequence token."""
 
     def tokenize(chunk: list[str]) -> list[list[int]]:
-        encoded = tokenizer(chunk, add_special_tokens=False)["input_ids"]
-        return [[*ids, tokenizer.eos_token_id] for ids in encoded]
+        return [[*ids, tokenizer.eos_token_id] for ids in encode_texts(chunk, tokenizer)]
 
     return _tokenize_in_chunks(texts, tokenize)
 
@@ -233,7 +279,19 @@ def tokenize_responses(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase)
 def _tokenize_in_chunks(items: Iterable[_Item], tokenize: Callable[[list[_Item]], Iterable[list[int]]]) -> MappedLists:
     remaining = iter(items)
     chunks = iter(lambda: list(islice(remaining, _CHUNK)), [])
-    return MappedLists(ids for chunk in chunks for ids in tokenize(chunk))
+
+    def ids_of(first: int, chunk: list[_Item]) -> Iterable[list[int]]:
+        try:
+            return tokenize(chunk)
+        except TokenizerRefusal:
+            for number, item in enumerate(chunk, first):
+                try:
+                    tokenize([item])
+                except TokenizerRefusal as refusal:
+                    raise TokenizerRefusal(str(refusal), number) from None
+            raise
+
+    return MappedLists(ids for first, chunk in zip(count(0, _CHUNK), chunks) for ids in ids_of(first, chunk))
 
 
 def within_limit(

@@ -22,7 +22,7 @@ from rl_plugins.data.formats import FORMATS
 from rl_plugins.data.image_prompts import ImagePromptEncoder, has_image_processor, tokenizer_of
 from rl_plugins.data.images import IMAGES, check_places, has_images, in_parts, read_images
 from rl_plugins.data.parquet import LocatedRow, ParquetRows, PromptRows, Row
-from rl_plugins.data.tokenization import tokenize_prompts
+from rl_plugins.data.tokenization import TokenizerRefusal, tokenize_prompts
 from rl_plugins.errors import ConfigError, RowError
 
 if TYPE_CHECKING:
@@ -204,18 +204,20 @@ class _PromptCheck:
         while chunk := list(islice(rows, _CHUNK)):
             try:
                 self.lengths += self._lengths([row for _, row in chunk])
-            except TemplateRefusal:
-                # The template accepts the roles of all rows, and refuses the texts of a row.
+            except (TemplateRefusal, TokenizerRefusal):
+                # The template accepts the roles of all rows; the texts of a row are refused.
                 chunk = [row for row in chunk if self._measure(*row, path, findings)]
             yield from chunk
 
     def _measure(self, number: int, row: Row, path: str, findings: Findings) -> bool:
-        """Measure one prompt; for a prompt that the chat template refuses, add to the findings and return False."""
+        """Measure one prompt; for a prompt whose text is refused, add to the findings and return False."""
         assert self._tokenizer is not None
         try:
             self.lengths += self._lengths([row])
-        except TemplateRefusal as error:
-            reason = refused_messages(self._tokenizer, row["prompt"], error)
+        except (TemplateRefusal, TokenizerRefusal) as error:
+            reason = str(error)
+            if isinstance(error, TemplateRefusal):
+                reason = refused_messages(self._tokenizer, row["prompt"], error)
             findings.bad_rows.append(BadRow(path, number, "column 'prompt'", reason))
             return False
         return True

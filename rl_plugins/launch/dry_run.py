@@ -427,25 +427,34 @@ class _Rows:
 
     def _measured(self, numbers: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[int]]:
         """Yield the tokens of each prompt, then of each longest response."""
-        from rl_plugins.data.tokenization import tokenize_prompts
+        from rl_plugins.data.tokenization import TokenizerRefusal, tokenize_prompts
 
         if self._images is None:
             prompts = (self.rows.rows[number]["prompt"] for number in numbers)
-            yield tokenize_prompts(prompts, tokenizer, self._template_options).lengths.tolist()
+            try:
+                lengths: list[int] = tokenize_prompts(prompts, tokenizer, self._template_options).lengths.tolist()
+            except TokenizerRefusal as refusal:
+                place = self.rows.location(numbers[refusal.number])
+                raise RowError(place, "column 'prompt'", str(refusal)) from None
+            yield lengths
         else:
             rows = map(self.rows.located, numbers)
             # A row that is left out has no tokens. To count the others, the row is too long.
             left_out = 0 if self._config.data.overlong_prompts == "error" else sys.maxsize
             yield [len(self._images.encode_row(row, self._template_options)) or left_out for row in rows]
         if self._response_characters:
-            yield [
-                max(
-                    # The end of a response is one more token.
-                    1 + sum(map(len, tokenizer(list(texts), add_special_tokens=False)["input_ids"]))
-                    for texts in self._responses(self.rows.rows[number], self.rows.location(number))
-                )
-                for number in numbers
-            ]
+            yield [self._tokens_of_longest_response(number, tokenizer) for number in numbers]
+
+    def _tokens_of_longest_response(self, number: int, tokenizer: PreTrainedTokenizerBase) -> int:
+        from rl_plugins.data.tokenization import TokenizerRefusal, encode_texts
+
+        location = self.rows.location(number)
+        responses = self._responses(self.rows.rows[number], location)
+        try:
+            # The end of a response is one more token.
+            return 1 + max(sum(map(len, encode_texts(texts, tokenizer))) for texts in responses)
+        except TokenizerRefusal as refusal:
+            raise RowError(location, "response", str(refusal)) from None
 
 
 def _characters(messages: Iterable[Mapping[str, Any]]) -> int:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.models import LANGUAGE_MODEL, SCHEDULES, LoraConfig, OptimizerConfig
 from rl_plugins.config.recipe import COLLECTING_STAGES, RecipeConfig
-from rl_plugins.config.rollout import check_cpu_head_size, check_engine_adapter
+from rl_plugins.config.rollout import check_cpu_engine, check_cpu_head_size, check_engine_adapter
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.hub.names import model_name
@@ -269,7 +269,7 @@ def check_models(
             if config.rollout.engine == "vllm" and config.needs_engine and config.rollout.lora == "adapter":
                 check_engine_adapter(f"{option}={path}", model, config.model.lora)
             if _engine_on_cpu(config):
-                check_cpu_head_size(f"{option}={path}", model)
+                check_cpu_engine(f"{option}={path}", model)
             if config.launcher == "ray" and not _on_cpu(config) and not os.environ.get("RAY_ADDRESS"):
                 on_gpus = deepcopy(config)
                 on_gpus.placement.device = "cuda"

@@ -22,6 +22,7 @@ from rl_plugins.data.images import ImageInputs
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.memory import MemoryChange
+from rl_plugins.model_json import context_window
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, padded_routes
 from rl_plugins.router_replay import RouterReplay
@@ -136,6 +137,7 @@ class TransformersRollout(SynchronousGroups):
                 folder, dtype=self._dtype, trust_remote_code=self._trust_remote_code
             )
         self._model = model.to(self._device).eval()
+        self._window = context_window(self._model.config.to_dict())
         self._parameters = dict(self._model.named_parameters())
         if self._routes is not None:
             self._routes.install(self._model)
@@ -196,7 +198,14 @@ class TransformersRollout(SynchronousGroups):
         running_by_step: list[Tensor] = []
         experts_by_step: list[Tensor] = []
         inputs, cache = self._inputs_of(prompts), None
-        for _ in range(sampling.max_tokens):
+        longest = max(len(prompt) for prompt, _ in prompts)
+        for step in range(sampling.max_tokens):
+            if self._window is not None and longest + step > self._window:
+                raise ConfigError(
+                    f"a prompt of {longest} tokens and its response, of at most max_tokens={sampling.max_tokens}, are "
+                    f"longer than the {self._window} positions of the model: lower max_tokens, or max_prompt_tokens "
+                    "of the data module"
+                )
             self._record_routes(inputs)
             output = inputs.run(self._model, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = output.past_key_values

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.config.rollout import check_cpu_head_size
+from rl_plugins.config.rollout import check_cpu_engine
 from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost, user_errors_of_tasks
 from rl_plugins.model_json import read_model_config
 from rl_plugins.ranks import Ranks, barrier, broadcast, gather
@@ -102,14 +102,14 @@ class Fleet:
             places: Ray's options (place and resources) of each actor. By default each actor reserves `num_gpus`.
 
         Raises:
-            ConfigError: vLLM on CPU has no kernel for the attention heads of the model, or config.json is damaged.
+            ConfigError: vLLM on CPU cannot sample the model, or config.json is damaged.
         """
         if not self.actors:
             file = Path(self.config.model) / "config.json"
             if file.is_file():
                 model = read_model_config(file)
                 if self.config.device == "cpu":
-                    check_cpu_head_size(self.config.model, model)
+                    check_cpu_engine(self.config.model, model)
             anywhere = {"num_cpus": 0, "num_gpus": self._num_gpus}
             self._start_actors(self.living, places or [anywhere] * len(self.living))
 

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
 
 from rl_plugins.data.datamodule import PromptDataModule
-from rl_plugins.data.tokenization import PlainTexts, TurnTokenizer, check_round_trip, encode_prompts, load_tokenizer
-from rl_plugins.errors import ConfigError
+from rl_plugins.data.parquet import load_rows
+from rl_plugins.data.prompts import tokenize_rows
+from rl_plugins.data.sft import SFTDataModule
+from rl_plugins.data.tokenization import (
+    PlainTexts,
+    TurnTokenizer,
+    check_round_trip,
+    encode_prompts,
+    encode_texts,
+    load_tokenizer,
+)
+from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
 from rl_plugins.tests.loops import for_each
+from rl_plugins.tests.pictures import row
 
 # As Qwen's: a new line behind the end of a turn, and earlier turns are written in another way than the last.
 LINES = (
@@ -161,3 +173,29 @@ def test_plain_texts_keep_marks_of_the_data_as_text() -> None:
     t = tokenizer()
     text = "\ufdd00\ufdd1 and \ufdd099\ufdd1"
     assert not set(PlainTexts(t).encode(text)) & set(t.all_special_ids)
+
+
+def digits_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of digits and of the characters of its template, without a token for unknown characters."""
+    vocabulary = {character: number for number, character in enumerate("0123456789:.user<>")}
+    tokenizer = Tokenizer(WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = Split(Regex("."), behavior="isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=".", pad_token=".")
+    fast.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
+    return fast
+
+
+def test_row_with_a_character_outside_the_vocabulary_is_named() -> None:
+    tokenizer = digits_tokenizer()
+    prompts = load_rows([row(text) for text in ("12", "3", "4x")])
+    with pytest.raises(RowError, match=r"row 2, column 'prompt': .* cannot encode the text .* \(unk_token\)$"):
+        tokenize_rows(prompts, tokenizer, {})
+    answered = [{**row("1"), "response": text} for text in ("12", "x", "3")]
+    data = SFTDataModule(answered, tokenizer=tokenizer, prompts_per_step=1, response_key="response")
+    with pytest.raises(RowError, match=r"row 1, response: .* cannot encode the text"):
+        data.setup("fit")
+
+
+def test_encode_texts_raises_other_errors_of_the_tokenizer_unchanged() -> None:
+    with pytest.raises(ValueError, match="must be of type"):
+        encode_texts([cast("Any", 3)], digits_tokenizer())

@@ -289,6 +289,10 @@ CHECKS: dict[str, list[Case]] = {
             ["model.path=narrow_heads"],
             ["narrow_heads: the attention heads have a width of 16", "rollout.engine=transformers"],
         ),
+        (
+            ["model.path=recurrent", "batch.packing=false"],
+            ["recurrent: for models of the type qwen3_next, vLLM on CPU computes other log-probs", "transformers"],
+        ),
         (["model.path=own_code"], ["own_code: config.json names Python", "model.trust_remote_code=true"]),
         (["critic.path=own_code"], ["critic.path=", "own_code: config.json names Python"]),
         (["model.path=no_template"], ["no_template", "no chat template", "instruction-tuned"]),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
@@ -195,3 +196,13 @@ def test_object_that_cannot_be_copied_as_a_policy_is_refused() -> None:
         TransformersRollout(module)
     with pytest.raises(ConfigError, match=r"got a model with an adapter, .* pass the folder .* of the base model"):
         TransformersRollout(get_peft_model(build_model(), LoraConfig(target_modules="all-linear")))
+
+
+def test_generate_refuses_a_response_beyond_the_positions_of_the_model() -> None:
+    config = GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+    engine = TransformersRollout(GPT2LMHeadModel(config))
+    engine.connect(0, 1)
+    # The last token of a response has no position, because nothing follows.
+    assert engine.generate([[1, 2], [3]], SamplingConfig(max_tokens=7), None).responses()
+    with pytest.raises(ConfigError, match=r"a prompt of 2 tokens .* max_tokens=8, .* than the 8 positions"):
+        engine.generate([[1, 2], [3]], SamplingConfig(max_tokens=8), None)
