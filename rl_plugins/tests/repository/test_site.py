@@ -15,6 +15,7 @@ from mkdocs.exceptions import PluginError
 
 import rl_plugins
 from rl_plugins.tests.patience import patient
+from rl_plugins.tests.repository.documentation import PAGES
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,14 @@ def linked_files(root) -> Iterator[ModuleType]:
         patch.syspath_prepend(root / "docs")
         yield importlib.import_module("linked_files")
     del sys.modules["linked_files"]
+
+
+def test_links_of_docs_and_examples_lead_to_files(linked_files):
+    for page, text in PAGES.items():
+        if page.startswith(("docs/", "examples/")):
+            for link in linked_files._LINK.findall(text):
+                # The site stops at a link without a target.
+                assert linked_files._target(page, link)
 
 
 def test_target_refuses_a_link_to_a_missing_file(linked_files):
