@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -68,9 +69,9 @@ def test_server_of_vllm_answers_with_an_exported_policy(workplace: Path, tmp_pat
         )
         with urllib.request.urlopen(request, timeout=patient(60)) as response:
             answer = json.load(response)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     (tokens,) = model.generate(prompt, max_new_tokens=4, do_sample=False)
     expected = tokenizer.decode(tokens[prompt.shape[1] :], skip_special_tokens=True)
     assert answer["usage"]["prompt_tokens"] == prompt.shape[1]

@@ -21,7 +21,7 @@ HEADS: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 2}
         ({"text_config": {**HEADS, "model_type": "lfm2"}}, "for models of the type lfm2, vLLM on CPU computes other"),
     ],
 )
-def test_check_cpu_engine_refuses_what_vllm_computes_in_another_way(config: dict[str, Any], said: str) -> None:
+def test_check_cpu_engine_refuses_models_with_other_log_probs(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_cpu_engine("model.path=policy", config)
 
