@@ -6,6 +6,7 @@ The tests use two engines with gloo, as on other machines, and then one engine o
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ from rl_plugins.errors import EngineLost
 from rl_plugins.rollout.engine import GroupRequest
 from rl_plugins.rollout.vllm.client import VLLMRollout
 from rl_plugins.rollout.vllm.config import VLLMConfig
+from rl_plugins.rollout.vllm.engine_files import ENGINE_FOLDERS
 from rl_plugins.tests.patience import patient, wait_until
 from rl_plugins.weights.check import PROBE
 from rl_plugins.weights.source import ModuleWeightSource
@@ -211,6 +213,21 @@ def test_fetch_returns_none_for_groups_of_a_lost_engine_and_submit_samples_again
     rollout.submit([request], SHORT)
     (again,) = rollout.fetch(list(rollout.collect([50], 1).values()))
     assert again is not None and again.lengths.tolist() == [3, 3]
+
+
+def test_tensor_parallel_engine_leaves_no_names_of_shared_memory_and_has_its_sockets_in_one_folder(
+    tensor_parallel_engines: dict[str, VLLMRollout],
+) -> None:
+    """Nobody removes the files of a killed engine, except for the folder."""
+    rollout = tensor_parallel_engines["shared_memory"]
+    rollout.connect(0, 1)
+    process = process_of(rollout, 0)
+    processes = [process, *process.children(recursive=True)]
+    maps = "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in processes)
+    assert not re.findall(r"/dev/shm/(?:psm_|vllm_dist_).*(?<!\(deleted\))$", maps, re.MULTILINE)
+    folder = Path(inside(rollout, lambda _: os.environ["VLLM_RPC_BASE_PATH"]))
+    assert folder.name.startswith(ENGINE_FOLDERS) and any(file.is_socket() for file in folder.iterdir())
+    assert any(file.name.startswith("vllm_dist_") for file in folder.iterdir())
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared_memory"])

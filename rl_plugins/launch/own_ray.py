@@ -11,7 +11,6 @@ import atexit
 import logging
 import os
 import secrets
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +22,8 @@ import psutil
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError, RayLost
+from rl_plugins.owned_folder import owned_folder, remove_ownerless
+from rl_plugins.rollout.vllm.engine_files import ENGINE_FOLDERS
 
 _TOKEN_BYTES = 32
 TASK_REPORTS = "RAY_task_events_report_interval_ms"
@@ -108,6 +109,7 @@ def _end_own_ray() -> None:
         with suppress(psutil.NoSuchProcess):
             worker.kill()
     psutil.wait_procs(hanging, timeout=_END_S)
+    remove_ownerless(ENGINE_FOLDERS)
 
 
 @contextmanager
@@ -119,14 +121,8 @@ def _temporary_files_in(closed: Path) -> Iterator[str]:
     Yields:
         Usual folder of temporary files, for Ray's workers.
     """
-    for left in closed.glob("helpers-*"):
-        if not psutil.pid_exists(int(left.name.removeprefix("helpers-"))):
-            shutil.rmtree(left, ignore_errors=True)
     usual, before = tempfile.gettempdir(), os.environ.get("TMPDIR")
-    folder = closed / f"helpers-{os.getpid()}"
-    folder.mkdir(exist_ok=True)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ["TMPDIR"] = str(folder)
+    os.environ["TMPDIR"] = str(owned_folder("helpers-", closed))
     try:
         yield usual
     finally:

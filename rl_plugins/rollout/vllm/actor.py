@@ -23,6 +23,7 @@ from rl_plugins.hub.files import model_folder
 from rl_plugins.memory import MemoryChange
 from rl_plugins.rollout.engine import Generations, GroupRequest
 from rl_plugins.rollout.vllm.config import VLLMConfig
+from rl_plugins.rollout.vllm.engine_files import make_engine_folder, remove_names_of_shared_memory
 from rl_plugins.rollout.vllm.requests import EngineRequest, generations_of, sampling_parameters
 from rl_plugins.weights.shared_memory import ElementRange
 
@@ -78,10 +79,16 @@ class RequestBarrier:
 
 
 class VLLMActor:
-    """Actor with one `vllm.LLM`. Asyncio runs one method at a time, so calls of the engine never overlap."""
+    """Actor with one `vllm.LLM`. Asyncio runs one method at a time, so calls of the engine never overlap.
+
+    Args:
+        config: settings of the engine.
+        ends_by_kill: True if nobody lets vLLM remove its shared memory: Ray kills an actor and its children.
+    """
 
     @collector_off()
-    def __init__(self, config: VLLMConfig) -> None:
+    def __init__(self, config: VLLMConfig, *, ends_by_kill: bool = True) -> None:
+        make_engine_folder()
         from vllm import LLM
 
         # The import registers weight transports and the plain-weights config, before the construction of the engine.
@@ -100,6 +107,8 @@ class VLLMActor:
         except ValueError as error:
             self._refusal = refusal(config.model, folder, error)
             return
+        if ends_by_kill:
+            remove_names_of_shared_memory()
         self._llm.update_weight_version("0")
         # On CUDA the engine core has a process of its own.
         if children := multiprocessing.active_children():

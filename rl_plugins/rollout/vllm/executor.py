@@ -17,6 +17,7 @@ from typing import Any
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from rl_plugins.rollout.vllm.engine_files import meeting_in_engine_folder
 from rl_plugins.rollout.vllm.start_errors import keep_first_error
 
 
@@ -28,6 +29,11 @@ class OneProcessExecutor(UniProcExecutor):
         keep_first_error()
         super()._init_executor()
 
+    def _distributed_args(self) -> tuple[str, int, int]:
+        with meeting_in_engine_folder():
+            arguments: tuple[str, int, int] = super()._distributed_args()
+        return arguments
+
 
 class OneForAllExecutor(MultiprocExecutor):
     """vLLM's multi-process executor. Its process ends with the process of the actor, or with one worker process."""
@@ -35,7 +41,8 @@ class OneForAllExecutor(MultiprocExecutor):
     def _init_executor(self) -> None:
         end_with_parent()
         keep_first_error()
-        super()._init_executor()
+        with meeting_in_engine_folder():
+            super()._init_executor()
         self.response_mqs = ResponseQueues(self.response_mqs)
 
     def start_worker_monitor(self, inline: bool = False) -> None:

@@ -34,7 +34,7 @@ class OfflineVLLM:
             os.environ.setdefault(name, value)
         from rl_plugins.rollout.vllm.actor import VLLMActor
 
-        self._engine, self._timeout_s = VLLMActor(config), config.generate_timeout_s
+        self._engine, self._timeout_s = VLLMActor(config, ends_by_kill=False), config.generate_timeout_s
         self._events = asyncio.new_event_loop()
         Thread(target=self._events.run_forever, name="vllm", daemon=True).start()
         self._run(self._engine.ready())

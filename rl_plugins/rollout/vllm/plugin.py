@@ -50,6 +50,7 @@ from vllm.platforms import current_platform
 from rl_plugins.cpu_bfloat16 import multiplies_bfloat16
 from rl_plugins.memory import discard, resident_bytes, return_free_memory
 from rl_plugins.rollout.vllm.config import INTERRUPTIBLE_NCCL
+from rl_plugins.rollout.vllm.engine_files import use_nameless_lock_of_progress_bars
 from rl_plugins.rollout.vllm.start_errors import keep_first_error
 from rl_plugins.weights.gloo import GlooReceiver
 from rl_plugins.weights.shared_memory import ElementRange, SharedMemoryReceiver
@@ -289,6 +290,7 @@ WeightTransferEngineFactory.register_engine(GLOO, VLLMGlooReceiver)
 WeightTransferEngineFactory.register_engine(INTERRUPTIBLE_NCCL, "rl_plugins.rollout.vllm.nccl", "NcclReceiver")
 # In the process of a worker on CUDA, which is not a fork.
 keep_first_error()
+use_nameless_lock_of_progress_bars()
 
 
 class WorkerExtension:

@@ -166,15 +166,14 @@ def test_start_own_ray_tells_in_one_line_that_ray_did_not_start(home: Path) -> N
 
 
 def test_temporary_files_in_removes_folders_of_ended_processes(home: Path) -> None:
-    ended, running = home / "helpers-4194305", home / f"helpers-{os.getppid()}"
+    ended = home / "helpers-ended"
     (ended / "pymp-x").mkdir(parents=True)
-    running.mkdir()
     before = os.environ.get("TMPDIR")
     with _temporary_files_in(home) as usual:
-        assert os.environ["TMPDIR"] == str(home / f"helpers-{os.getpid()}")
+        assert os.environ["TMPDIR"].startswith(str(home / "helpers-"))
         assert usual == gettempdir()
     assert os.environ.get("TMPDIR") == before
-    assert not ended.exists() and running.exists()
+    assert not ended.exists()
 
 
 def test_set_own_ray_up_bounds_memory_and_wait_of_the_gcs_and_leaves_variables_of_the_user(

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import gettempdir
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,13 +80,17 @@ print("goes on")
 """
 
 
-def test_processes_of_engines_meet_through_a_file_and_take_no_port() -> None:
+def test_processes_of_engines_meet_through_a_file_of_the_engine_and_take_no_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Engines of a machine start at the same time, and could choose the same port."""
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
     for device in ("cpu", "cuda:0"):
         executor: Any = object.__new__(OneProcessExecutor)
         executor.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device=device))
         method, rank, _ = executor._distributed_args()
-        assert method.startswith("file://") and rank == 0
+        assert method.startswith(f"file://{tmp_path}/") and rank == 0
+    assert not gettempdir().startswith(str(tmp_path))
 
 
 def run_script(script: str) -> SimpleNamespace:
