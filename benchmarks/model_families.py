@@ -2,9 +2,9 @@
 
 `python -m benchmarks.model_families [--only llama qwen3_moe] [--page docs/models.md]` builds a tiny model of each
 family from its configuration. The model runs packed samples and each sample alone, then SFT, and two steps of GRPO over
-ZeRO-3, over FSDP2 and with LoRA: two workers, vLLM, and a check of the engine's weights after each update. Mixtures of
-experts replay routes, and take two steps with experts divided over the workers, too. The exported policy is loaded
-again. A run that fails gives its reason.
+ZeRO-3, over FSDP2 and with LoRA: two workers, vLLM, and a check of the engine's weights after each update. The second
+step over ZeRO-3 continues from the checkpoint of the first. Mixtures of experts replay routes, and take two steps with
+experts divided over the workers, too. Transformers and vLLM load the exported policy. A failed run gives its reason.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from benchmarks.tiny_families import FAMILIES, save_tiny_family
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.run_folder import read_metrics
+from rl_plugins.run_folder import RunFolder, checkpoint_step, read_metrics
 
 _DEADLINE_S = 600
 RUNS = {
     "sft": ("sft", []),
     "zero": ("grpo", ["strategy.name=zero"]),
+    "resume": ("grpo", ["strategy.name=zero"]),
     "fsdp": ("grpo", ["strategy.name=fsdp"]),
     "lora": ("grpo", ["strategy.name=zero", "model.lora.rank=4", "rollout.lora=merged", "optimizer.lr=1e-2"]),
 }
@@ -40,7 +41,7 @@ EXPERTS = {"experts": ("grpo", ["strategy.name=fsdp", "strategy.expert_parallel=
 
 # vLLM caches no prefixes of models with recurrent layers, unless it prefills in chunks.
 _RECURRENT = ("qwen3_next", "granitemoehybrid", "lfm2")
-_LARGEST_GAP = 1e-3
+_LARGEST_GAP = 1e-4
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Row:
         done: names of the finished runs.
         gap: largest difference of log-probs between the policy and the engine.
         exported: True if the exported policy has the tensors of the start, and transformers loads them.
+        served: True if vLLM loads the exported policy, and has the log-probs of transformers.
         reasons: reasons for a missing result, by its name.
         seconds: time of all runs.
     """
@@ -68,6 +70,7 @@ class Row:
     done: list[str] = field(default_factory=list)
     gap: float = float("nan")
     exported: bool = False
+    served: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -107,14 +110,30 @@ def runs_of(family: str) -> dict[str, tuple[str, list[str]]]:
     return RUNS | EXPERTS if can_divide(family) else RUNS
 
 
+def name_of(run: str) -> str:
+    """Return the name of a run's folder."""
+    return "zero" if run == "resume" else run
+
+
+def steps_of(run: str) -> int:
+    """Return the number of steps after which a run ends."""
+    return 1 if run == "zero" else 2
+
+
+def is_done(run: str, folder: Path) -> bool:
+    """Return True if a run has ended after its last step, and has saved a checkpoint."""
+    of_run = RunFolder(folder / name_of(run))
+    return (of_run.path / "done").is_file() and steps_of(run) in map(checkpoint_step, of_run.checkpoints())
+
+
 def options(run: str, row: Row, folder: Path) -> list[str]:
     """Return the configuration and the options of a run."""
     from rl_plugins.router_replay import has_routers
 
     config, extras = runs_of(row.family)[run]
     found = [
-        config, f"run.name={run}", f"run.output_dir={folder}", "run.steps=2", "run.eval_every=0",
-        "run.eval_before=false", "run.export=true", "tracking.enabled=false", f"model.path={folder}/base",
+        config, f"run.name={name_of(run)}", f"run.output_dir={folder}", f"run.steps={steps_of(run)}",
+        "run.eval_every=0", "run.eval_before=false", "run.export=true", "tracking.enabled=false", f"model.path={folder}/base",
         f"data.train_files=[{folder}/train.parquet]", "data.max_prompt_tokens=28", "batch.prompts_per_step=8",
         f"batch.packing={str(row.packing).lower()}", "optimizer.lr=1e-3", "placement.device=cpu",
         "sampling.max_tokens=8", "placement.num_workers=2",
@@ -148,8 +167,8 @@ def train(row: Row, folder: Path) -> None:
 
             ray.shutdown()
             reason = last_line(error)
-            finished = [run for run in left if (folder / run / "done").is_file()]
-            started = [run for run in left if run not in finished and (folder / run / "metrics.jsonl").is_file()]
+            finished = [run for run in left if is_done(run, folder)]
+            started = any(RunFolder(folder / name_of(run)).metrics.is_file() for run in left if run not in finished)
             left = [run for run in left if run not in finished]
             print(f"{row.family}: {left[0]}: {error}", file=sys.stderr)
             if row.engine == "vllm" and not finished and not started:
@@ -158,7 +177,7 @@ def train(row: Row, folder: Path) -> None:
                 row.reasons[left.pop(0)] = reason
         else:
             left = []
-    row.done = [run for run in runs_of(row.family) if (folder / run / "done").is_file()]
+    row.done = [run for run in runs_of(row.family) if is_done(run, folder)]
 
 
 def last_line(error: BaseException) -> str:
@@ -174,7 +193,7 @@ def check_export(row: Row, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     before = load_file(folder / "base" / "model.safetensors")
-    for run in row.done:
+    for run in dict.fromkeys(map(name_of, row.done)):
         policy = folder / run / "policy"
         after = {name: tensor for file in policy.glob("*.safetensors") for name, tensor in load_file(file).items()}
         AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
@@ -187,6 +206,36 @@ def check_export(row: Row, folder: Path) -> None:
             row.reasons["export"] = f"{run}: the policy has not changed"
             return
     row.exported = bool(row.done)
+
+
+def check_serving(row: Row, folder: Path) -> None:
+    """Sample from an exported policy with vLLM, and compare the log-probs with those of transformers."""
+    import torch
+
+    from rl_plugins.config.sampling import SamplingConfig
+    from rl_plugins.models.loading import load_causal_lm
+    from rl_plugins.rollout.engine import GroupRequest
+    from rl_plugins.rollout.vllm.config import VLLMConfig
+    from rl_plugins.rollout.vllm.offline import OfflineVLLM
+
+    if not row.exported or row.engine != "vllm":
+        return
+    policy = str(folder / name_of(row.done[-1]) / "policy")
+    prompt = list(range(10, 20))
+    try:
+        engine = OfflineVLLM(VLLMConfig(policy, max_model_len=64))
+    except ConfigError as error:
+        row.reasons["serving"] = last_line(error)
+        return
+    samples = engine.sample_groups([GroupRequest(0, prompt, seed=0)], SamplingConfig(num_samples=1, max_tokens=8))
+    (response,), (sampled,) = samples.responses(), samples.response_log_probs()
+    with torch.no_grad():
+        logits = load_causal_lm(policy, dtype=torch.float32).eval()(torch.tensor([[*prompt, *response]])).logits
+    own = logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1).gather(-1, torch.tensor(response)[:, None]).squeeze(-1)
+    difference = float((own - torch.tensor(sampled)).abs().max())
+    row.served = difference <= _LARGEST_GAP
+    if not row.served:
+        row.reasons["serving"] = f"the log-probs of vLLM differ by {difference:.1e}"
 
 
 def try_family(family: str, folder: Path) -> Row:
@@ -202,9 +251,10 @@ def try_family(family: str, folder: Path) -> Row:
     check_packing(row, folder / "base")
     train(row, folder)
     check_export(row, folder)
+    check_serving(row, folder)
     gaps = [
         max(series["train/rollout_gap_max"].values())
-        for run in row.done
+        for run in map(name_of, row.done)
         if "train/rollout_gap_max" in (series := read_metrics(folder / run / "metrics.jsonl"))
     ]
     row.gap = max(gaps, default=float("nan"))
@@ -234,21 +284,22 @@ def in_a_process(family: str, folder: Path) -> Row:
 def line(row: Row) -> str:
     """Return the line of a family in the table."""
 
-    def mark(run: str) -> str:
-        return "yes" if run in row.done else "no"
+    def mark(holds: bool) -> str:
+        return "yes" if holds else "no"
 
     reasons = "; ".join(f"{name}: {reason}" for name, reason in row.reasons.items()).replace("|", "/")
     cells = [
-        f"`{row.family}`", "yes" if row.packing else "no", "yes" if row.shares_prompts else "no", *map(mark, RUNS),
-        "no" if "vllm" in row.reasons or not row.done else "yes", f"{row.gap:.0e}", "yes" if row.exported else "no",
-        reasons,
+        f"`{row.family}`", mark(row.packing), mark(row.shares_prompts), *(mark(run in row.done) for run in RUNS),
+        mark("vllm" not in row.reasons and bool(row.done)), f"{row.gap:.0e}", mark(row.exported), mark(row.served),
+        f"{row.seconds:.0f}", reasons,
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
 
 HEAD = (
-    "| family | packed samples | shared prompts | SFT | GRPO, ZeRO-3 | GRPO, FSDP2 | GRPO, LoRA | vLLM | largest gap | "
-    "export | notes |\n|---|---|---|---|---|---|---|---|---|---|---|"
+    "| family | packed samples | shared prompts | SFT | GRPO, ZeRO-3 | checkpoint | GRPO, FSDP2 | GRPO, LoRA | vLLM | "
+    "largest gap | export | vLLM loads the export | seconds | notes |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 

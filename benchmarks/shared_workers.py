@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 def train_in_turn(configs: Sequence[RecipeConfig], storage: Path) -> None:
     """Check all configurations, then train each. A file `done` in a run's folder marks a finished run.
 
+    A run in the folder of a run before goes on from the newest checkpoint there.
+
     Args:
         configs: configurations with one model architecture. The engines take the longest prompts and responses.
         storage: folder for Ray Train.
@@ -74,6 +76,7 @@ def _train_all(arguments: dict[str, Any]) -> None:
     import torch
     from ray.train.lightning import RayLightningEnvironment
 
+    from rl_plugins.intact_checkpoint import newest_intact
     from rl_plugins.launch.ray_train import ray_strategy
     from rl_plugins.launch.scorer import scorer_of
     from rl_plugins.launch.training import TrainingRun
@@ -97,7 +100,7 @@ def _train_all(arguments: dict[str, Any]) -> None:
                 folder=folder,
                 strategy=strategy,
                 scorer=scorer,
-                checkpoint=None,
+                checkpoint=newest_intact(folder),
                 in_ray=False,
                 redraw_s=60,
                 started=time.time(),

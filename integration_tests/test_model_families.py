@@ -17,4 +17,4 @@ def test_family_trains_and_engines_have_the_weights_of_the_policy(family: str, t
     row = in_a_process(family, tmp_path)
     log = (tmp_path / f"{family}.log").read_text(encoding="utf-8")
     assert row.reasons == {}, log[-3000:]
-    assert row.done == list(runs_of(family)) and row.engine == "vllm" and row.exported and row.gap < 1e-4
+    assert row.done == list(runs_of(family)) and row.engine == "vllm" and row.exported and row.served and row.gap < 1e-4
