@@ -133,10 +133,10 @@ def options(run: str, row: Row, folder: Path) -> list[str]:
     config, extras = runs_of(row.family)[run]
     found = [
         config, f"run.name={name_of(run)}", f"run.output_dir={folder}", f"run.steps={steps_of(run)}",
-        "run.eval_every=0", "run.eval_before=false", "run.export=true", "tracking.enabled=false", f"model.path={folder}/base",
-        f"data.train_files=[{folder}/train.parquet]", "data.max_prompt_tokens=28", "batch.prompts_per_step=8",
-        f"batch.packing={str(row.packing).lower()}", "optimizer.lr=1e-3", "placement.device=cpu",
-        "sampling.max_tokens=8", "placement.num_workers=2",
+        "run.eval_every=0", "run.eval_before=false", "run.export=true", "tracking.enabled=false",
+        f"model.path={folder}/base", f"data.train_files=[{folder}/train.parquet]", "data.max_prompt_tokens=28",
+        "batch.prompts_per_step=8", f"batch.packing={str(row.packing).lower()}", "optimizer.lr=1e-3",
+        "placement.device=cpu", "sampling.max_tokens=8", "placement.num_workers=2",
     ]  # fmt: skip
     if config != "sft":
         found += [

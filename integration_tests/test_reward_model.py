@@ -69,6 +69,7 @@ def test_workers_score_as_the_model_in_this_process_and_add_rules(pool: RewardPo
         assert score.value == pytest.approx(rules["exact"] + 0.5 * wanted + 0.01 * rules["obeyed"], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.extended
 def test_rule_that_kills_a_worker_fails_the_sample_alone(pool: RewardPool) -> None:
     scores = pool.score(requests("a", "die", "bb", "raise"))
     assert [score.failure for score in scores] == [None, "died", None, "raised"]
