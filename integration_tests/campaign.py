@@ -1,13 +1,13 @@
-"""Kill of each kind of process at random moments: the run must end as a run left alone ends.
+"""Kill of each kind of process, and signals to the command, at random moments: a run must end as a run left alone ends.
 
-    python -m integration_tests.campaign                         # 20 kills of each kind: hours
+    python -m integration_tests.campaign                         # 20 times each kind: hours
     python -m integration_tests.campaign --times 1 --kinds engine driver
-    python -m integration_tests.campaign --page docs/kills.md    # write the table of all results so far
+    python -m integration_tests.campaign --page docs/kills.md    # write the tables of all results so far
 
-Each kill is a run of the tiny policy that loses one process by SIGKILL. A run that cannot go on by itself is started
-again with `run.resume=auto`. Then weights and metrics are compared bit by bit with a run left alone, and the machine is
-searched for processes, shared memory and temporary files of the run. Each result is a line of `results.jsonl`. A
-campaign that was stopped goes on with the next kill.
+Each kill is a run of the tiny policy that loses one process by SIGKILL, or whose command gets other signals. A run that
+cannot go on by itself is started again with `run.resume=auto`. Then weights and metrics are compared bit by bit with a
+run left alone, and the machine is searched for processes, shared memory and temporary files of the run. Each result is
+a line of `results.jsonl`. A campaign that was stopped goes on with the next kill.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -89,10 +90,17 @@ class Kind:
     Attributes:
         recipe: recipe and options of the runs.
         find: function that returns the living processes of this kind in a run.
+        signals: signals to the first process, one after the other.
     """
 
     recipe: tuple[str, ...]
     find: Callable[[Recipe], list[psutil.Process]]
+    signals: tuple[signal.Signals, ...] = (signal.SIGKILL,)
+
+    @property
+    def asks(self) -> bool:
+        """True if the signals ask the command to end, which then ends in order."""
+        return signal.SIGKILL not in self.signals
 
 
 TRACKING_SERVER = "tracking server"
@@ -109,7 +117,13 @@ KINDS: Mapping[str, Kind] = {
     "raylet": Kind(ANSWERS, _with("/raylet/raylet")),
     "head": Kind(ANSWERS, _with("gcs_server")),
     TRACKING_SERVER: Kind(ANSWERS, lambda run: []),
+    "SIGTERM": Kind(ANSWERS, _driver, (signal.SIGTERM,)),
+    "SIGHUP": Kind(ANSWERS, _driver, (signal.SIGHUP,)),
+    "SIGINT": Kind(ANSWERS, _driver, (signal.SIGINT,)),
+    "SIGINT twice": Kind(ANSWERS, _driver, (signal.SIGINT, signal.SIGINT)),
 }
+_BETWEEN_S = 0.5
+"""Seconds between two signals to one process."""
 
 
 # Runs -------------------------------------------------------------------------------------------------------------
@@ -138,9 +152,10 @@ class Outcome:
         moment: moment of the kill.
         statuses: exit status of each start of the run.
         killed: True if a process of the kind was found and killed.
-        restart_s: seconds from the kill to the next row of metrics.
+        restart_s: seconds from the kill to the next row of metrics; from a signal to the end of the command.
         differences: metrics, steps and files that differ from a run left alone.
         left: processes, shared memory and temporary files left behind.
+        faults: a status or a text that a signal must not cause.
     """
 
     kind: str
@@ -151,11 +166,12 @@ class Outcome:
     restart_s: float
     differences: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
 
     @property
     def good(self) -> bool:
         """True if a process was killed, nothing differs, and nothing is left."""
-        return self.killed and self.statuses[-1] == 0 and not self.differences and not self.left
+        return self.killed and self.statuses[-1] == 0 and not (self.differences or self.left or self.faults)
 
 
 class Campaign:
@@ -201,12 +217,12 @@ class Campaign:
                 server = Server(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="server"))))
                 stack.callback(server.close)
                 server.start()
-            statuses, killed, restart_s = _run_with_kill(start, kind, moment, server)
+            statuses, killed, restart_s, faults = _run_with_kill(start, kind, moment, server)
             differing = differences(self._folder / "outputs" / name, whole)
             if server is not None:
                 differing += _missing_on(server, self._folder / "outputs" / name)
             left = left_behind(name, temporary, memory)
-        outcome = Outcome(kind, number, moment, statuses, killed, round(restart_s, 1), differing, left)
+        outcome = Outcome(kind, number, moment, statuses, killed, round(restart_s, 1), differing, left, faults)
         with (self._folder / "results.jsonl").open("a") as results:
             results.write(json.dumps(asdict(outcome)) + "\n")
         return outcome
@@ -235,12 +251,11 @@ class Campaign:
 
 def _run_with_kill(
     start: Callable[..., Recipe], kind: str, moment: Moment, server: Server | None
-) -> tuple[list[int], bool, float]:
+) -> tuple[list[int], bool, float, list[str]]:
     """Start a run, kill a process, and start the run again until its end.
 
     Returns:
-        Exit status of each start, True if a process was killed, and the seconds from the kill to the next row of
-        metrics.
+        Exit status of each start, True if a process was killed, `Outcome.restart_s` and `Outcome.faults`.
     """
     overrides = () if server is None else (f"tracking.uri={server.uri}", "tracking.experiment=kills")
     run, statuses = start(*overrides), list[int]()
@@ -249,7 +264,7 @@ def _run_with_kill(
     elif server is None:
         run.wait_until(partial(KINDS[kind].find, run), kind, 1800)
     time.sleep(moment.delay_s)
-    killed = server is not None
+    killed, killed_at = server is not None, time.monotonic()
     if server is not None:
         server.kill()
         server.start()
@@ -257,9 +272,19 @@ def _run_with_kill(
         # A process of the kind may be about to start again, or the run may have ended.
         with suppress(AssertionError, IndexError, psutil.NoSuchProcess):
             run.wait_until(partial(KINDS[kind].find, run), kind, 120)
-            KINDS[kind].find(run)[0].kill()
-            killed = True
-    killed_at, rows = time.monotonic(), len(run.metrics())
+            process = KINDS[kind].find(run)[0]
+            killed_at = time.monotonic()
+            for number in KINDS[kind].signals:
+                process.send_signal(number)
+                killed = True
+                time.sleep(_BETWEEN_S if KINDS[kind].asks else 0)
+    rows, faults = len(run.metrics()), list[str]()
+    if KINDS[kind].asks:
+        statuses.append(run.wait(1800))
+        restart_s, faults = time.monotonic() - killed_at, _faults(run, statuses[-1], KINDS[kind].signals[0])
+        while statuses[-1] and len(statuses) < STARTS:
+            statuses.append(start().wait(1800))
+        return statuses, killed, restart_s, faults
     while not _goes_on(run, rows) and len(statuses) < STARTS - 1:
         statuses.append(run.wait())
         run = start(*overrides)
@@ -267,7 +292,17 @@ def _run_with_kill(
     statuses.append(run.wait(1800))
     while statuses[-1] and len(statuses) < STARTS:
         statuses.append(start(*overrides).wait(1800))
-    return statuses, killed, restart_s
+    return statuses, killed, restart_s, faults
+
+
+def _faults(run: Recipe, status: int, number: signal.Signals) -> list[str]:
+    """Return the status of a command that a signal must not cause, and the kinds of stacks that the command printed.
+
+    Python ends itself by SIGINT if the signal interrupts code from a string.
+    """
+    said = run.tail(1_000_000)
+    faults = [mark for mark in ("Traceback", "*** SIG", "Fatal Python error") if mark in said]
+    return faults if status in (0, 75, 128 + number, -signal.SIGINT) else [*faults, f"status {status}"]
 
 
 def _goes_on(run: Recipe, rows: int) -> bool:
@@ -363,10 +398,14 @@ def read_results(folder: Path) -> list[Outcome]:
     return outcomes
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Return the results as a Markdown table with a line for each kind."""
-    lines = [
+def tables(outcomes: Sequence[Outcome]) -> str:
+    """Return the results as two Markdown tables, of kills and of signals, with a line for each kind."""
+    kills = [
         "| killed process | kills | same bits | nothing left | ended by itself | seconds to the next step |",
+        "|---|---|---|---|---|---|",
+    ]
+    signals = [
+        "| signal | times | same bits | nothing left | documented status, no stack | seconds to the end |",
         "|---|---|---|---|---|---|",
     ]
     for kind in KINDS:
@@ -374,26 +413,27 @@ def table(outcomes: Sequence[Outcome]) -> str:
             seconds = [outcome.restart_s for outcome in found]
             same = sum(outcome.statuses[-1] == 0 and not outcome.differences for outcome in found)
             clean = sum(not outcome.left for outcome in found)
-            alone = sum(len(outcome.statuses) == 1 for outcome in found)
-            lines.append(
-                f"| {kind} | {len(found)} | {same} | {clean} | {alone} | {median(seconds):.0f}, {max(seconds):.0f} |"
+            asks = KINDS[kind].asks
+            third = sum(not outcome.faults if asks else len(outcome.statuses) == 1 for outcome in found)
+            (signals if asks else kills).append(
+                f"| {kind} | {len(found)} | {same} | {clean} | {third} | {median(seconds):.0f}, {max(seconds):.0f} |"
             )
-    return "\n".join(lines)
+    return "\n".join([*kills, "", *signals])
 
 
 def write_page(outcomes: Sequence[Outcome], page: Path) -> None:
-    """Write the table between the two marks of the page."""
+    """Write the tables between the two marks of the page."""
     marked = re.compile(r"(<!-- kills -->\n).*(<!-- end kills -->)", re.DOTALL)
-    page.write_text(marked.sub(lambda match: f"{match[1]}{table(outcomes)}\n{match[2]}", page.read_text()))
+    page.write_text(marked.sub(lambda match: f"{match[1]}{tables(outcomes)}\n{match[2]}", page.read_text()))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the missing kills, and write the table; return 1 if a run lost anything or left anything behind."""
+    """Run the missing kills, and write the tables; return 1 if a run lost anything or left anything behind."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--times", type=int, default=20, help="kills of each kind (default: %(default)s)")
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS], help="(default: all)")
     parser.add_argument("--folder", type=Path, default=Path("outputs/campaign"), help="(default: %(default)s)")
-    parser.add_argument("--page", type=Path, help="page for the table, such as docs/kills.md")
+    parser.add_argument("--page", type=Path, help="page for the tables, such as docs/kills.md")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments (default: %(default)s)")
     options = parser.parse_args(arguments)
     campaign = Campaign(options.folder, options.seed)
@@ -406,7 +446,7 @@ def main(arguments: list[str] | None = None) -> int:
     # A kill that found no process is repeated.
     last = {(outcome.kind, outcome.number): outcome for outcome in campaign.results()}
     outcomes = [outcome for outcome in last.values() if outcome.kind in options.kinds]
-    print(table(outcomes))
+    print(tables(outcomes))
     if options.page is not None:
         write_page(campaign.results(), options.page)
     return 0 if all(outcome.good for outcome in outcomes) else 1

@@ -23,7 +23,7 @@ from integration_tests.campaign import (
     differences,
     left_behind,
     read_results,
-    table,
+    tables,
     write_page,
 )
 from rl_plugins.run_folder import append_metrics
@@ -49,13 +49,16 @@ def test_read_results_goes_on_after_a_torn_line_and_write_page_keeps_the_text_ar
     assert read_results(tmp_path) == [LOST, BAD] and LOST.good and not BAD.good
     assert not replace(LOST, killed=False).good
     assert read_results(tmp_path / "none") == []
-    row = "| engine | 2 | 1 | 1 | 1 | 19, 30 |"
-    assert table([LOST, BAD]).splitlines()[2:] == [row]
+    row, asked = "| engine | 2 | 1 | 1 | 1 | 19, 30 |", "| SIGINT | 2 | 2 | 2 | 1 | 8, 8 |"
+    stopped = replace(LOST, kind="SIGINT", statuses=[130, 0])
+    lines = tables([LOST, BAD, stopped, replace(stopped, faults=["Traceback"])]).splitlines()
+    assert lines[2] == row and lines[-1] == asked and len(lines) == 7
     page = tmp_path / "kills.md"
     page.write_text("before\n<!-- kills -->\nold\n<!-- end kills -->\nafter\n")
     write_page([LOST, BAD], page)
     text = page.read_text()
-    assert text.startswith("before\n<!-- kills -->\n| killed") and text.endswith(f"{row}\n<!-- end kills -->\nafter\n")
+    assert text.startswith("before\n<!-- kills -->\n| killed") and text.endswith("<!-- end kills -->\nafter\n")
+    assert row in text and "old" not in text
 
 
 def test_differences_names_metrics_and_files_that_differ(tmp_path: Path) -> None:

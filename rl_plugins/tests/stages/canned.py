@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -31,6 +28,7 @@ from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.memory import MemoryChange
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
+from rl_plugins.owned_folder import owned_folder
 from rl_plugins.ranks import Ranks
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rollout.engine import Generations
@@ -254,8 +252,8 @@ def loader(batches: list[Any]) -> Any:
 @cache
 def other_model(seed: int = 5) -> str:
     """Folder of a model other than the policy: reference, teacher, or start of the critic."""
-    folder = Path(tempfile.mkdtemp(prefix="canned-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # The processes of ranks are killed.
+    folder = owned_folder("canned-")
     return str(save_tiny_policy(folder, hidden_size=32, intermediate_size=48, initializer_range=0.2, seed=seed))
 
 
