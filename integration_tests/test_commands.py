@@ -101,7 +101,6 @@ def test_evaluate_holds_conversations_of_a_recipe_with_vllm(workplace: Path, tmp
     assert json.loads(result.read_text())["measures"]["addition"]["mean@2"]["value"] == pytest.approx(mean)
 
 
-@pytest.mark.extended
 def test_evaluate_samples_and_compares_two_policies(workplace: Path, tmp_path: Path) -> None:
     """One policy is in MLflow; workers of Ray score."""
     save_tiny_policy(tmp_path / "other", seed=3)

@@ -215,7 +215,7 @@ def test_fetch_returns_none_for_groups_of_a_lost_engine_and_submit_samples_again
     assert again is not None and again.lengths.tolist() == [3, 3]
 
 
-def test_tensor_parallel_engine_leaves_no_names_of_shared_memory_and_has_its_sockets_in_one_folder(
+def test_tensor_parallel_engine_has_shared_memory_without_names_and_sockets_in_a_folder(
     tensor_parallel_engines: dict[str, VLLMRollout],
 ) -> None:
     """Nobody removes the files of a killed engine, except for the folder."""

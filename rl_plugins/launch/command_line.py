@@ -310,6 +310,7 @@ def run_recipe(
     from rl_plugins.launch.dry_run import set_steps
     from rl_plugins.launch.hub_commits import HubCommits
     from rl_plugins.launch.hub_fetch import fetch_weights
+    from rl_plugins.launch.own_ray import remove_left_folders
     from rl_plugins.launch.preflight import fetch_data, fetch_models, preflight, tracking_uri
     from rl_plugins.launch.resume import finished_step
     from rl_plugins.launch.stored_run import stored_run
@@ -331,6 +332,8 @@ def run_recipe(
             "Nothing is left to do; a larger run.steps continues it",
             flush=True,
         )
+        # A run that ended by a kill after the last step removed nothing.
+        remove_left_folders()
         with copied:
             return folder
     with collector_off():

@@ -43,6 +43,10 @@ _SOCKET_BYTES = 107
 """Longest path of a socket, in bytes."""
 _LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_{}/sockets/dash_MetricsHead"
 """Path of Ray's socket with the longest name in the folder of sessions, with a place for the number of this process."""
+_CLOSED = f"ray-{os.geteuid()}"
+"""Name of the folder around the sessions of Ray."""
+_HELPERS = "helpers-"
+"""Beginning of the names of folders for the temporary files of Ray's own processes."""
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARE_OF_SHARED, _SHARE_OF_MEMORY = 0.8, 0.3
 
@@ -109,7 +113,13 @@ def _end_own_ray() -> None:
         with suppress(psutil.NoSuchProcess):
             worker.kill()
     psutil.wait_procs(hanging, timeout=_END_S)
+    remove_left_folders()
+
+
+def remove_left_folders() -> None:
+    """Remove the temporary folders that killed runs have left on this machine."""
     remove_ownerless(ENGINE_FOLDERS)
+    remove_ownerless(_HELPERS, _temporary_folder() / _CLOSED)
 
 
 @contextmanager
@@ -122,7 +132,7 @@ def _temporary_files_in(closed: Path) -> Iterator[str]:
         Usual folder of temporary files, for Ray's workers.
     """
     usual, before = tempfile.gettempdir(), os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(owned_folder("helpers-", closed))
+    os.environ["TMPDIR"] = str(owned_folder(_HELPERS, closed))
     try:
         yield usual
     finally:
@@ -161,9 +171,9 @@ def path_of_sessions() -> Path:
         ConfigError: the path of a socket of Ray would be longer than the operating system allows.
     """
     variable = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
-    temporary = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    temporary = _temporary_folder()
     # Ray opens its folder to all users, so the folder around it is closed.
-    sessions = temporary / f"ray-{os.geteuid()}" / "ray"
+    sessions = temporary / _CLOSED / "ray"
     length = len(os.fsencode(temporary))
     most = length + _SOCKET_BYTES - len(os.fsencode(sessions / _LONGEST_SOCKET.format(os.getpid())))
     if length > most:
@@ -172,6 +182,10 @@ def path_of_sessions() -> Path:
             f"{variable} to a shorter path, such as /tmp"
         )
     return sessions
+
+
+def _temporary_folder() -> Path:
+    return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
 
 
 def protect_token() -> None:

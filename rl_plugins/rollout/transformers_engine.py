@@ -23,7 +23,6 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.memory import MemoryChange
 from rl_plugins.model_json import context_window
-from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, padded_routes
 from rl_plugins.router_replay import RouterReplay
@@ -137,8 +136,9 @@ class TransformersRollout(SynchronousGroups):
             model = model_class(folder).from_pretrained(
                 folder, dtype=self._dtype, trust_remote_code=self._trust_remote_code
             )
-        # Attention of the trained model: the attention of transformers ignores soft caps.
-        use_packed_attention(model)
+        if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+            # Other functions of transformers ignore soft caps.
+            model.set_attn_implementation("eager")
         self._model = model.to(self._device).eval()
         self._window = context_window(self._model.config.to_dict())
         self._parameters = dict(self._model.named_parameters())

@@ -22,6 +22,7 @@ from rl_plugins.launch.own_ray import (
     object_store_bytes,
     path_of_sessions,
     protect_token,
+    remove_left_folders,
     session_folder,
     set_own_ray_up,
     start_own_ray,
@@ -174,6 +175,18 @@ def test_temporary_files_in_removes_folders_of_ended_processes(home: Path) -> No
         assert usual == gettempdir()
     assert os.environ.get("TMPDIR") == before
     assert not ended.exists()
+
+
+def test_remove_left_folders_removes_folders_of_engines_and_rays_of_killed_runs(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(home))
+    left = [home / "rl-plugins-vllm-x", home / f"ray-{os.geteuid()}" / "helpers-y"]
+    sessions = home / f"ray-{os.geteuid()}" / "ray"
+    for folder in (*left, sessions):
+        folder.mkdir(parents=True)
+    remove_left_folders()
+    assert [folder.exists() for folder in (*left, sessions)] == [False, False, True]
 
 
 def test_set_own_ray_up_bounds_memory_and_wait_of_the_gcs_and_leaves_variables_of_the_user(
