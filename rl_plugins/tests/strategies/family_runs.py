@@ -29,7 +29,8 @@ def train(rank: int, strategy: str, folder: Path, options: dict[str, Any]) -> li
         str(folder / "base"),
         tokenizer=canned.tokenizer,
         scorer=canned.CannedScorer(),
-        sampling=SamplingConfig(max_tokens=8, num_samples=3),
+        # Longer than the windows of attention.
+        sampling=SamplingConfig(max_tokens=20, num_samples=3),
         algorithm=Algorithm(),
         optimizer=OptimizerConfig(lr=1e-3),
         **options,
