@@ -23,8 +23,8 @@ import psutil
 
 from rl_plugins.owned_folder import owned_folder
 
-ENGINE_FOLDERS = "rl-plugins-vllm-"
-"""Beginning of the names of the folders of engines."""
+ENGINE_FOLDERS = "rl-vllm-"
+"""Beginning of the names of the folders of engines. Short, because a path of a socket has 107 bytes at most."""
 _FOLDER = "VLLM_RPC_BASE_PATH"
 """Variable of vLLM: folder of the sockets between the processes of an engine."""
 _MEMORY = Path("/dev/shm")

@@ -181,7 +181,7 @@ def test_remove_left_folders_removes_folders_of_engines_and_rays_of_killed_runs(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(home))
-    left = [home / "rl-plugins-vllm-x", home / f"ray-{os.geteuid()}" / "helpers-y"]
+    left = [home / "rl-vllm-x", home / f"ray-{os.geteuid()}" / "helpers-y"]
     sessions = home / f"ray-{os.geteuid()}" / "ray"
     for folder in (*left, sessions):
         folder.mkdir(parents=True)
