@@ -17,10 +17,13 @@ from pathlib import Path
 from rl_plugins.owned_folder import owned_folder
 folder = owned_folder("engine-", Path(sys.argv[1]))
 (folder / "socket").touch()
+forked, runs = os.pipe()
 child = os.fork()
 if child == 0:
+    os.write(runs, b"x")
     os.read(0, 1)
     os._exit(0)
+os.read(forked, 1)
 print(folder, flush=True)
 os.read(0, 1)
 """
