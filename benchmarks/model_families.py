@@ -42,6 +42,8 @@ EXPERTS = {"experts": ("grpo", ["strategy.name=fsdp", "strategy.expert_parallel=
 # vLLM caches no prefixes of models with recurrent layers, unless it prefills in chunks.
 _RECURRENT = ("qwen3_next", "granitemoehybrid", "lfm2")
 _LARGEST_GAP = 1e-4
+_PROMPT = list(range(10, 40))
+"""Prompt for an exported policy, longer than the windows of attention."""
 
 
 @dataclass
@@ -212,30 +214,38 @@ def check_serving(row: Row, folder: Path) -> None:
     """Sample from an exported policy with vLLM, and compare the log-probs with those of transformers."""
     import torch
 
-    from rl_plugins.config.sampling import SamplingConfig
     from rl_plugins.models.loading import load_causal_lm
-    from rl_plugins.rollout.engine import GroupRequest
-    from rl_plugins.rollout.vllm.config import VLLMConfig
-    from rl_plugins.rollout.vllm.offline import OfflineVLLM
 
     if not row.exported or row.engine != "vllm":
         return
-    policy = str(folder / name_of(row.done[-1]) / "policy")
-    prompt = list(range(10, 20))
-    try:
-        engine = OfflineVLLM(VLLMConfig(policy, max_model_len=64))
-    except ConfigError as error:
-        row.reasons["serving"] = last_line(error)
+    policy = folder / name_of(row.done[-1]) / "policy"
+    # vLLM changes some classes of transformers in its process.
+    command = [sys.executable, "-m", "benchmarks.model_families", "--sample", str(policy)]
+    sampling = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    if sampling.returncode:
+        row.reasons["serving"] = sampling.stderr.strip().splitlines()[-1][:300]
         return
-    samples = engine.sample_groups([GroupRequest(0, prompt, seed=0)], SamplingConfig(num_samples=1, max_tokens=8))
-    (response,), (sampled,) = samples.responses(), samples.response_log_probs()
+    response, sampled = json.loads(sampling.stdout.splitlines()[-1])
+    model = load_causal_lm(str(policy), dtype=torch.float32).eval()
     with torch.no_grad():
-        logits = load_causal_lm(policy, dtype=torch.float32).eval()(torch.tensor([[*prompt, *response]])).logits
-    own = logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1).gather(-1, torch.tensor(response)[:, None]).squeeze(-1)
+        logits = model(torch.tensor([[*_PROMPT, *response]])).logits
+    own = logits[0, len(_PROMPT) - 1 : -1].log_softmax(dim=-1).gather(-1, torch.tensor(response)[:, None]).squeeze(-1)
     difference = float((own - torch.tensor(sampled)).abs().max())
     row.served = difference <= _LARGEST_GAP
     if not row.served:
         row.reasons["serving"] = f"the log-probs of vLLM differ by {difference:.1e}"
+
+
+def sample(policy: str) -> tuple[list[int], list[float]]:
+    """Return a response of vLLM, and the log-probs of its tokens."""
+    from rl_plugins.config.sampling import SamplingConfig
+    from rl_plugins.rollout.engine import GroupRequest
+    from rl_plugins.rollout.vllm.config import VLLMConfig
+    from rl_plugins.rollout.vllm.offline import OfflineVLLM
+
+    engine = OfflineVLLM(VLLMConfig(policy, max_model_len=64))
+    samples = engine.sample_groups([GroupRequest(0, _PROMPT, seed=0)], SamplingConfig(num_samples=1, max_tokens=8))
+    return samples.responses()[0], samples.response_log_probs()[0]
 
 
 def try_family(family: str, folder: Path) -> Row:
@@ -318,7 +328,11 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="page for the table, such as docs/models.md")
     parser.add_argument("--folder", type=Path, help="keep runs and logs here, and go on from the runs that are there")
     parser.add_argument("--one", choices=FAMILIES, help=argparse.SUPPRESS)
+    parser.add_argument("--sample", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.sample:
+        print(json.dumps(sample(arguments.sample)))
+        return
     with tempfile.TemporaryDirectory() as temporary:
         folder: Path = (arguments.folder or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
