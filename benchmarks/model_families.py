@@ -138,11 +138,11 @@ def options(run: str, row: Row, folder: Path) -> list[str]:
         "run.eval_every=0", "run.eval_before=false", "run.export=true", "tracking.enabled=false",
         f"model.path={folder}/base", f"data.train_files=[{folder}/train.parquet]", "data.max_prompt_tokens=28",
         "batch.prompts_per_step=8", f"batch.packing={str(row.packing).lower()}", "optimizer.lr=1e-3",
-        "placement.device=cpu", "sampling.max_tokens=8", "placement.num_workers=2",
+        "placement.device=cpu", "sampling.max_tokens=8", "placement.num_workers=2", f"rollout.engine={row.engine}",
     ]  # fmt: skip
     if config != "sft":
         found += [
-            "batch.samples_per_prompt=4", f"rollout.engine={row.engine}", "rollout.check_updates=1",
+            "batch.samples_per_prompt=4", "rollout.check_updates=1",
             "reward.functions.default={_target_: integration_tests.rewards.shortness}",
         ]  # fmt: skip
         if has_routers(row.family):
@@ -270,6 +270,7 @@ def try_family(family: str, folder: Path) -> Row:
     row.gap = max(gaps, default=float("nan"))
     if row.gap > _LARGEST_GAP:
         row.reasons["vllm"] = "the log-probs of vLLM on CPU differ from those of transformers"
+    row.reasons = {name: reason.replace(f"{folder}/", "") for name, reason in row.reasons.items()}
     row.seconds = time.monotonic() - start
     return row
 
