@@ -18,7 +18,7 @@ from rl_plugins.rollout.vllm.offline import OfflineVLLM
 class SilentEngine:
     """Begins a session, and answers no further call."""
 
-    def __init__(self, config: VLLMConfig) -> None:
+    def __init__(self, config: VLLMConfig, *, ends_by_kill: bool) -> None:
         self.ended: list[str] = []
 
     async def ready(self) -> None:
