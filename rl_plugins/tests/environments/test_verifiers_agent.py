@@ -25,8 +25,8 @@ from rl_plugins.rewards.records import Score
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.data.prepare_command import main
+from rl_plugins.tests.environments.agent_runs import run, tokenizer
 from rl_plugins.tests.environments.sample_verifiers import PARTS
-from rl_plugins.tests.environments.test_agent import run, tokenizer
 from rl_plugins.tests.patience import patient
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.stages.test_scheduled_sampler import Loader
