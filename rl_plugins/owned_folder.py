@@ -6,23 +6,13 @@ A lock on the folder shows that the owner lives. The operating system drops the 
 from __future__ import annotations
 
 import atexit
-import fcntl
 import os
 import shutil
 import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-_held: set[int] = set()
-
-
-def _close_all() -> None:
-    while _held:
-        os.close(_held.pop())
-
-
-# A forked process would keep the lock after the end of the owner.
-os.register_at_fork(after_in_child=_close_all)
+from rl_plugins.file_lock import FileLock
 
 
 def owned_folder(prefix: str, parent: Path | None = None) -> Path:
@@ -40,29 +30,26 @@ def owned_folder(prefix: str, parent: Path | None = None) -> Path:
     remove_ownerless(prefix, parent)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        # A file system without locks keeps the folders of killed processes.
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
         # Another process may see the folder before the lock, and remove the folder.
-        if folder.is_dir():
-            _held.add(descriptor)
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
-            return folder
-        os.close(descriptor)
+        with suppress(FileNotFoundError):
+            lock = FileLock(folder, os.O_RDONLY)
+            if lock.take() and folder.is_dir():
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
+                return folder
+            lock.close()
 
 
 def remove_ownerless(prefix: str, parent: Path | None = None) -> None:
-    """Remove the folders of ended processes.
+    """Remove the folders of ended processes. A file system without locks keeps the folders.
 
     Args:
         prefix: beginning of the names of the folders.
         parent: folder around the folders; by default the folder for temporary files.
     """
     for folder in (parent or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
-        # The owner lives, another process has removed the folder, or the folder belongs to another user.
+        # Another process has removed the folder, or the folder belongs to another user.
         with suppress(OSError), ExitStack() as stack:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            lock = FileLock(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            stack.callback(lock.close)
+            if lock.take() and lock.is_supported:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -8,7 +8,6 @@ the row, and the prompts of a part are always sampled together.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import shutil
@@ -27,6 +26,7 @@ import pyarrow.parquet as pq
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.parquet import PromptRows, Row
 from rl_plugins.errors import ConfigError
+from rl_plugins.file_lock import FileLock
 from rl_plugins.whole_file import storing, write_whole, write_whole_text
 
 if TYPE_CHECKING:
@@ -72,14 +72,14 @@ class SampleFile:
         self.check()
         with storing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            opened = (self._folder / "lock").open("w")
-        with opened as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"{self.path}: another process is making it: wait for it, or end it") from None
+            lock = FileLock(self._folder / "lock")
+        try:
+            if not lock.take():
+                raise ConfigError(f"{self.path}: another process is making it: wait for it, or end it")
             write_whole_text(self._settings_file, json.dumps(self._settings, indent=1))
             yield
+        finally:
+            lock.close()
 
     def check(self) -> None:
         """Compare the settings with the settings of an existing file, or of its parts.

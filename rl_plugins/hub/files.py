@@ -6,8 +6,6 @@ The process with the lock of a repository downloads, and the other processes of 
 from __future__ import annotations
 
 import errno
-import fcntl
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rl_plugins.errors import ConfigError, DeadlineExceeded
+from rl_plugins.file_lock import FileLock
 from rl_plugins.hub.names import HubName, explained, model_name, pin
 
 _WEIGHTS = ("*.safetensors",)
@@ -25,8 +24,7 @@ _SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm")
 _LEFT_OUT = ("*/*", "consolidated*")
 _STALL_S = 300.0
 _PAUSE_S = 0.2
-# A read-only cache, or a file system without locks, has no lock.
-_NO_LOCKS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _commits_here: dict[HubName, HubName] = {}
 """Commits of names, looked up by this process."""
 
@@ -175,13 +173,13 @@ def only_download(name: str, folder: Path, stall_s: float = _STALL_S) -> Iterato
     Raises:
         DeadlineExceeded: another process holds the lock, and the folder has not grown.
     """
-    descriptor = _open(folder.parent / ".locks" / folder.name / "rl_plugins.lock")
-    if descriptor is None:
+    lock = _lock_file(folder.parent / ".locks" / folder.name / "rl_plugins.lock")
+    if lock is None:
         yield
         return
     try:
         size, since = -1, time.monotonic()
-        while not _lock(descriptor):
+        while not lock.take():
             if (now := _bytes(folder)) != size:
                 size, since = now, time.monotonic()
             if time.monotonic() - since > stall_s:
@@ -193,32 +191,18 @@ def only_download(name: str, folder: Path, stall_s: float = _STALL_S) -> Iterato
             time.sleep(_PAUSE_S)
         yield
     finally:
-        # A process forked meanwhile shares the lock.
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        lock.close()
 
 
-def _open(file: Path) -> int | None:
+def _lock_file(file: Path) -> FileLock | None:
+    """Return the lock, or None in a cache that this process can only read."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return FileLock(file)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in _READ_ONLY:
             raise
         return None
-
-
-def _lock(descriptor: int) -> bool:
-    """Return True if this process has the lock, or the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-    return True
 
 
 def _bytes(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_owned_folder_is_removed_at_the_exit_of_the_process(owner: subprocess.Po
 
 def test_owned_folder_works_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, operation: int) -> None:
-        raise OSError("no locks")
+        raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr("fcntl.flock", refuse)
     folder = owned_folder("engine-", tmp_path)
