@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,14 +20,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.shared_workers import train_in_turn
-from benchmarks.tiny_families import FAMILIES, save_tiny_family
+from benchmarks.tiny_families import FAMILIES, RECURRENT, save_tiny_family
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.run_folder import RunFolder, checkpoint_step, read_metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
 _DEADLINE_S = 600
 RUNS = {
@@ -39,8 +44,6 @@ RUNS = {
 EXPERTS = {"experts": ("grpo", ["strategy.name=fsdp", "strategy.expert_parallel=2"])}
 """A further run of mixtures of experts, which has no column in the table."""
 
-# vLLM caches no prefixes of models with recurrent layers, unless it prefills in chunks.
-_RECURRENT = ("qwen3_next", "granitemoehybrid", "lfm2")
 _LARGEST_GAP = 1e-4
 _PROMPT = list(range(10, 40))
 """Prompt for an exported policy, longer than the windows of attention."""
@@ -96,13 +99,20 @@ def check_packing(row: Row, folder: Path) -> None:
     except ConfigError:
         return
     for packed_T, (prompt, response) in zip(packed_BT, pairs, strict=True):
-        logits_TV = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
-        alone_T = logits_TV.log_softmax(dim=-1).gather(-1, torch.tensor(response)[:, None]).squeeze(-1)
-        difference = float((packed_T[: len(response)] - alone_T).abs().max())
+        difference = float((packed_T[: len(response)] - log_probs_alone(model, prompt, response)).abs().max())
         if difference > 1e-4:
             row.reasons["packing"] = f"packed samples differ by {difference:.1e}"
             return
     row.packing, row.shares_prompts = True, shares_prompts(model)
+
+
+def log_probs_alone(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
+    """Return the log-probs of a response, shape (T,), from a forward pass with this sample alone."""
+    import torch
+
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+    return logits_TV.log_softmax(dim=-1).gather(-1, torch.tensor(response)[:, None]).squeeze(-1)
 
 
 def runs_of(family: str) -> dict[str, tuple[str, list[str]]]:
@@ -148,7 +158,8 @@ def options(run: str, row: Row, folder: Path) -> list[str]:
         if has_routers(row.family):
             found += ["model.lora.experts=true"] if run == "lora" else []
             found += ["model.router_replay=recompute", "model.router_losses.balance=0.01", "batch.updates_per_step=2"]
-    if row.family in _RECURRENT:
+    # vLLM caches no prefixes of models with recurrent layers, unless it prefills in chunks.
+    if row.family in RECURRENT:
         found.append("rollout.prefix_caching=false")
     return [*found, *extras]
 
@@ -227,10 +238,7 @@ def check_serving(row: Row, folder: Path) -> None:
         return
     response, sampled = json.loads(sampling.stdout.splitlines()[-1])
     model = load_causal_lm(str(policy), dtype=torch.float32).eval()
-    with torch.no_grad():
-        logits = model(torch.tensor([[*_PROMPT, *response]])).logits
-    own = logits[0, len(_PROMPT) - 1 : -1].log_softmax(dim=-1).gather(-1, torch.tensor(response)[:, None]).squeeze(-1)
-    difference = float((own - torch.tensor(sampled)).abs().max())
+    difference = float((log_probs_alone(model, _PROMPT, response) - torch.tensor(sampled)).abs().max())
     row.served = difference <= _LARGEST_GAP
     if not row.served:
         row.reasons["serving"] = f"the log-probs of vLLM differ by {difference:.1e}"
@@ -280,6 +288,8 @@ def in_a_process(family: str, folder: Path) -> Row:
     result = folder / family / "row.json"
     if result.is_file():
         return Row(**json.loads(result.read_text(encoding="utf-8")))
+    # The second step over ZeRO-3 would start from a checkpoint of a stopped command.
+    shutil.rmtree(folder / family, ignore_errors=True)
     command = [sys.executable, "-m", "benchmarks.model_families", "--one", family, "--folder", str(folder)]
     with (folder / f"{family}.log").open("w", encoding="utf-8") as log:
         try:

@@ -62,6 +62,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "conv_dim": 128, "block_dim": 128},
 }  # fmt: skip
 """Options of the configuration of each family, by the name of the family in transformers, beside the common sizes."""
+RECURRENT = ("qwen3_next", "granitemoehybrid", "lfm2")
+"""Families with recurrent layers, whose state runs through a whole row."""
+UNPACKED = (*RECURRENT, "gpt_oss")
+"""Families without packing: gpt-oss has attention with sinks."""
 
 
 def save_tiny_family(family: str, folder: Path) -> Any:

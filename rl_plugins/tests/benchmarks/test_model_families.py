@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.model_families import RUNS, Row, check_packing, line, write_page
-from benchmarks.tiny_families import FAMILIES, save_tiny_family
+from benchmarks.tiny_families import FAMILIES, UNPACKED, save_tiny_family
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.models.lora import adapted_layers, add_adapter
-
-# A state runs through the row of a model with recurrent layers, and gpt-oss has no attention `packed_sdpa`.
-WITHOUT_PACKING = ("gpt_oss", "qwen3_next", "granitemoehybrid", "lfm2")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -20,7 +17,7 @@ def test_family_packs_samples_or_refuses_packing_and_takes_an_adapter(family: st
     model, row = save_tiny_family(family, tmp_path), Row(family)
     check_packing(row, tmp_path)
     assert row.reasons == {}
-    assert row.packing == row.shares_prompts == (family not in WITHOUT_PACKING)
+    assert row.packing == row.shares_prompts == (family not in UNPACKED)
     # Experts are no linear layers, and have no adapter.
     names = adapted_layers(add_adapter(model, LoraConfig(rank=2)))
     assert names and not any(".experts." in name or "lm_head" in name for name in names)

@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.tiny_families import FAMILIES, save_tiny_family
+from benchmarks.tiny_families import FAMILIES, UNPACKED, save_tiny_family
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.strategies import family_runs
 
-UNPACKED = ("gpt_oss", "qwen3_next", "granitemoehybrid", "lfm2")
 REPLAY = {"router_replay": "recompute", "updates_per_step": 2}
 OVER_RANKS: dict[str, dict[str, Any]] = {
     "gemma2": {},  # soft-capped logits, windows, one matrix for embeddings and head
