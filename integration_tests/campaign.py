@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -152,7 +152,8 @@ class Outcome:
         moment: moment of the kill.
         statuses: exit status of each start of the run.
         killed: True if a process of the kind was found and killed.
-        restart_s: seconds from the kill to the next row of metrics; from a signal to the end of the command.
+        restart_s: seconds from the kill to the next row of metrics.
+        end_s: seconds from the kill to the end of the first start.
         differences: metrics, steps and files that differ from a run left alone.
         left: processes, shared memory and temporary files left behind.
         faults: a status or a text that a signal must not cause.
@@ -164,6 +165,7 @@ class Outcome:
     statuses: list[int]
     killed: bool
     restart_s: float
+    end_s: float
     differences: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -217,12 +219,11 @@ class Campaign:
                 server = Server(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="server"))))
                 stack.callback(server.close)
                 server.start()
-            statuses, killed, restart_s, faults = _run_with_kill(start, kind, moment, server)
+            outcome = _run_with_kill(start, kind, number, moment, server)
             differing = differences(self._folder / "outputs" / name, whole)
             if server is not None:
                 differing += _missing_on(server, self._folder / "outputs" / name)
-            left = left_behind(name, temporary, memory)
-        outcome = Outcome(kind, number, moment, statuses, killed, round(restart_s, 1), differing, left, faults)
+            outcome = replace(outcome, differences=differing, left=left_behind(name, temporary, memory))
         with (self._folder / "results.jsonl").open("a") as results:
             results.write(json.dumps(asdict(outcome)) + "\n")
         return outcome
@@ -250,15 +251,11 @@ class Campaign:
 
 
 def _run_with_kill(
-    start: Callable[..., Recipe], kind: str, moment: Moment, server: Server | None
-) -> tuple[list[int], bool, float, list[str]]:
-    """Start a run, kill a process, and start the run again until its end.
-
-    Returns:
-        Exit status of each start, True if a process was killed, `Outcome.restart_s` and `Outcome.faults`.
-    """
+    start: Callable[..., Recipe], kind: str, number: int, moment: Moment, server: Server | None
+) -> Outcome:
+    """Start a run, kill a process, and start the run again until its end."""
     overrides = () if server is None else (f"tracking.uri={server.uri}", "tracking.experiment=kills")
-    run, statuses = start(*overrides), list[int]()
+    run = start(*overrides)
     if moment.step:
         run.wait_for_step(moment.step, 1800)
     elif server is None:
@@ -274,25 +271,20 @@ def _run_with_kill(
             run.wait_until(partial(KINDS[kind].find, run), kind, 120)
             process = KINDS[kind].find(run)[0]
             killed_at = time.monotonic()
-            for number in KINDS[kind].signals:
-                process.send_signal(number)
+            for signal_number in KINDS[kind].signals:
+                process.send_signal(signal_number)
                 killed = True
                 time.sleep(_BETWEEN_S if KINDS[kind].asks else 0)
-    rows, faults = len(run.metrics()), list[str]()
-    if KINDS[kind].asks:
+    rows, first, statuses, restart_s, end_s = len(run.metrics()), run, list[int](), 0.0, 0.0
+    while not statuses or (statuses[-1] and len(statuses) < STARTS):
+        if statuses:
+            run = start(*overrides)
+        if not restart_s and _goes_on(run, rows):
+            restart_s = round(time.monotonic() - killed_at, 1)
         statuses.append(run.wait(1800))
-        restart_s, faults = time.monotonic() - killed_at, _faults(run, statuses[-1], KINDS[kind].signals[0])
-        while statuses[-1] and len(statuses) < STARTS:
-            statuses.append(start().wait(1800))
-        return statuses, killed, restart_s, faults
-    while not _goes_on(run, rows) and len(statuses) < STARTS - 1:
-        statuses.append(run.wait())
-        run = start(*overrides)
-    restart_s = time.monotonic() - killed_at
-    statuses.append(run.wait(1800))
-    while statuses[-1] and len(statuses) < STARTS:
-        statuses.append(start(*overrides).wait(1800))
-    return statuses, killed, restart_s, faults
+        end_s = end_s or round(time.monotonic() - killed_at, 1)
+    faults = _faults(first, statuses[0], KINDS[kind].signals[0]) if KINDS[kind].asks else []
+    return Outcome(kind, number, moment, statuses, killed, restart_s, end_s, faults=faults)
 
 
 def _faults(run: Recipe, status: int, number: signal.Signals) -> list[str]:
@@ -410,10 +402,10 @@ def tables(outcomes: Sequence[Outcome]) -> str:
     ]
     for kind in KINDS:
         if found := [outcome for outcome in outcomes if outcome.kind == kind and outcome.killed]:
-            seconds = [outcome.restart_s for outcome in found]
             same = sum(outcome.statuses[-1] == 0 and not outcome.differences for outcome in found)
             clean = sum(not outcome.left for outcome in found)
             asks = KINDS[kind].asks
+            seconds = [outcome.end_s if asks else outcome.restart_s for outcome in found]
             third = sum(not outcome.faults if asks else len(outcome.statuses) == 1 for outcome in found)
             (signals if asks else kills).append(
                 f"| {kind} | {len(found)} | {same} | {clean} | {third} | {median(seconds):.0f}, {max(seconds):.0f} |"

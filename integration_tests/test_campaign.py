@@ -28,8 +28,8 @@ from integration_tests.campaign import (
 )
 from rl_plugins.run_folder import append_metrics
 
-LOST = Outcome("engine", 0, Moment(3, 0.5), [0], True, 8.2)
-BAD = Outcome("engine", 1, Moment(0, 0.1), [69, 0], True, 30.0, ["train/loss"], ["process ray::IDLE"])
+LOST = Outcome("engine", 0, Moment(3, 0.5), [0], True, 8.2, 20.0)
+BAD = Outcome("engine", 1, Moment(0, 0.1), [69, 0], True, 30.0, 4.0, ["train/loss"], ["process ray::IDLE"])
 
 
 @pytest.mark.extended
@@ -49,7 +49,7 @@ def test_read_results_goes_on_after_a_torn_line_and_write_page_keeps_the_text_ar
     assert read_results(tmp_path) == [LOST, BAD] and LOST.good and not BAD.good
     assert not replace(LOST, killed=False).good
     assert read_results(tmp_path / "none") == []
-    row, asked = "| engine | 2 | 1 | 1 | 1 | 19, 30 |", "| SIGINT | 2 | 2 | 2 | 1 | 8, 8 |"
+    row, asked = "| engine | 2 | 1 | 1 | 1 | 19, 30 |", "| SIGINT | 2 | 2 | 2 | 1 | 20, 20 |"
     stopped = replace(LOST, kind="SIGINT", statuses=[130, 0])
     lines = tables([LOST, BAD, stopped, replace(stopped, faults=["Traceback"])]).splitlines()
     assert lines[2] == row and lines[-1] == asked and len(lines) == 7
