@@ -318,6 +318,7 @@ def run_recipe(
     if config.launcher == "local":
         # Set before the checks import torch: spinning threads make other threads up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    remove_left_folders()
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     stored = stored_run(config, folder)
     commits = HubCommits.of_run(folder, stored) if config.run.resume else HubCommits()
@@ -332,8 +333,6 @@ def run_recipe(
             "Nothing is left to do; a larger run.steps continues it",
             flush=True,
         )
-        # A run that ended by a kill after the last step removed nothing.
-        remove_left_folders()
         with copied:
             return folder
     with collector_off():

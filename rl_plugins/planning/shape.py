@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.model_json import EXPERT_COUNT_KEYS
+from rl_plugins.model_json import expert_count
 
 _BIASED = {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_moe"}
 """Families with biases of query, key and value that the configuration does not mention."""
@@ -383,10 +383,10 @@ def _experts(text: Mapping[str, Any], family: str, where: str) -> Experts | None
         raise ConfigError(
             f"{where}: {found}={text[found]}: plans know the experts of {', '.join(sorted(_SPARSE))}, not of {family}"
         )
-    number = next((key for key in EXPERT_COUNT_KEYS if text.get(key)), EXPERT_COUNT_KEYS[0])
-    width = _SPARSE[family]
-    needed = (number, width, "num_experts_per_tok")
-    if missing := [key for key in needed if not isinstance(text.get(key), int)]:
+    number, width = expert_count(text), _SPARSE[family]
+    missing = [key for key in (width, "num_experts_per_tok") if not isinstance(text.get(key), int)]
+    if missing or not number:
+        missing += [] if number else ["num_experts"]
         raise ConfigError(
             f"{where} has no whole number for {' and '.join(missing)}: a plan needs these sizes of the experts"
         )
@@ -397,7 +397,7 @@ def _experts(text: Mapping[str, Any], family: str, where: str) -> Experts | None
     first, without = int(text.get("first_k_dense_replace") or 0), set(text.get("mlp_only_layers") or ())
     sparse = [layer for layer in range(first, layers) if (layer + 1) % step == 0 and layer not in without]
     return Experts(
-        number=int(text[number]),
+        number=number,
         chosen=int(text["num_experts_per_tok"]),
         intermediate=int(text[width]),
         shared=shared,

@@ -47,12 +47,20 @@ assert isinstance(tqdm.get_lock(), type(RLock()))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="names of shared memory are files on Linux alone")
-@pytest.mark.parametrize("script", [SHARED, PROGRESS])
-def test_shared_memory_of_an_engine_has_no_name(script: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(script)
-    ended = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=False)
+def assert_runs(script: str, folder: Path) -> None:
+    """Run a program in a process of its own."""
+    (folder / "script.py").write_text(script)
+    ended = subprocess.run([sys.executable, folder / "script.py"], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of shared memory are files on Linux alone")
+def test_shared_memory_of_an_engine_has_no_name(tmp_path: Path) -> None:
+    assert_runs(SHARED, tmp_path)
+
+
+def test_lock_of_progress_bars_has_no_name(tmp_path: Path) -> None:
+    assert_runs(PROGRESS, tmp_path)
 
 
 def test_engine_folder_has_the_sockets_and_the_meeting_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
