@@ -17,7 +17,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.advantages import ADVANTAGES, AdvantageEstimator
+from rl_plugins.algorithms.advantages import ADVANTAGES, WITH_GROUPS, AdvantageEstimator
+from rl_plugins.algorithms.advantages.group_relative import gdpo
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, aggregate
 from rl_plugins.algorithms.constraint import CostConstraint
 from rl_plugins.algorithms.filtering import GroupFilter, Resampling
@@ -152,8 +153,13 @@ class Algorithm(Settings):
                 "already, and the weights would multiply the loss by it again: use correction=bypass, rejection alone "
                 "(bypass_geo_rs, bypass_k3_rs), or policy_loss=reinforce"
             )
-        if self.resampling is not None and self.group_filter is not None:
-            raise ConfigError("resampling splits the groups that group_filter keeps: use only one of the two")
+        if self.resampling is not None:
+            _check_resampling(self)
+        if not self.reads_scores and (self.shaping != RewardShaping() or self.kl_is_in_reward):
+            raise ConfigError(
+                "advantage=gdpo compares reward_components alone, and shaping and kl.placement=reward change the "
+                "score: use kl.placement=loss, and shape the components in the reward function"
+            )
         if self.constraint is not None:
             choices = {"group_filter": self.group_filter, "resampling": self.resampling}
             self.constraint.check_fits(self._advantage_inputs, choices)
@@ -202,6 +208,11 @@ class Algorithm(Settings):
         if self.constraint is not None:
             needs |= {"costs_B", *({"cost_values_BT"} if "values_BT" in needs else ())}
         return frozenset(needs)
+
+    @property
+    def reads_scores(self) -> bool:
+        """False if the advantage compares the components of the reward, and not the score."""
+        return self.advantage_function is not gdpo or not self.reward_components
 
     @property
     def kl_is_in_reward(self) -> bool:
@@ -396,6 +407,23 @@ def _check_kinds(algorithm: Algorithm) -> None:
             raise ConfigError(f"{option}={shown(value)}: must be of the kind {words}")
     if not fits(algorithm.reward_components, list[str]):
         raise ConfigError(f"reward_components={shown(algorithm.reward_components)}: must be a list of names")
+
+
+def _check_resampling(algorithm: Algorithm) -> None:
+    """Raise a ConfigError if a part of the algorithm needs whole groups, or each sample once."""
+    if algorithm.group_filter is not None:
+        raise ConfigError("resampling splits the groups that group_filter keeps: use only one of the two")
+    if algorithm.advantage_function in WITH_GROUPS or algorithm.shaping.length_factor:
+        compared = "shaping.length_factor" if algorithm.shaping.length_factor else f"advantage={algorithm.advantage}"
+        raise ConfigError(
+            f"resampling splits groups, and {compared} compares the samples of a group: use gae, reinforce_plus_plus "
+            "or another advantage without groups, and shaping.length_factor=0"
+        )
+    if algorithm.policy_loss in SELECTIONS:
+        raise ConfigError(
+            f"resampling repeats samples, and policy_loss={algorithm.policy_loss} selects tokens of different samples: "
+            "use a policy loss without a selection, such as ppo_clip"
+        )
 
 
 def _check_inputs(option: str, inputs: list[str], known: frozenset[str]) -> None:

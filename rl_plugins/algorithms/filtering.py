@@ -3,7 +3,7 @@
 `GroupFilter` (dynamic sampling) keeps the groups whose samples differ in score. `Resampling` (policy filtration) draws
 samples with a probability that depends on their reward. Drawing is over the whole batch: pass the rewards of all ranks
 (gathered); with generators of the same seed, every rank draws the same samples and takes its share of them. A sample
-drawn twice is trained on twice, so groups do not stay whole: resample only for advantages without groups (`gae`).
+drawn twice is trained on twice, so groups do not stay whole: `Algorithm` refuses advantages that compare groups.
 """
 
 from __future__ import annotations

@@ -219,6 +219,18 @@ class KLConfig(Settings):
     target: Annotated[float | None, ABOVE_0_OR_NULL] = None
     horizon: Annotated[float, ABOVE_0] = 10_000.0
 
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ConfigError: a value is out of its range, or `target` would adapt a coefficient of 0.
+        """
+        super().__post_init__()
+        if self.target is not None and not self.coefficient:
+            raise ConfigError(
+                f"target={self.target} multiplies the coefficient, and coefficient=0 stays 0: set coefficient above 0"
+            )
+
     def controller(self) -> KLController:
         """Build the controller of the coefficient."""
         return FixedCoefficient(self.coefficient) if self.target is None else AdaptiveKL(self)

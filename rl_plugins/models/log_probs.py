@@ -180,7 +180,9 @@ def response_log_probs(
         logits_BTV = run().logits
         logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
         if tokens_BTK is not None:
-            extra_NJ = to_device(nn.functional.pad(tokens_BTK, (0, 0, 0, 1)).flatten(0, 1), device)
+            # A row with a blank image has no such tokens.
+            added = (0, 0, 0, 1, 0, len(input_ids_BS) - len(tokens_BTK))
+            extra_NJ = to_device(nn.functional.pad(tokens_BTK, added).flatten(0, 1), device)
         next_tokens_N = to_device(next_tokens_BT.reshape(-1), device)
         all_NC = distribution_columns(logits_NV, next_tokens_N, columns, extra_NJ)
         return _by_name(all_NC.view(*next_tokens_BT.shape, -1)[:, :-1], columns, entropy=entropy)

@@ -149,12 +149,16 @@ def has_adapter(model: nn.Module) -> TypeGuard[PeftModel]:
 def adapter_off(model: PeftModel) -> Iterator[None]:
     """Turn the adapter off inside the block. The model is in evaluation mode there, as any frozen model."""
     training = model.training
+    learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     model.eval()
     try:
         with model.disable_adapter():
             yield
     finally:
         model.train(training)
+        # PEFT turns on the gradient of the whole adapter, also of layers that do not learn, such as a vision tower's.
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(learns[name])
 
 
 def adapted_layers(model: PeftModel) -> dict[str, Any]:

@@ -70,7 +70,10 @@ class TokenMetrics:
             self._maxima[name] = torch.maximum(self._maxima.get(name, largest.cpu()), largest.cpu())
 
     def averages(self, sum_over_ranks: Reduce, max_over_ranks: Reduce) -> dict[str, float]:
-        """Return means `train/<name>` (sums for `add_sum`) and maxima `train/<name>_max`. Collective."""
+        """Return means `train/<name>` (sums for `add_sum`) and maxima `train/<name>_max`. Collective.
+
+        A mean without a value is left out.
+        """
         names = sorted(self._sums)
         if not names:
             return {}
@@ -79,8 +82,8 @@ class TokenMetrics:
         total = sum_over_ranks(torch.stack([value.cpu() for value in local])).tolist()
         metrics = {}
         for position, name in enumerate(names):
-            divisor = max(total[len(names) + position], 1.0) if name in self._counts else 1.0
-            metrics[f"train/{name}"] = total[position] / divisor
+            if divisor := total[len(names) + position] if name in self._counts else 1.0:
+                metrics[f"train/{name}"] = total[position] / divisor
         if self._maxima:
             largest = torch.stack([self._maxima[name].double().cpu() for name in sorted(self._maxima)])
             for name, value in zip(sorted(self._maxima), max_over_ranks(largest).tolist(), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -174,8 +175,9 @@ class PolicyLearner:
                 mask_BT,
             )
             adapted |= mean_over_ranks({"train/kl": (kl_B, mask_BT.bool().any(dim=-1))}, ranks.sum)
-        kl = {**metrics, **adapted}.get("train/kl")
-        if kl is not None:
+        kl = {**metrics, **adapted}.get("train/kl", math.nan)
+        # Without a counted token there is no measure.
+        if not math.isnan(kl):
             self._kl_controller.update(kl, batch.shape[0] * ranks.world_size)
             adapted["train/kl_coefficient"] = self._kl_controller.coefficient
         if self._algorithm.entropy.active and "train/entropy" in metrics:

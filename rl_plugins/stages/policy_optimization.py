@@ -209,6 +209,11 @@ class PolicyOptimization(Stage):
             )
         if self.router_replay is not None and self.router_replay.source == "recompute":
             check_recomputed_routes(self.algorithm, self.schedule, self.updates)
+        if REWARD_MODEL in self.scoring_configs and not self.algorithm.reads_scores:
+            raise ConfigError(
+                "advantage=gdpo compares the components of the reward function alone: leave reward_model out, or "
+                "choose another advantage"
+            )
         constraint = self.algorithm.constraint
         if COST_MODEL in self.scoring_configs and constraint is None:
             raise ConfigError(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.data.experience import Experience
+from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.device_copies import to_device
 
 _FIELDS = ("responses", "response_mask", "rollout_log_probs", "policy_versions", "teacher_top_ids")
@@ -105,12 +106,17 @@ def _split(samples: Experience, sequences_BT: Tensor) -> tuple[Experience, torch
         for name in _FIELDS
         if (values := getattr(samples, name)) is not None
     }
+    columns: dict[str, Any] = {}
+    if (images_B := samples.columns.get(IMAGE_INPUTS)) is not None:
+        sources = zip(sample_R.tolist(), has_own_prompt_R.tolist(), strict=True)
+        columns[IMAGE_INPUTS] = [None if has_own_prompt else images_B[sample] for sample, has_own_prompt in sources]
     rows = Experience(
         prompts=prompts_RP,
         prompt_lengths=samples.prompt_lengths[sample_R].masked_fill(has_own_prompt_R, 1),
         response_lengths=lengths_R,
         groups=samples.groups[sample_R],
         valid=samples.valid[sample_R],
+        rows=columns,
         batch_size=[len(keys_R)],
         **fields,
     )

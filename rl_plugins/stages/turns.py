@@ -67,16 +67,16 @@ def add_turns(samples: Experience) -> None:
 
 def _states(ending: Ending) -> list[int]:
     """Return the number of the state before each turn."""
-    states, before = list[int](), list(ending.prompt or ())
-    for message in ending.said:
-        if ALTERNATIVE in message:
+    states, before, reached = list[int](), list(ending.prompt or ()), 0
+    for turn in ending.times:
+        if ALTERNATIVE in ending.said[turn.place]:
             # The response has the same state as the first response to its prompt.
             states.append(states[-1])
-        elif message["role"] == "assistant":
-            states.append(_hash(before))
-            before = []
         else:
-            before.append(message)
+            # An environment may repeat messages of the policy.
+            states.append(_hash([*before, *ending.said[reached : turn.place]]))
+            before = []
+        reached = turn.place + 1
     return states
 
 

@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_plugins.algorithms.advantages.group_relative import rloo
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, local_counts
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.filtering import GroupFilter, Resampling
 from rl_plugins.algorithms.policy_losses.clipped import gmpo
 from rl_plugins.algorithms.regularization import AdaptiveKL, FixedCoefficient, KLConfig
+from rl_plugins.algorithms.reward_shaping import RewardShaping
 from rl_plugins.algorithms.rollout_correction import Rejection, RolloutCorrection, rejection_mask
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.algorithms.batches import Batch, make_batch
@@ -171,6 +174,28 @@ def test_algorithm_needs_and_kl_controller_follow_the_configuration() -> None:
         ({"kl": KLConfig(placement="both")}, r"kl\.placement='both' is unknown"),  # type: ignore[arg-type]
         ({"aggregation": "seq-mean-token-sum-norm"}, r"needs scale_factor"),
         ({"correction": "bypass_token_tis"}, r"correction=bypass_token_tis: .*use correction=bypass.*reinforce"),
+        (
+            {"resampling": Resampling(), "group_filter": GroupFilter()},
+            r"resampling splits the groups that",
+        ),
+        ({"resampling": Resampling()}, r"resampling splits groups, and advantage=grpo compares .*: use gae"),
+        ({"resampling": Resampling(), "advantage": rloo}, r"resampling splits groups, and advantage=.*rloo.* compares"),
+        (
+            {"resampling": Resampling(), "advantage": "gae", "shaping": RewardShaping(length_factor=0.5)},
+            r"resampling splits groups, and shaping\.length_factor compares",
+        ),
+        (
+            {"resampling": Resampling(), "advantage": "gae", "policy_loss": "clip_cov"},
+            r"resampling repeats samples, and policy_loss=clip_cov selects tokens",
+        ),
+        (
+            {"advantage": "gdpo", "reward_components": ("a",), "shaping": RewardShaping(clip=(-1, 1))},
+            r"advantage=gdpo compares reward_components alone, and shaping",
+        ),
+        (
+            {"advantage": "gdpo", "reward_components": ("a",), "kl": KLConfig(0.1, "reward")},
+            r"use kl\.placement=loss",
+        ),
     ],
 )
 def test_algorithm_refuses_bad_configurations(options: dict[str, Any], message: str) -> None:

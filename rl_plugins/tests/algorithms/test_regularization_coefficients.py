@@ -13,6 +13,7 @@ from rl_plugins.algorithms.regularization import (
     KLConfig,
     KLController,
 )
+from rl_plugins.errors import ConfigError
 from rl_plugins.tests.algorithms.reference import basics as reference
 from rl_plugins.tests.loops import for_each
 
@@ -37,6 +38,11 @@ def test_adaptive_kl_restores_and_fixed_coefficient_keeps_the_value() -> None:
     fixed.update(1.0, 500)
     fixed.load_state_dict(FixedCoefficient(0.1).state_dict())
     assert fixed.coefficient == 0.5
+
+
+def test_kl_config_refuses_a_target_without_a_coefficient_to_adapt() -> None:
+    with pytest.raises(ConfigError, match=r"target=0\.05 multiplies the coefficient, and coefficient=0 stays 0: set"):
+        KLConfig(target=0.05)
 
 
 def test_adaptive_entropy_steps_towards_the_target() -> None:

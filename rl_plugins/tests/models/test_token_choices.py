@@ -78,6 +78,20 @@ def test_top_k_and_given_tokens_equal_whole_logits(
     assert (last_linear_head(model, {}) is not None) == head_is_last
 
 
+@for_each("family", ["Qwen2", "Gemma2"])
+def test_given_tokens_may_be_missing_for_further_rows_without_a_response(family: str) -> None:
+    """A row with a blank image has only a prompt."""
+    model, batch = tiny(family), batch_of(random_samples(*LENGTHS))
+    given = torch.stack([batch.responses, batch.responses + 1], dim=-1)
+    arguments = forward_arguments(batch)
+    longer = {
+        name: torch.cat([value, value[-1:]]) if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
+    found = [response_log_probs(model, **inputs, tokens_BTK=given).log_probs_BTK for inputs in (arguments, longer)]
+    torch.testing.assert_close(computed(found[1])[: len(batch)], computed(found[0]), rtol=1e-10, atol=1e-10)
+
+
 def test_chunked_head_columns_of_several_tokens_equal_plain_operations() -> None:
     generator = torch.Generator().manual_seed(1)
     hidden, weight, bias = (

@@ -24,6 +24,7 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError, DataError, RewardError
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_model, build_tokenizer
+from rl_plugins.rewards.records import Score
 from rl_plugins.stages.critic_training import explained_variance
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.rollouts import ModelScorer
@@ -207,6 +208,29 @@ def test_component_scores_have_the_reward_components_of_the_algorithm() -> None:
     components_BK = filled(experience.component_scores)
     assert components_BK.shape == (12, 2) and set(components_BK[:, 0].tolist()) == {0.0, 1.0}
     torch.testing.assert_close(components_BK[:, 1], filled(experience.scores))
+
+
+def test_gdpo_refuses_a_reward_model() -> None:
+    algorithm = Algorithm(advantage="gdpo", reward_components=["format"])
+    with pytest.raises(ConfigError, match="gdpo compares the components .* leave reward_model out"):
+        train(algorithm, reward_model=RewardModelConfig("model"))
+
+
+class FailingScorer:
+    """Scorer whose rewards fail."""
+
+    def score(self, requests: Any) -> list[Score]:
+        return [Score(None, failure="raised", message="!") for _ in requests]
+
+
+@for_each("placement", ["loss", "reward"])
+def test_coefficients_stay_in_a_step_whose_rewards_have_failed(placement: Any) -> None:
+    algorithm = Algorithm(
+        kl=KLConfig(0.1, placement, "k1", target=0.1), entropy=EntropyConfig(0.2, target=0.5, rate=0.1)
+    )
+    stage = train(algorithm, scorer=FailingScorer())
+    assert (stage.kl_controller.coefficient, stage.entropy_controller.coefficient) == (0.1, 0.2)
+    assert not {"train/kl", "train/entropy", "train/kl_coefficient"} & stage.metrics[0].keys()
 
 
 # The gap between sampler and trainer ----------------------------------------------------------------------------

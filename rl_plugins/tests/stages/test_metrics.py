@@ -60,6 +60,13 @@ def test_token_metrics_average_over_micro_batches_and_ranks() -> None:
     assert together.averages(one_rank, one_rank) == pytest.approx(metrics)
 
 
+def test_token_metrics_leave_out_a_mean_without_a_value() -> None:
+    collected = TokenMetrics()
+    collected.add({"entropy": torch.ones(2, 3)}, torch.zeros(2, 3), maximum=True)
+    collected.add_sum("loss", torch.tensor(0.0))
+    assert collected.averages(one_rank, one_rank) == {"train/loss": 0.0}
+
+
 def test_token_metrics_without_values_have_no_averages() -> None:
     assert TokenMetrics().averages(one_rank, one_rank) == {}
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.data.experience import Experience, computed
+from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.ranks import Ranks
 from rl_plugins.stages.micro_batches import Cutter, Lengths
@@ -88,6 +89,13 @@ def test_rows_have_the_tokens_of_the_teachers_at_places_of_the_samples() -> None
     folded_BTK = rows.fold(top_ids_RWK)
     _, mask_BT = alone(tiny("Qwen2"), batch)
     assert torch.equal(folded_BTK[mask_BT], batch.teacher_top_ids[mask_BT]) and not folded_BTK[~mask_BT].any()
+
+
+def test_rows_have_the_images_of_the_prompts_of_samples_alone() -> None:
+    batch = trajectories()
+    batch.set_column(IMAGE_INPUTS, ["a", "b", "c", None, "e"])
+    rows = SequenceRows.of(batch)
+    assert rows.samples.columns[IMAGE_INPUTS] == ["a", None, None, "b", "c", None, None, None, "e", None]
 
 
 def test_padded_micro_batches_count_a_row_for_each_sequence() -> None:
