@@ -212,7 +212,7 @@ def test_component_scores_have_the_reward_components_of_the_algorithm() -> None:
 
 def test_gdpo_refuses_a_reward_model() -> None:
     algorithm = Algorithm(advantage="gdpo", reward_components=["format"])
-    with pytest.raises(ConfigError, match="gdpo compares the components .* leave reward_model out"):
+    with pytest.raises(ConfigError, match=r"gdpo compares the components .* leave reward_model out"):
         train(algorithm, reward_model=RewardModelConfig("model"))
 
 
