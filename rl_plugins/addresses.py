@@ -2,13 +2,14 @@
 
 Ranks on GPUs communicate over NCCL and over gloo. By itself, gloo takes the address of the host name, which many
 machines give themselves as a loopback address, so the ranks of other machines would not connect. Therefore the
-interface of gloo follows `NCCL_SOCKET_IFNAME`.
+interface of gloo follows `NCCL_SOCKET_IFNAME`, or the address of the machine in the Ray cluster.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 
 from rl_plugins.errors import ConfigError
@@ -36,15 +37,25 @@ def own_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def follow_nccl() -> None:
-    """Set `GLOO_SOCKET_IFNAME` to the first interface that `NCCL_SOCKET_IFNAME` allows, if only the latter is set.
+def choose_gloo_interface() -> None:
+    """Set `GLOO_SOCKET_IFNAME`, if the variable is not set and this machine is in a Ray cluster or restricts NCCL.
+
+    The interface is the first one that `NCCL_SOCKET_IFNAME` allows; without this variable, the interface with the
+    address of the machine in the Ray cluster.
 
     Raises:
-        ConfigError: this machine has no such interface.
+        ConfigError: this machine has no interface that `NCCL_SOCKET_IFNAME` allows.
     """
-    allowed = os.environ.get(NCCL_INTERFACE, "")
-    if allowed and not os.environ.get(GLOO_INTERFACE):
+    if os.environ.get(GLOO_INTERFACE):
+        return
+    if allowed := os.environ.get(NCCL_INTERFACE, ""):
         os.environ[GLOO_INTERFACE] = first_interface(allowed, _addresses())
+    # Without an earlier import, this process is in no cluster.
+    elif "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        address = own_address()
+        for interface, own in _addresses().items():
+            if address in own and not address.startswith("127."):
+                os.environ[GLOO_INTERFACE] = interface
 
 
 def first_interface(allowed: str, addresses: Mapping[str, Sequence[str]]) -> str:

@@ -10,7 +10,7 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl_plugins.addresses import follow_nccl
+from rl_plugins.addresses import choose_gloo_interface
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -115,9 +115,21 @@ def connected_ranks(rank: int, world_size: int, device: torch.device, timeout: t
     import torch
 
     if _has_process_group() and "nccl" in torch.distributed.get_backend() and _group_of_hosts() is None:
-        follow_nccl()
+        choose_gloo_interface()
         _hosts = torch.distributed.group.WORLD, torch.distributed.new_group(backend="gloo", timeout=timeout)
     return Ranks(rank, world_size, device)
+
+
+def set_default_deadline(timeout: timedelta | None) -> None:
+    """Give groups of ranks without a deadline of their own this deadline. Libraries make such groups.
+
+    Args:
+        timeout: deadline of each wait; None: the default of torch.
+    """
+    from torch.distributed import distributed_c10d
+
+    if timeout is not None:
+        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
 
 
 def place() -> tuple[int, int]:

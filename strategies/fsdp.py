@@ -41,7 +41,7 @@ from rl_plugins.intact_checkpoint import check_state
 from rl_plugins.models.loading import without_weights
 from rl_plugins.models.lora import plain_weights
 from rl_plugins.models.remote import RemoteLearner, RemoteModel, local_models
-from rl_plugins.ranks import Ranks, connected_ranks
+from rl_plugins.ranks import Ranks, connected_ranks, set_default_deadline
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.autograd_steps import AutogradSteps
 from rl_plugins.strategies.blending import BlendedModels
@@ -152,6 +152,7 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         check_divides("sequence_parallel", self._sequence_parallel, self.world_size)
         check_divides("expert_parallel", self._expert_parallel, self.world_size)
         self._data_parallel_size = self.world_size // self._group_size
+        set_default_deadline(self._timeout)
         super().setup_environment()
         self.ranks = connected_ranks(self.global_rank, self.world_size, self.root_device, self._timeout)
         self.phase_log.device = self.root_device

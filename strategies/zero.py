@@ -28,10 +28,11 @@ from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.intact_checkpoint import check_state
+from rl_plugins.models.loading import experts_on_first_rank
 from rl_plugins.models.lora import has_adapter, plain_weights
 from rl_plugins.models.remote import RemoteLearner, RemoteModel, local_models
 from rl_plugins.plain_file import load_plain
-from rl_plugins.ranks import Ranks, connected_ranks
+from rl_plugins.ranks import Ranks, connected_ranks, set_default_deadline
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.blocks import gather_by_block
@@ -114,6 +115,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
     @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None
+        set_default_deadline(self._timeout)
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
         check_divides("sequence_parallel", self._sequence_parallel, self.world_size)
@@ -169,7 +171,8 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
 
         # While this object exists, transformers enters zero.Init. A second zero.Init would convert tensors to bfloat16.
         keep_alive = HfDeepSpeedConfig(self.config if frozen is None else self._frozen_config(frozen))
-        yield
+        with experts_on_first_rank(self.global_rank):
+            yield
         del keep_alive
 
     @override

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
@@ -15,6 +15,7 @@ from rl_plugins.vision_language import model_class
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 
@@ -92,6 +93,31 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOp
         )
     model.name_or_path = path
     return prepared(model, options)
+
+
+@contextmanager
+def experts_on_first_rank(rank: int) -> Iterator[None]:
+    """Read weights of experts on rank 0 alone, for models that DeepSpeed divides among the ranks while loading.
+
+    Transformers stacks the experts of a layer on every rank, and DeepSpeed takes the weights of rank 0. Other ranks
+    stack tensors without memory.
+    """
+    if rank == 0:
+        yield
+        return
+    from transformers import modeling_utils
+
+    read = modeling_utils.load_state_dict
+
+    def without_experts(*arguments: Any, **options: Any) -> dict[str, Tensor]:
+        tensors = read(*arguments, **options)
+        return {name: tensor.to("meta") if ".experts." in name else tensor for name, tensor in tensors.items()}
+
+    modeling_utils.load_state_dict = without_experts
+    try:
+        yield
+    finally:
+        modeling_utils.load_state_dict = read
 
 
 def _check_finite(model: PreTrainedModel) -> None:

@@ -16,6 +16,7 @@ import deepspeed
 import numpy as np
 import torch
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+from torch.distributed import distributed_c10d
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -29,6 +30,7 @@ class RankState:
         self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         self._random: tuple[Any, Any, Any] = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self._linear = torch.nn.functional.linear
+        self._deadlines = distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout
         # No imported object becomes garbage, and a look at these objects would copy the pages of the fork.
         gc.freeze()
 
@@ -48,6 +50,7 @@ class RankState:
         np.random.set_state(numpy)
         torch.set_rng_state(default)
         torch.set_num_threads(1)
+        distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout = self._deadlines
         # State left by stage 3 of ZeRO: a replaced function of torch, and the modules of its passes.
         torch.nn.functional.linear = self._linear
         FWD_MODULE_STACK.clear()

@@ -12,6 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import distributed
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
 
 from rl_plugins import ranks
 from rl_plugins.addresses import GLOO_INTERFACE, NCCL_INTERFACE
@@ -19,6 +21,23 @@ from rl_plugins.tests.patience import patient
 from rl_plugins.tests.ranks import run_ranks
 
 TIMEOUT = timedelta(seconds=patient(60))
+
+
+def deadlines_of_a_mesh(_: int) -> list[timedelta]:
+    """Return the deadline of a group of gloo in a mesh, and of groups of NCCL."""
+    with ExitStack() as stack:
+        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+            stack.enter_context(patch.object(distributed_c10d, name, timedelta(hours=1)))
+        ranks.set_default_deadline(None)
+        assert distributed_c10d.default_pg_timeout == timedelta(hours=1)
+        ranks.set_default_deadline(TIMEOUT)
+        group: Any = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "shards")).get_group("copies")
+        of_gloo = group._get_backend(torch.device("cpu")).options._timeout
+        return [of_gloo, distributed_c10d._get_default_timeout(distributed.Backend.NCCL)]
+
+
+def test_groups_of_a_mesh_have_the_deadline_of_the_strategy() -> None:
+    assert [found for found, _ in run_ranks(deadlines_of_a_mesh, world_size=2)] == [[TIMEOUT, TIMEOUT]] * 2
 
 
 def communicate(rank: int, backend: str) -> tuple[list[Any], list[bool], int]:

@@ -35,7 +35,26 @@ class _Source(VLLMWeightSource):
         return [ParamMeta(meta.name, meta.dtype, meta.shape) for meta in self._source.metadata()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._source)
+        return _gathered_on(torch.cuda.current_stream(), iter(self._source))
+
+
+def _gathered_on(
+    stream: torch.cuda.Stream, weights: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gather on one stream, also if the reader changes its stream.
+
+    vLLM's sender over NCCL fills its buckets on several streams in turn. Parts of a gathered parameter may be in
+    several buckets, so each stream must wait for the gather.
+    """
+    while True:
+        with torch.cuda.stream(stream):
+            item = next(weights, None)
+        if item is None:
+            return
+        reader = torch.cuda.current_stream()
+        reader.wait_stream(stream)
+        item[1].record_stream(reader)
+        yield item
 
 
 class SourceAhead(_Source):

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import modeling_utils
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.loading import load_causal_lm, without_weights
+from rl_plugins.models.loading import experts_on_first_rank, load_causal_lm, without_weights
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import save_tiny_policy
 
@@ -31,6 +32,17 @@ def test_load_causal_lm_names_a_missing_and_an_unfitting_weight(tmp_path: Path) 
             load_causal_lm(str(folder), dtype=torch.float32)
         with without_weights(), pytest.raises(ConfigError, match=expected):
             load_causal_lm(str(folder), dtype=torch.float32)
+
+
+def test_experts_on_first_rank_reads_no_weights_of_experts_on_other_ranks(tmp_path: Path) -> None:
+    tensors = {"layers.0.mlp.experts.1.up_proj.weight": torch.ones(2, 2), "layers.0.mlp.gate.bias": torch.ones(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    devices = []
+    for rank in (1, 0):
+        with experts_on_first_rank(rank):
+            read = modeling_utils.load_state_dict(tmp_path / "model.safetensors")
+        devices.append([read[name].device.type for name in tensors])
+    assert devices == [["meta", "cpu"], ["cpu", "cpu"]]
 
 
 def test_load_causal_lm_and_load_scalar_head_refuse_weights_that_are_not_finite(tmp_path: Path) -> None:

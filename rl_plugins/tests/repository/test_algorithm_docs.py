@@ -181,7 +181,10 @@ def test_objects_of_common_options_can_be_set_on_the_command_line(texts):
     for override in objects:
         option = override.partition("=")[0].removeprefix("algorithm.")
         override = override.replace("MAX_TOKENS", "8")
-        algorithm = instantiate(compose_config("grpo", [override, "model.path=none"]).algorithm, _convert_="all")
+        # Resampling needs an advantage without groups.
+        name = "pf_ppo" if option == "resampling" else "grpo"
+        overrides = [override, f"algorithm={name}", "model.path=none"]
+        algorithm = instantiate(compose_config("grpo", overrides).algorithm, _convert_="all")
         for part in option.split("."):
             algorithm = getattr(algorithm, part)
         set_here[option] = algorithm

@@ -103,12 +103,17 @@ class _Stream(threading.local):
     def __init__(self, device: object = None) -> None:
         self.cuda_stream = next(_numbers)
         self.pending: list[_Operation] = []
+        self.waited_for: set[int] = set()
         _streams[self.cuda_stream] = self
 
     def synchronize(self) -> None:
         """Wait for the operations of NCCL."""
         while self.pending:
             self.pending.pop(0).wait()
+
+    def wait_stream(self, other: _Stream) -> None:
+        """Keep the number of the other stream."""
+        self.waited_for.add(other.cuda_stream)
 
 
 _numbers = itertools.count(1)
@@ -281,6 +286,7 @@ def cuda_on_cpu() -> Iterator[list[_Communicator]]:
                 "ipc_collect": lambda: None,
                 "get_device_properties": _properties,
             },
+            torch.Tensor: {"record_stream": lambda tensor, stream: None},
             reductions: {"reduce_tensor": memory.export, "rebuild_cuda_tensor": memory.open},
             ipc_engine: {"reduce_tensor": memory.export, "rebuild_cuda_tensor": memory.open},
             packed_tensor: {"reduce_tensor": memory.export},

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("vllm")
 from vllm.distributed.utils import StatelessProcessGroup
+from vllm.distributed.weight_transfer import packed_tensor
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rl_plugins import ranks
@@ -102,6 +103,37 @@ def test_make_cuda_sender_gives_an_engine_the_weights_of_each_update(backend: st
     assert addresses == {name: weight.data_ptr() for name, weight in engine.workers[0].model.weights().items()}
     update = update_calls(2 if backend == "ipc" else 1)
     assert engine.calls == ["init_weight_transfer_engine", *update, *update]
+
+
+@pytest.mark.usefixtures("communicators")
+def test_sender_over_nccl_gathers_on_one_stream_and_each_bucket_waits_for_the_stream() -> None:
+    streams = list[Any]()
+
+    class Parts(ModuleWeightSource):
+        """A source that gathers the embedding once, for several buckets."""
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for item in super().__iter__():
+                streams.append(torch.cuda.current_stream())
+                yield item
+
+    policy = torch.nn.Sequential(*(torch.nn.Linear(512, 600) for _ in range(4)))
+    engine = StubEngine("nccl", GPUS[:1], policy)
+    read = list[Any]()
+    pack = packed_tensor.pack_tensors
+
+    def packed(*arguments: Any) -> Any:
+        read.append(torch.cuda.current_stream())
+        return pack(*arguments)
+
+    with on_gpu("GPU-trainer"), closing(sender_of("nccl", policy, [engine], Parts)) as sender:
+        with patch.object(packed_tensor, "pack_tensors", packed):
+            sender.send(1)
+        own = torch.cuda.current_stream()
+        assert {stream.cuda_stream for stream in streams} == {own.cuda_stream}
+        assert len({stream.cuda_stream for stream in read}) == 2
+        assert all(stream.waited_for == {own.cuda_stream} for stream in read)
+    assert_has_weights(engine, policy, 1)
 
 
 def test_several_engines_over_nccl_have_separate_ranks_and_leave_the_group_with_the_sender(
