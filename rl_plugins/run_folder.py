@@ -20,7 +20,7 @@ from rl_plugins.whole_file import append_text, storing
 
 _CHECKPOINT = re.compile(r"checkpoint_(\d{8})$")
 _UNFINISHED = re.compile(r"\.(checkpoint|best)_\d{8}\.(partial|removed)$")
-_BEST = re.compile(r"best_\d{8}$")
+_BEST = re.compile(r"best_(\d{8})$")
 
 
 @dataclass(frozen=True, init=False)
@@ -235,7 +235,7 @@ def checkpoint_step(path: Path) -> int:
     Raises:
         ValueError: the folder is no checkpoint folder.
     """
-    match = _CHECKPOINT.search(path.name)
+    match = _CHECKPOINT.search(path.name) or _BEST.search(path.name)
     if match is None:
         raise ValueError(f"{path} is not a checkpoint folder")
     return int(match.group(1))

@@ -16,6 +16,7 @@ set -euo pipefail
 # Every machine must see the environment and the output folder.
 source "${ENVIRONMENT:?the folder of a virtual environment with rl-plugins[gpu]}/bin/activate"
 shared=${SHARED:?a folder that every machine can write}
+mlflow=${MLFLOW_TRACKING_URI:?the address of an MLflow server, because jobs on several machines break a file of SQLite}
 # A job keeps its number in the queue, and a new job has another number.
 run=$shared/outputs/${RUN:-grpo-$SLURM_JOB_ID}
 
@@ -39,7 +40,7 @@ srun ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" \
     run.output_dir="${run%/*}" run.name="${run##*/}" run.resume=auto \
     model.path="$shared/models/policy" model.precision=bf16-true \
     "data.train_files=[$shared/data/train.parquet]" "data.val_files=[$shared/data/test.parquet]" reward=gsm8k \
-    batch.prompts_per_step=64 placement.num_workers=8 placement.device=cuda "$@" &
+    batch.prompts_per_step=64 placement.num_workers=8 placement.device=cuda tracking.uri="$mlflow" "$@" &
 job=$!
 status=0
 wait "$job" || status=$?

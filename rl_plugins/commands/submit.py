@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: an option is wrong, the project is too large, or no job server answers.
     """
-    from rl_plugins.commands.project_files import describe_largest, files_to_send, zip_files
+    from rl_plugins.commands.project_files import files_to_send, zip_files
 
     command = job_command(arguments.command)
     address = job_server(arguments.address)
@@ -109,7 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
     if secrets:
         print(f"left out, as files with secrets: {', '.join(secrets)} (--include PATH sends one)", file=sys.stderr)
     if arguments.dry_run:
-        print("\n".join(describe_largest({path: file.stat().st_size for path, file in files.items()})))
+        for path, file in sorted(files.items()):
+            print(f"{file.stat().st_size / 2**20:.1f} MiB {path}")
         print(f"{len(files)} files of {root} for: {command}")
         return 0
     with tempfile.TemporaryDirectory() as folder:

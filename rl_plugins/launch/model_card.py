@@ -41,7 +41,7 @@ def model_card(name: str, checkpoint: Path, *, is_adapter: bool) -> str:
     """
     run = RunFolder(checkpoint.absolute().parent)
     config = read_config(run.config) if run.config.is_file() else None
-    step = checkpoint_step(checkpoint) if checkpoint.name.startswith("checkpoint_") else None
+    step = checkpoint_step(checkpoint) if checkpoint.name.startswith(("checkpoint_", "best_")) else None
     base = None if config is None else model_name(config.model.path)
     lines = [
         *_metadata(name, None if base is None else base.repository, _data_sets(run), config, is_adapter),

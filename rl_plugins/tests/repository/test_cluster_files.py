@@ -149,11 +149,12 @@ def test_slurm_script_takes_variables_from_slurm_and_the_user(tmp_path):
     used = set(re.findall(r"\$\{?([A-Z_]+)", text))
     # Slurm sets SLURM_ variables for jobs with --nodes and --cpus-per-task; the user's variables have an error message.
     of_slurm = {"SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK"}
-    assert used == of_slurm | {"ENVIRONMENT", "SHARED", "RUN"}
+    assert used == of_slurm | {"ENVIRONMENT", "SHARED", "RUN", "MLFLOW_TRACKING_URI"}
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "activate").touch()
     given = {"PATH": os.environ["PATH"], "ENVIRONMENT": str(tmp_path), "SHARED": str(tmp_path)}
-    for name in ("ENVIRONMENT", "SHARED"):
+    given |= {"MLFLOW_TRACKING_URI": "http://mlflow:5000"}
+    for name in ("ENVIRONMENT", "SHARED", "MLFLOW_TRACKING_URI"):
         environment = {key: value for key, value in given.items() if key != name}
         outcome = subprocess.run(["bash", str(FOLDER / "slurm.sh")], capture_output=True, text=True, env=environment)
         assert outcome.returncode != 0 and f"{name}: " in outcome.stderr
@@ -180,7 +181,8 @@ def slurm_job(folder: Path, python: str, number: int) -> dict[str, str]:
         (programs / name).chmod(0o755)
     slurm = {"NODELIST": "machine-[1-2]", "NUM_NODES": "2", "ID": str(number)}
     slurm = {**{f"SLURM_JOB_{name}": value for name, value in slurm.items()}, "SLURM_CPUS_PER_TASK": "16"}
-    return {**os.environ, **slurm, "ENVIRONMENT": str(programs.parent), "SHARED": str(folder)}
+    given = {"ENVIRONMENT": str(programs.parent), "SHARED": str(folder), "MLFLOW_TRACKING_URI": "http://mlflow:5000"}
+    return {**os.environ, **slurm, **given}
 
 
 def test_slurm_script_gives_each_job_a_run_and_continues_a_named_run(tmp_path):
