@@ -38,6 +38,7 @@ PAGES = (
 )  # fmt: skip
 LEFT_OUT = {
     "mlflow ui": "does not end",
+    "export MLFLOW_TRACKING_URI=": "sets a variable of the shell",
     "mlflow artifacts": "names a run that the reader chooses; test_tracking gets a checkpoint back",
     "rl-plugins export run/best": "what the line before it has brought",
     "rl-plugins submit --dry-run": "refuses the links out of this folder; test_submit and test_ray_job have projects",
