@@ -97,7 +97,7 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOp
 
 @contextmanager
 def experts_on_first_rank(rank: int) -> Iterator[None]:
-    """Read weights of experts on rank 0 alone, for models that DeepSpeed divides among the ranks while loading.
+    """Read weights of experts on rank 0 alone, for models divided among the ranks by DeepSpeed while loading.
 
     Transformers stacks the experts of a layer on every rank, and DeepSpeed takes the weights of rank 0. Other ranks
     stack tensors without memory.

@@ -174,10 +174,11 @@ class PolicyLearner:
                 self._algorithm.kl_to_reference(computed(batch.old_log_probs), computed(batch.ref_log_probs), mask_BT),
                 mask_BT,
             )
-            adapted |= mean_over_ranks({"train/kl": (kl_B, mask_BT.bool().any(dim=-1))}, ranks.sum)
-        kl = {**metrics, **adapted}.get("train/kl", math.nan)
-        # Without a counted token there is no measure.
-        if not math.isnan(kl):
+            measured = mean_over_ranks({"train/kl": (kl_B, mask_BT.bool().any(dim=-1))}, ranks.sum)
+            # Without a counted token there is no measure.
+            adapted |= {name: value for name, value in measured.items() if not math.isnan(value)}
+        kl = {**metrics, **adapted}.get("train/kl")
+        if kl is not None:
             self._kl_controller.update(kl, batch.shape[0] * ranks.world_size)
             adapted["train/kl_coefficient"] = self._kl_controller.coefficient
         if self._algorithm.entropy.active and "train/entropy" in metrics:

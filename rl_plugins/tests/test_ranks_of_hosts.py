@@ -33,7 +33,7 @@ def deadlines_of_a_mesh(_: int) -> list[timedelta]:
         ranks.set_default_deadline(TIMEOUT)
         group: Any = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "shards")).get_group("copies")
         of_gloo = group._get_backend(torch.device("cpu")).options._timeout
-        return [of_gloo, distributed_c10d._get_default_timeout(distributed.Backend.NCCL)]
+        return [of_gloo, distributed_c10d._get_default_timeout(distributed.Backend("nccl"))]
 
 
 def test_groups_of_a_mesh_have_the_deadline_of_the_strategy() -> None:

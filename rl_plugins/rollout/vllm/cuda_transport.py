@@ -35,7 +35,8 @@ class _Source(VLLMWeightSource):
         return [ParamMeta(meta.name, meta.dtype, meta.shape) for meta in self._source.metadata()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return _gathered_on(torch.cuda.current_stream(), iter(self._source))
+        # Training writes the weights on this stream.
+        return _gathered_on(torch.cuda.default_stream(), iter(self._source))
 
 
 def _gathered_on(

@@ -36,6 +36,7 @@ _FOREIGN = {
     ".venv/bin/pre-commit",
     "cp",
     "curl",
+    "export",
     "docker",
     "kubectl",
     "mlflow",

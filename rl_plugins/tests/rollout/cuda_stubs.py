@@ -58,10 +58,11 @@ _HOST = "127.0.0.1"
 
 
 class _Thread(threading.local):
-    """The GPU and the current stream of a thread."""
+    """The GPU, the current stream and the default stream of a thread."""
 
     gpu: str | None = None
     stream: _Stream | None = None
+    default: _Stream | None = None
 
 
 _thread = _Thread()
@@ -120,10 +121,14 @@ _numbers = itertools.count(1)
 _streams: WeakValueDictionary[int, _Stream] = WeakValueDictionary()
 
 
+def _default_stream(device: object = None) -> _Stream:
+    if _thread.default is None:
+        _thread.default = _Stream()
+    return _thread.default
+
+
 def _current_stream(device: object = None) -> _Stream:
-    if _thread.stream is None:
-        _thread.stream = _Stream()
-    return _thread.stream
+    return _thread.stream or _default_stream()
 
 
 @contextmanager
@@ -282,6 +287,7 @@ def cuda_on_cpu() -> Iterator[list[_Communicator]]:
                 "Stream": _Stream,
                 "stream": _use_stream,
                 "current_stream": _current_stream,
+                "default_stream": _default_stream,
                 "synchronize": lambda device=None: None,
                 "ipc_collect": lambda: None,
                 "get_device_properties": _properties,

@@ -61,9 +61,9 @@ def train(
     stage = stage_class(
         build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2),
         tokenizer=canned.tokenizer,
-        scorer=canned.CannedScorer(),
         algorithm=algorithm,
         **{
+            "scorer": canned.CannedScorer(),
             "sampling": SamplingConfig(max_tokens=20, num_samples=3),
             "reference": canned.other_model(),
             "optimizer": OptimizerConfig(lr=0.01),

@@ -71,12 +71,6 @@ def test_token_metrics_without_values_have_no_averages() -> None:
     assert TokenMetrics().averages(one_rank, one_rank) == {}
 
 
-def test_token_metrics_without_valid_tokens_are_0_and_have_no_maximum() -> None:
-    metrics = TokenMetrics()
-    metrics.add({"gap": torch.full((2, 3), torch.nan)}, torch.zeros(2, 3), maximum=True)
-    assert metrics.averages(one_rank, one_rank) == {"train/gap": 0.0}
-
-
 def test_mean_details_averages_each_detail_over_the_scores_that_have_the_detail() -> None:
     first = sum_details([Score(1.0, {"right": 1.0, "tidy?": 0.0}), Score(0.0, {"right": 0.0})])
     first = sum_details([Score(None, failure="raised"), Score(1.0, {"right": 1.0})], first)
