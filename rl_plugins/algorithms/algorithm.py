@@ -153,6 +153,9 @@ class Algorithm(Settings):
                 "already, and the weights would multiply the loss by it again: use correction=bypass, rejection alone "
                 "(bypass_geo_rs, bypass_k3_rs), or policy_loss=reinforce"
             )
+        if self.constraint is not None:
+            choices = {"group_filter": self.group_filter, "resampling": self.resampling}
+            self.constraint.check_fits(self._advantage_inputs, choices)
         if self.resampling is not None:
             _check_resampling(self)
         if not self.reads_scores and (self.shaping != RewardShaping() or self.kl_is_in_reward):
@@ -160,9 +163,6 @@ class Algorithm(Settings):
                 "advantage=gdpo compares reward_components alone, and shaping and kl.placement=reward change the "
                 "score: use kl.placement=loss, and shape the components in the reward function"
             )
-        if self.constraint is not None:
-            choices = {"group_filter": self.group_filter, "resampling": self.resampling}
-            self.constraint.check_fits(self._advantage_inputs, choices)
 
     @cached_property
     def advantage_function(self) -> AdvantageEstimator:

@@ -324,6 +324,11 @@ class Schedule(Settings):
         return groups + round(groups * (self.max_staleness if self.ahead is None else self.ahead))
 
     @property
+    def keeps_order(self) -> bool:
+        """True if steps train on groups in the order of submission, because both bounds are equal."""
+        return self.ahead is None or self.ahead == self.max_staleness
+
+    @property
     def drops(self) -> bool:
         """True if the unfinished groups at the end of a step are dropped."""
         return self.max_staleness == 0 and bool(self.ahead)

@@ -210,12 +210,12 @@ class AgentConversations:
     def _take_calls(self, answers: dict[int, EnvironmentAnswer]) -> None:
         """Read the calls that have arrived, and add the turns that they begin to `answers`."""
         for received in self._endpoint.take():
-            self._receive(self._states[received.trajectory], received)
+            self._receive(received.trajectory, self._states[received.trajectory], received)
         for key, state in self._states.items():
             while state.waiting and not state.is_sampling:
                 self._take(key, state, state.waiting.popleft(), answers)
 
-    def _receive(self, state: _TrajectoryState, received: Received) -> None:
+    def _receive(self, key: int, state: _TrajectoryState, received: Received) -> None:
         """Put a call to the calls that wait. A repeated call takes the place, or gets the answer, of the first."""
         if received.is_repeated:
             if state.is_sampling and state.received is not None and state.received.body == received.body:
@@ -226,6 +226,8 @@ class AgentConversations:
             for sequence in state.sequences:
                 if sequence.body == received.body:
                     self._endpoint.answer(received, sequence.sent)
+                    if not state.is_sampling:
+                        self._leave_out_wait(key, state, received)
                     return
             state.waiting = deque(call for call in state.waiting if call.body != received.body)
         state.waiting.append(received)
@@ -244,6 +246,7 @@ class AgentConversations:
             refused = error if isinstance(error, Refused) else Refused(reason)
             self._count(state, refused)
             self._endpoint.refuse(received, str(refused), refused.kind)
+            self._leave_out_wait(key, state, received)
             return
         if isinstance(turn, Reply):
             # The agent worked from the last answer to this call, which may have waited for another call since.
@@ -254,6 +257,12 @@ class AgentConversations:
         state.events = FORMATS[received.path].events(call) if call.stream else None
         # The time in which a call waited for the call before is already left out.
         self._host.pause(key, since=max(received.at, state.answered_at))
+
+    def _leave_out_wait(self, key: int, state: _TrajectoryState, received: Received) -> None:
+        """Leave the wait of a call for its answer out of the deadline of the agent."""
+        self._host.pause(key, since=max(received.at, state.answered_at))
+        self._host.go_on(key)
+        state.answered_at = time.monotonic()
 
     def _read(self, state: _TrajectoryState, call: ChatCall) -> Start | Reply:
         """Return the turn that a call begins.

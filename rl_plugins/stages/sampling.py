@@ -18,7 +18,7 @@ from rl_plugins.environments.agent import AgentEnvironment
 from rl_plugins.environments.object_conversations import StatefulConversations
 from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.tools import ToolEnvironment
-from rl_plugins.errors import ConfigError, RewardError
+from rl_plugins.errors import ConfigError, EngineLost, RewardError
 from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.inline import Reward, default_scorer
 from rl_plugins.rewards.records import Score, ScoringRequest, failed, for_tokens, scoring_request
@@ -106,18 +106,27 @@ class PromptSampler:
             )
         # The tickets of groups ahead are not negative.
         requests = [self.request(-1 - place, prompts, place, seed) for place, seed in enumerate(seeds)]
-        tickets, unsent = [request.ticket for request in requests], [requests]
+        unsent, again, found = [requests], set[int](), dict[int, Generations]()
 
         def converse(engine: RolloutEngine) -> Generations:
             groups = self.group_sampler(engine)
             while unsent:
                 groups.submit(unsent.pop(), sampling)
-            groups.lost_tickets()
-            if not tickets:
+            again.update(groups.lost_tickets())
+            if again:
+                lost = [request for request in requests if request.ticket in again]
+                again.clear()
+                groups.submit(lost, sampling, together=False)
+            if left := [request.ticket for request in requests if request.ticket not in found]:
+                ended = groups.collect(left, 0)
+                fetched = dict(zip(left, groups.fetch([ended[ticket] for ticket in left]), strict=True))
+                found.update({ticket: samples for ticket, samples in fetched.items() if samples is not None})
+                again.update(fetched.keys() - found.keys())
+            if again:
+                raise EngineLost(f"an engine was lost with the responses of {len(again)} prompts")
+            if not requests:
                 return Generations.from_responses([], [], [], 0)
-            ended = groups.collect(tickets, 0)
-            found = groups.fetch([ended[ticket] for ticket in tickets])
-            return Generations.concat([group for group in found if group is not None])
+            return Generations.concat([found[request.ticket] for request in requests])
 
         return self.strategy.rollout_phases.run_sampling(step, converse)
 

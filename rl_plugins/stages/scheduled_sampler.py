@@ -128,15 +128,30 @@ class GroupQueue:
         for ticket in tickets:
             self._groups[ticket] = replace(self._groups[ticket], started_version=None, generations=None)
 
-    def due(self, version: int) -> list[int]:
-        """Return the tickets of the groups that step `version` must train on, because a later step may not."""
+    def due(self, version: int, count: int) -> list[int]:
+        """Return the tickets of the groups that must be among the `count` groups of step `version`."""
         if self._schedule.drops:
             return []
-        last = version - self._schedule.max_staleness
+        if self._schedule.keeps_order:
+            return self.started()[:count]
+        return self._started_by(version - self._schedule.max_staleness)
+
+    def leaves_time(self, version: int, count: int, per_step: int) -> bool:
+        """Return True if step `version` leaves no group too old for later steps, which have `per_step` groups each."""
+        if self._schedule.drops or self._schedule.keeps_order:
+            return True
+        for later in range(self._schedule.max_staleness + 1):
+            tickets = self._started_by(version + later - self._schedule.max_staleness)
+            finished = len(tickets) - len(self.unfinished(tickets))
+            if finished < min(len(tickets) - later * per_step, count):
+                return False
+        return True
+
+    def _started_by(self, version: int) -> list[int]:
         return [
             ticket
             for ticket, group in self._groups.items()
-            if group.started_version is not None and group.started_version <= last
+            if group.started_version is not None and group.started_version <= version
         ]
 
     def unfinished(self, tickets: Iterable[int]) -> list[int]:
@@ -150,9 +165,10 @@ class GroupQueue:
 
     def take(self, count: int, version: int) -> list[Group]:
         """Remove and return finished groups, due groups first, then the oldest, in the order of tickets."""
-        due = set(self.due(version))
+        due = set(self.due(version, count))
         finished = [ticket for ticket, group in self._groups.items() if group.generations is not None]
-        chosen = sorted(sorted(finished, key=lambda ticket: (ticket not in due, ticket))[:count])
+        by_age = sorted(finished, key=lambda ticket: (ticket not in due, self._groups[ticket].started_version, ticket))
+        chosen = sorted(by_age[:count])
         assert len(chosen) == count, f"{len(chosen)} groups are finished, and {count} are wanted"
         return self.take_out(chosen)
 
@@ -273,7 +289,7 @@ class ScheduledSampler:
         """
         in_flight = self._in_flight(count, step, groups_per_step)
         self._draw_until(in_flight, groups_per_step)
-        self._sample_until(count, step, in_flight)
+        self._sample_until(count, step, in_flight, groups_per_step)
         groups = self._queue.take(count, step)
         if mini_batches and self._strategy.ranks.world_size > 1:
             with self._strategy.phase_log.measure("balance"):
@@ -300,12 +316,12 @@ class ScheduledSampler:
         for _ in range(batches):
             self.offer(self._draw())
 
-    def _sample_until(self, count: int, step: int, in_flight: int) -> None:
+    def _sample_until(self, count: int, step: int, in_flight: int, groups_per_step: int) -> None:
         """Start waiting groups, and sample until `count` groups and all due groups are finished. Collective."""
         queue = self._queue
         earlier = queue.unfinished(queue.started())
         new = queue.start(in_flight, step)
-        due = queue.due(step)
+        due = queue.due(step, count)
         # All ranks submit together, also a rank without new groups (after a restart).
         submits = self._strategy.ranks.any(bool(new))
 
@@ -313,16 +329,24 @@ class ScheduledSampler:
             # A call after the loss of an engine goes on where the call before ended: the queue has the finished groups,
             # and `submits` is False after the new groups were submitted.
             nonlocal submits
-            sampler = self._sampler.group_sampler(engine)
+            sampler, lost = self._sampler.group_sampler(engine), None
             if submits:
                 if earlier:
                     # The engine answers between two steps: ask before the engine is busy with the new groups.
-                    queue.finish(sampler.collect((), 0))
+                    try:
+                        queue.finish(sampler.collect((), 0))
+                    except EngineLost as error:
+                        lost = error
+                # Also after a loss: the other ranks of an engine wait for the groups of this rank.
                 sampler.submit(self._requests(new), self._sampling)
                 submits = False
+                if lost is not None:
+                    raise lost
             self._submit_again(sampler, sampler.lost_tickets(), step)
             missing = max(0, count - queue.num_finished)
             queue.finish(sampler.collect(queue.unfinished(due), missing))
+            while not queue.leaves_time(step, count, groups_per_step):
+                queue.finish(sampler.collect((), 1))
             if self._schedule.drops:
                 sampler.drop(queue.drop_started(keep=count))
 

@@ -47,7 +47,6 @@ class FleetSampling:
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
         """Sample the prompts of this rank. Collective."""
-        self._fleet.check_lost()
         references: dict[Any, int] = {}
         for engine, share in self._fleet.shares(len(prompts)).items():
             part = slice(share.start, share.stop)
@@ -56,6 +55,8 @@ class FleetSampling:
                 self._fleet.rank, self._fleet.ranks_of_engine(engine), prompts[part], sampling, seeds_there
             )
             references[reference] = engine
+        # After the calls, because other ranks of the engines wait for the prompts of this rank.
+        self._fleet.check_lost()
         parts: dict[Any, Generations] = {}
         deadline = self._fleet.sampling_deadline()
         while len(parts) < len(references):

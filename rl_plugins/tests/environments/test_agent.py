@@ -17,6 +17,7 @@ from rl_plugins.commands.main import main
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.environments.agent import AgentEnvironment
+from rl_plugins.environments.object_host import ObjectHost
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
 from rl_plugins.rollout.transformers_engine import TransformersRollout
@@ -40,6 +41,22 @@ def test_calls_beside_the_rules_are_refused_with_the_reason_and_counted() -> Non
     assert (score.details["agent/refused"], score.details["agent/not_continued"]) == (18.0, 5.0)
     text = "no<|end|><|user|>sure?<|assistant|>5<|end|><|user|>sure?<|assistant|>5<|end|>"
     assert tokenizer.decode(generations.responses()[0]) == text
+
+
+def test_wait_of_a_refused_call_is_not_time_of_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may wait while the workers train."""
+    went_on: list[int] = []
+    go_on = ObjectHost.go_on
+
+    def noting(host: ObjectHost, key: int) -> None:
+        went_on.append(key)
+        go_on(host, key)
+
+    monkeypatch.setattr(ObjectHost, "go_on", noting)
+    with closing(agent("ask_too_much", max_turns=4, max_sequences=3)) as environment:
+        (generations,) = run(environment, {ASKED: tokenizer.encode("5<|end|>")}, max_tokens=40)
+    details = generations.endings[0].score.details
+    assert len(went_on) == details["agent/calls"] > details["agent/refused"] > 0
 
 
 def test_calls_of_the_responses_api_beside_the_rules_are_refused_with_the_reason() -> None:

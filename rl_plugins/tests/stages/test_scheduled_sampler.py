@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +17,14 @@ from rl_plugins.algorithms.filtering import GroupFilter
 from rl_plugins.config.models import CriticConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig, Schedule
 from rl_plugins.data.experience import Experience
+from rl_plugins.data.images import PROMPT_IMAGES
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
 from rl_plugins.rollout.transformers_engine import TransformersRollout
+from rl_plugins.stages.sampling import PromptSampler
 from rl_plugins.strategies.contract import Strategy
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each
@@ -236,6 +240,54 @@ def test_groups_of_a_lost_engine_are_sampled_again(staleness: int) -> None:
     assert [metrics["rollout/engines_lost"] for metrics in stage.metrics] == [0, 1, 0, 0]
     # The two groups in progress at the loss are requested twice.
     assert len(engine.asked) == 10
+
+
+@for_each(("staleness", "ahead"), [(2, None), (3, 2.0)])
+def test_no_group_is_older_than_max_staleness_if_many_groups_are_slow(staleness: int, ahead: float | None) -> None:
+    stage = train(Distant(slow=["12+30", "100+1"]), Schedule(staleness, ahead=ahead), steps=9)
+    assert max(age for ages in stage.ages for age in ages) == staleness
+
+
+class NotesOrder(Distant):
+    """An engine that records losses, and whether ranks submit together."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.order: list[str] = []
+
+    @override
+    def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
+        self.order.append("together" if together else "alone")
+        super().submit(requests, sampling, together=together)
+
+    @override
+    def drop_lost_engines(self) -> int:
+        self.order.append("dropped")
+        return super().drop_lost_engines()
+
+
+def test_ranks_submit_together_also_if_an_engine_is_lost_before() -> None:
+    """The second call of `collect` asks for finished groups before the submission of the second step."""
+    engine = NotesOrder(slow=["12+30"], loses_at=[2])
+    stage = train(engine, Schedule(1, ahead=0.5), steps=3)
+    assert engine.order == ["together", "together", "dropped", "alone", "together"]
+    assert [len(texts) for texts in stage.texts] == [2, 2, 2]
+
+
+@for_each("engine", [lambda: Distant(loses_at=[1]), lambda: Remote(loses_fetched=[1]), lambda: Remote()])
+def test_samples_with_images_of_a_lost_engine_are_sampled_again(engine: Callable[[], Distant]) -> None:
+    used, sampling = engine(), SamplingConfig(max_tokens=20, num_samples=3)
+
+    def run_sampling(step: int, sample: Callable[[Any], Generations]) -> Generations:
+        while True:
+            with suppress(EngineLost):
+                return sample(used)
+
+    strategy: Any = SimpleNamespace(rollout_phases=SimpleNamespace(run_sampling=run_sampling))
+    prompts = canned.prompt_batch(["1+1", "12+30"])
+    prompts.columns[PROMPT_IMAGES] = [None, None]
+    found = PromptSampler(strategy, canned.tokenizer, 0).generate(prompts, sampling, [1, 2], 0)
+    assert found.responses() == Distant().generate(prompts.prompt_ids, sampling, None).responses()
 
 
 def test_engine_lost_5_times_in_one_phase_ends_the_run() -> None:

@@ -58,11 +58,11 @@ def test_take_is_first_in_first_out_with_max_staleness_1() -> None:
     queue = filled(Schedule(1))
     assert queue.start(4, version=0) == [0, 1, 2, 3]
     queue.finish({ticket: answer(ticket) for ticket in (3, 2, 1, 0)})
-    assert queue.due(0) == []
+    assert queue.due(0, 2) == [0, 1]
     assert rows(queue, 2, version=0) == [0, 1]
     assert queue.start(4, version=1) == [4, 5]
     # Groups with a start under version 0 cannot wait for version 2.
-    assert queue.due(1) == [2, 3]
+    assert queue.due(1, 2) == [2, 3]
 
 
 def test_unfinished_group_is_left_for_one_more_step() -> None:
@@ -71,18 +71,36 @@ def test_unfinished_group_is_left_for_one_more_step() -> None:
     queue.finish({0: answer(0), 2: answer(2)})
     assert rows(queue, 2, version=0) == [0, 10]
     assert queue.start(3, version=1) == [3, 4]
-    assert queue.due(1) == [1]
-    assert queue.unfinished(queue.due(1)) == [1]
+    assert queue.due(1, 2) == [1]
+    assert queue.unfinished(queue.due(1, 2)) == [1]
     queue.finish({3: answer(3), 4: answer(4), 1: answer(1)})
     # A group due in this step comes before finished groups due later.
     assert rows(queue, 2, version=1) == [1, 11]
+
+
+def test_step_leaves_no_group_too_old_for_later_steps() -> None:
+    """Two slow groups of version 0 may not both wait for step 3, which takes one group."""
+    queue = filled(Schedule(3, ahead=2.0), batches=6, size=1)
+    for version, newest in ((0, 2), (1, 3)):
+        assert queue.start(3, version)[-1] == newest
+        queue.finish({newest: answer(newest)})
+        assert queue.leaves_time(version, 1, 1)
+        assert rows(queue, 1, version) == [10 * newest]
+    queue.start(3, version=2)
+    queue.finish({4: answer(4)})
+    assert not queue.leaves_time(2, 1, 1)
+    queue.finish({1: answer(1)})
+    assert queue.leaves_time(2, 1, 1)
+    assert rows(queue, 1, version=2) == [10]
+    queue.start(3, version=3)
+    assert queue.due(3, 1) == [0]
 
 
 def test_drop_started_forgets_unfinished_groups() -> None:
     queue = filled(Schedule(0, ahead=0.5))
     queue.start(3, version=0)
     queue.finish({1: answer(1), 2: answer(2)})
-    assert queue.due(0) == []
+    assert queue.due(0, 2) == []
     assert queue.drop_started(keep=1) == [0, 2]
     assert rows(queue, 1, version=0) == [1]
     assert len(queue) == 3
@@ -106,7 +124,7 @@ def test_load_keeps_sampled_groups_and_starts_other_groups_again() -> None:
     said = again.load([queue.state()], rank=0, world_size=1, own=True)
     assert said == "6 groups of each worker's queue, 1 of them sampled"
     assert again.start(6, version=6) == [0, 2, 3, 4, 5]
-    assert again.due(6) == [1]
+    assert again.due(6, 2) == [0, 1]
     kept = again[1].responses
     assert isinstance(kept, Generations) and kept.responses() == [[1]]
     assert [again[ticket].prompt.rows for ticket in range(6)] == [queue[ticket].prompt.rows for ticket in range(6)]
