@@ -157,7 +157,9 @@ class AgentConversations:
         if turn.number > state.turns:
             self._answer(state, turn)
         else:
-            self._refuse(state, NoRoom("the trajectory has no tokens left: raise max_tokens (sampling.max_tokens)"))
+            assert state.received is not None, "a call is in progress"
+            reason = "the trajectory has no tokens left: raise max_tokens (sampling.max_tokens)"
+            self._refuse(state, state.received, NoRoom(reason))
         state.answered_at = time.monotonic()
         self._host.go_on(key)
         if state.result is not None:
@@ -243,9 +245,7 @@ class AgentConversations:
         except (Refused, TypeError, ValueError) as error:
             # Templates and tools are not the package's.
             reason = f"the chat template refuses the messages or the tools: {str(error) or type(error).__name__}"
-            refused = error if isinstance(error, Refused) else Refused(reason)
-            self._count(state, refused)
-            self._endpoint.refuse(received, str(refused), refused.kind)
+            self._refuse(state, received, error if isinstance(error, Refused) else Refused(reason))
             self._leave_out_wait(key, state, received)
             return
         if isinstance(turn, Reply):
@@ -379,12 +379,11 @@ class AgentConversations:
         for one, read, choice in zip(turns, parsed, choices, strict=True):
             state.turns += 1
             state.counts["malformed"] += read.is_malformed
+            uses = zip(choice.calls, read.calls, strict=False)
             sequence = _Answered(
                 messages=[*call.messages, choice.message],
                 tools=call.tools,
-                called=[
-                    ToolUse(str(use["id"]), name) for use, (name, _) in zip(choice.calls, read.calls, strict=False)
-                ],
+                called=[ToolUse(str(use["id"]), name) for use, (name, _) in uses],
                 last_token=one.tokens[-1],
                 body=state.received.body,
                 sent=sent,
@@ -433,15 +432,10 @@ class AgentConversations:
             return ParsedResponse(decoded(self._tokenizer, ids, skip_special_tokens=True))
         return parser.parsed(ids)
 
-    def _refuse(self, state: _TrajectoryState, refused: Refused) -> None:
-        assert state.received is not None, "a call is in progress"
-        self._count(state, refused)
-        self._endpoint.refuse(state.received, str(refused), refused.kind)
-
-    @staticmethod
-    def _count(state: _TrajectoryState, refused: Refused) -> None:
+    def _refuse(self, state: _TrajectoryState, received: Received, refused: Refused) -> None:
         state.counts["refused"] += 1
         state.counts["not_continued"] += isinstance(refused, NotContinued)
+        self._endpoint.refuse(received, str(refused), refused.kind)
 
     def _tools_of(self, schemas: Sequence[Message]) -> _Tools:
         """Return the parser and the tokens of messages for a list of tools.
@@ -476,10 +470,8 @@ def _score(name: str, state: _TrajectoryState, result: Answer) -> Score:
         score = failed(result.failure, result.fault)
     elif not state.turns:
         counts["without_call"] = 1
-        score = failed(
-            "raised",
-            f"{name}: the agent returned a reward without an answer of the policy: call the policy at `base_url`",
-        )
+        reason = "the agent returned a reward without an answer of the policy: call the policy at `base_url`"
+        score = failed("raised", f"{name}: {reason}")
     else:
         assert result.score is not None, "an agent without a failure has a score"
         score = Score(result.score, dict(result.details), token_rewards=result.token_rewards)
