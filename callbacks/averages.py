@@ -15,6 +15,7 @@ from typing_extensions import override
 from rl_plugins.config.models import ReferenceConfig
 from rl_plugins.config.settings import ABOVE_0_TO_BELOW_1, AT_LEAST_1, check_ranges
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.lora import has_adapter
 from rl_plugins.plain_file import load_plain
 from rl_plugins.stages.clock import clock
 from rl_plugins.stages.stage import Stage
@@ -201,13 +202,13 @@ class ReferenceUpdate(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._model == REFERENCE and getattr(pl_module, "reference_is_base", False):
+        models = pl_module.named_models() if isinstance(pl_module, HasNamedModels) else {}
+        if POLICY in models and has_adapter(models[POLICY]):
             raise ConfigError(
-                "ReferenceUpdate: the reference is the policy with its adapter off, so it cannot follow the "
-                "policy: remove the callback (in a recipe: reference.update_every=0), or give the stage a reference of "
-                "its own with reference=..., another folder of the same model (in a recipe: reference.path)"
+                f"ReferenceUpdate: the policy has an adapter, and the {self._model} has none, so it cannot follow the "
+                f"policy: remove the callback (in a recipe: {self._model}.update_every=0)"
             )
-        if not isinstance(pl_module, HasNamedModels) or self._model not in pl_module.named_models():
+        if self._model not in models:
             raise ConfigError(
                 f"ReferenceUpdate: the stage has no {self._model} model: use {_REMEDIES[self._model]}, or remove the "
                 f"callback (in a recipe: {self._model}.update_every=0)"

@@ -47,6 +47,10 @@ class BestCheckpoints(Callback):
         self._last_step = -1
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last_step = clock(pl_module)
+
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if fitting and self._metric.startswith("val/"):

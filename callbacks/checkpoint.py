@@ -138,7 +138,7 @@ class PolicyCheckpoint(Callback):
         if trainer.ckpt_path:
             checkpoint = Path(trainer.ckpt_path).parent
             words = [self._load_random_state(trainer, checkpoint, self.saved_step)]
-            words += self._load_rank_states(trainer, checkpoint)
+            words += load_rank_states(trainer, checkpoint)
             words += _load_rank_shares(trainer, checkpoint)
             if trainer.is_global_zero:
                 self._report_resume(trainer, checkpoint, words)
@@ -256,16 +256,6 @@ class PolicyCheckpoint(Callback):
             torch.cuda.set_rng_state(state["cuda"], device)
         return "random states"
 
-    def _load_rank_states(self, trainer: Trainer, checkpoint: Path) -> list[str]:
-        files = list(checkpoint.glob("callbacks_*.pt"))
-        if not files:
-            return []
-        if len(files) != trainer.world_size:
-            return [f"averages start again (saved by {len(files)} workers, now {trainer.world_size})"]
-        states = load_plain(checkpoint / f"callbacks_{trainer.global_rank}.pt")
-        stateful = _with_rank_state(trainer)
-        return [stateful[name].load_rank_state(state) for name, state in states.items() if name in stateful]
-
     def _report_resume(self, trainer: Trainer, checkpoint: Path, words: list[str]) -> None:
         """Print one line about the restored states, and append the line to a file of the run's folder."""
         parts = [f"{model} ({states})" for model, states in strategy_of(trainer).restored.items()] + words
@@ -314,6 +304,18 @@ def _load_rank_shares(trainer: Trainer, checkpoint: Path) -> list[str]:
         files = [files[trainer.global_rank]]
     shares = [load_plain(file, records=RECORDS) for file in files]
     return [module.load_rank_shares(shares, own=own)]
+
+
+def load_rank_states(trainer: Trainer, checkpoint: Path) -> list[str]:
+    """Restore the states of callbacks on this rank; return the restored parts, in words."""
+    files = list(checkpoint.glob("callbacks_*.pt"))
+    if not files:
+        return []
+    if len(files) != trainer.world_size:
+        return [f"averages start again (saved by {len(files)} workers, now {trainer.world_size})"]
+    states = load_plain(checkpoint / f"callbacks_{trainer.global_rank}.pt")
+    stateful = _with_rank_state(trainer)
+    return [stateful[name].load_rank_state(state) for name, state in states.items() if name in stateful]
 
 
 def _with_rank_state(trainer: Trainer) -> dict[str, HasRankState]:

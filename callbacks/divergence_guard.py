@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rl_plugins.callbacks.checkpoint import finish_checkpoint
+from rl_plugins.callbacks.checkpoint import finish_checkpoint, load_rank_states
 from rl_plugins.config.run import Bounds
 from rl_plugins.errors import ConfigError, TrainingDiverged
 from rl_plugins.run_folder import RunFolder
@@ -141,6 +141,7 @@ class DivergenceGuard(Callback):
                 f"training diverges at {description}, and there is no checkpoint yet to roll back to. {_ADVICE}"
             )
         stage.restore(checkpoint / "state")
+        load_rank_states(trainer, checkpoint)
         self._reward_average = BestAverage(self._bounds.reward_window)
         self.rollbacks += 1
         stage.track({"guard/rollbacks": float(self.rollbacks)})

@@ -34,6 +34,8 @@ class TargetReward(Callback):
             self._stop_if_reached(trainer, pl_module)
 
     def _stop_if_reached(self, trainer: Trainer, stage: LightningModule) -> None:
-        reached = trainer.is_global_zero and reached_target(self._folder.metrics, clock(stage), self._target)
+        # A run trains at least one step: without a step there is nothing to save.
+        step = clock(stage)
+        reached = trainer.is_global_zero and step > 0 and reached_target(self._folder.metrics, step, self._target)
         if trainer.strategy.broadcast(reached):
             trainer.should_stop = True

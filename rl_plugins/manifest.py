@@ -190,9 +190,10 @@ def without(folder: Path, prefix: str) -> None:
 
 
 def _file_names(folder: Path) -> Iterator[str]:
-    """Yield the path of each file in a folder, without the manifest and without hidden folders."""
+    """Yield the path of each file in a folder, without the manifest, unfinished manifests and hidden folders."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         removed = any(part.startswith(".") and part.endswith(".removed") for part in name.parts)
-        if path.is_file() and name.as_posix() != MANIFEST and not removed:
+        of_manifest = name.as_posix() == MANIFEST or name.as_posix().startswith(f".{MANIFEST}.")
+        if path.is_file() and not of_manifest and not removed:
             yield name.as_posix()

@@ -259,6 +259,11 @@ def workload_of(
             f"rollout.dtype={config.rollout_dtype}: plan has rates for {' and '.join(DTYPE_BYTES)} only: "
             "use one of the two"
         )
+    if config.strategy.workers_per_copy:
+        raise ConfigError(
+            f"strategy.workers_per_copy={config.strategy.workers_per_copy}: plans divide a model over all workers: "
+            "leave the option out, and plan the devices of one copy"
+        )
     policy = read_shape("model.path", config.model.path)
     for argument, value in {"--images": images, "--image-patches": image_patches}.items():
         if value and policy.tower is None:

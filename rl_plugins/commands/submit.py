@@ -278,7 +278,11 @@ def follow_job(client: JobSubmissionClient, job: str) -> int:
                 return _STOPPED_BY_USER
             stopping = True
             print(f"\nstopping {job}; Ctrl-C again leaves that to the cluster", file=sys.stderr)
-            within(_CALL_TIMEOUT_S, f"the stop of {job}", lambda: client.stop_job(job))
+            try:
+                within(_CALL_TIMEOUT_S, f"the stop of {job}", lambda: client.stop_job(job))
+            except (OSError, RuntimeError) as error:
+                # Errors of the connection are OSErrors.
+                print(f"the job server does not stop {job} ({error}): use ray job stop {job}", file=sys.stderr)
 
 
 def within(seconds: float, description: str, call: Callable[[], T]) -> T:

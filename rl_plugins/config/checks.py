@@ -19,6 +19,7 @@ _WITHOUT_ZERO = {
     "strategy.tensor_parallel": "ZeRO has no tensor parallelism",
     "strategy.expert_parallel": "ZeRO has no expert parallelism",
     "strategy.workers_per_copy": "ZeRO shards one copy over all workers",
+    "strategy.accumulate_shards": "stages 2 and 3 of ZeRO always accumulate shards",
 }
 """Options that need FSDP2, and the reason."""
 _PARTS = ("strategy.tensor_parallel", "strategy.expert_parallel")
@@ -172,12 +173,7 @@ def _check_parallelism(config: RecipeConfig) -> None:
             f"strategy.zero_stage={strategy.zero_stage}: FSDP2 always shards parameters, as stage 3 does: leave the "
             "option out, or use strategy.name=zero"
         )
-    if config.optimizer.name == "Muon" and strategy.name == "zero" and config.launcher == "ray":
-        raise ConfigError(
-            "optimizer.name=Muon: Muon needs whole matrices, and ZeRO shards optimizers by flat pieces of all "
-            "parameters: add strategy.name=fsdp, or use another optimizer"
-        )
-    _check_low_bit_optimizers(config)
+    _check_optimizers(config)
     for option, reason in _WITHOUT_ZERO.items():
         if strategy.name != "fsdp" and (used := _option_in_use(config, option)):
             raise ConfigError(f"{used}: {reason}: add strategy.name=fsdp")
@@ -193,7 +189,7 @@ def _check_parallelism(config: RecipeConfig) -> None:
         )
 
 
-def _check_low_bit_optimizers(config: RecipeConfig) -> None:
+def _check_optimizers(config: RecipeConfig) -> None:
     if config.launcher == "local":
         return
     optimizers = {"optimizer": ("policy", config.optimizer)}
@@ -202,6 +198,11 @@ def _check_low_bit_optimizers(config: RecipeConfig) -> None:
             optimizers[f"{critic}.optimizer"] = (critic, getattr(config, critic).optimizer)
     for option, (model, optimizer) in optimizers.items():
         library, path = optimizer.path.partition(".")[0], f"{option}.name={optimizer.path}"
+        if optimizer.path in ("Muon", "torch.optim.Muon") and config.strategy.name == "zero":
+            raise ConfigError(
+                f"{path}: Muon needs whole matrices, and ZeRO shards optimizers by flat pieces of all parameters: add "
+                "strategy.name=fsdp, or use another optimizer"
+            )
         if library == "torchao" and config.strategy.name == "zero":
             raise ConfigError(
                 f"{path}: ZeRO cuts parameters into flat pieces, of which torchao makes states of full size: use "
@@ -295,16 +296,12 @@ def _check_lora(config: RecipeConfig) -> None:
         )
     if rank == 0 and config.run.export_lora == "adapter":
         raise ConfigError("run.export_lora=adapter, and there is no adapter: give model.lora.rank a value")
-    if rank and config.reference.update_every and config.reference.path in (None, config.model.path):
-        raise ConfigError(
-            f"reference.update_every={config.reference.update_every} moves the reference towards the policy, and with "
-            "model.lora.rank the reference is the policy with its adapter off: leave reference.update_every at 0"
-        )
-    if rank and config.teacher.update_every:
-        raise ConfigError(
-            f"teacher.update_every={config.teacher.update_every} copies the policy to the teacher, and with "
-            "model.lora.rank the policy has an adapter, and the teacher has none: leave teacher.update_every at 0"
-        )
+    for model, every in (("reference", config.reference.update_every), ("teacher", config.teacher.update_every)):
+        if rank and every:
+            raise ConfigError(
+                f"{model}.update_every={every} moves the {model} towards the policy, and with model.lora.rank the "
+                f"policy has an adapter, and the {model} has none: leave {model}.update_every at 0"
+            )
 
 
 def _check_four_bits(config: RecipeConfig) -> None:

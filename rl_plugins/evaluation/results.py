@@ -210,7 +210,8 @@ class PolicyComparison:
         """Return the difference of the mean scores in words."""
         mean = next(iter(self.summary.values()))
         numbers = f"{mean.value:+.3f} (95 % interval {mean.low:+.3f} to {mean.high:+.3f}, {mean.prompts} prompts)"
-        if mean.low > 0 or mean.high < 0:
+        # The interval of a single prompt has no width.
+        if mean.prompts > 1 and (mean.low > 0 or mean.high < 0):
             return f"{second} is {'better' if mean.value > 0 else 'worse'} than {first}: mean score {numbers}"
         return f"no difference between {first} and {second} can be told: mean score {numbers}"
 

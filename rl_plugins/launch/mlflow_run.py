@@ -141,7 +141,8 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
     if must_register:
         tracking.submit(partial(_register_once, config, folder, registered))
     steps = max((step for points in read_metrics(folder.metrics).values() for step in points), default=0)
-    tracking.finalize("FINISHED" if steps >= config.run.steps else "KILLED", deadline_s)
+    is_finished = steps >= config.run.steps or folder.finished.is_file()
+    tracking.finalize("FINISHED" if is_finished else "KILLED", deadline_s)
     # The tracking logger has logged the refused calls.
     complete = tracking.all_sent() and registered.is_set() == must_register
     if damaged := count_damaged_lines(folder.metrics):

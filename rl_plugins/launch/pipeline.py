@@ -156,7 +156,7 @@ def run_pipeline(composed: DictConfig) -> Path:
             run = RunFolder(folder / name)
             label = f"{resolved.name} [{position}/{len(configs)}] {name}"
             # A stage with storage that is complete here may have files to copy.
-            if run.exported() is not None and not config.run.storage:
+            if run.exported() is not None and run.finished.is_file() and not config.run.storage:
                 print(f"{label}: complete, see {run.path}", flush=True)
             else:
                 print(label, flush=True)

@@ -59,6 +59,12 @@ def test_find_damage_names_the_file(make: Callable[[], Path], name: str) -> None
     assert (find_damage(checkpoint) or "").startswith(f"{checkpoint / file} {description}")
 
 
+def test_find_damage_accepts_the_rest_of_a_manifest_whose_writer_was_killed(make: Callable[[], Path]) -> None:
+    checkpoint = make()
+    (checkpoint / ".manifest.json.7.tmp").touch()
+    assert find_damage(checkpoint) is None
+
+
 def test_find_damage_without_a_manifest(make: Callable[[], Path]) -> None:
     checkpoint = make()
     (checkpoint / "manifest.json").unlink()

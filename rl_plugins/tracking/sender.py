@@ -160,6 +160,11 @@ class RunSender:
                         calls.put(call)
                         return
                     self._finishing.wait(_RETRY_S)
+                # Flavours of MLflow run code of other libraries on the policy.
+                except Exception as error:
+                    self._num_dropped += 1
+                    self._log("MLflow at %s: something could not be recorded: %s", error)
+                    break
 
     def _log_reason(self, error: Exception) -> None:
         """Log why the sender waits, once for each reason."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from rl_plugins.callbacks.averages import PolicyAverage, read_average
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.callbacks.divergence_guard import DivergenceGuard
 from rl_plugins.commands.export import export_checkpoint
 from rl_plugins.config.models import LoraConfig
+from rl_plugins.config.run import Bounds
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tests.callbacks.training import AfterStep, build_policy, build_stage, sharded, train, weights
+from rl_plugins.tests.callbacks.training import AfterStep, alter, build_policy, build_stage, sharded, train, weights
 from rl_plugins.tests.files import rewrite_manifest
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
@@ -156,6 +159,21 @@ def test_read_average_refuses_tensor_parallel_blocks(tmp_path: Path) -> None:
         torch.save({"PolicyAverage": {"down": torch.zeros(4, 3)}}, tmp_path / f"callbacks_{rank}.pt")
     with pytest.raises(ConfigError, match=r"tensor_parallel of the strategy.*let it end; the folder policy/"):
         read_average(tmp_path, {"down": torch.Size([4, 6])})
+
+
+def test_policy_average_is_undone_by_a_roll_back(tmp_path: Path) -> None:
+    stage, average, seen = build_stage(STEPS), PolicyAverage(keep=KEEP), list[dict[str, Tensor]]()
+    alter(stage, {3: {"train/gradient_norm": math.nan}})
+    guard = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path)
+
+    def look(trainer: Any, module: Any) -> None:
+        seen.append({name: tensor.clone() for name, tensor in average.rank_state().items()})
+
+    callbacks = [guard, average, PolicyCheckpoint(tmp_path, every=1), AfterStep(range(STEPS + 1), look)]
+    train(stage, callbacks)
+    # The third step has diverged: its weights leave the average, too.
+    assert len(seen) == STEPS + 1 and guard.rollbacks == 1
+    assert all(torch.equal(seen[2][name], tensor) for name, tensor in seen[1].items())
 
 
 def test_policy_average_counts_no_step_twice_after_a_roll_back() -> None:

@@ -15,7 +15,9 @@ from rl_plugins.algorithms.regularization import KLConfig
 from rl_plugins.callbacks.averages import ReferenceUpdate
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.divergence_guard import DivergenceGuard
+from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.run import Bounds
+from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.callbacks.training import AfterStep, alter, build_stage, sharded, train
@@ -53,6 +55,16 @@ def roll_back(folder: Path, strategy: Any, **options: Any) -> None:
             torch.testing.assert_close(references[after][name], moved, rtol=1e-6, atol=1e-8)
     assert not all(torch.equal(policies[2][name], policies[4][name]) for name in start)
     assert not all(torch.equal(references[4][name], weight) for name, weight in start.items())
+
+
+def test_reference_update_refuses_a_policy_with_an_adapter(tmp_path: Path) -> None:
+    policy = str(save_tiny_policy(tmp_path / "policy", **SIZES))
+    copy = str(save_tiny_policy(tmp_path / "copy", **SIZES))
+    stage = build_stage(
+        1, policy=policy, algorithm=Algorithm(kl=KLConfig(0.1)), reference=copy, lora=LoraConfig(rank=2)
+    )
+    with pytest.raises(ConfigError, match=r"the policy has an adapter, and the reference has none"):
+        train(stage, [ReferenceUpdate(every=1)])
 
 
 def test_reference_update_is_undone_by_a_roll_back(tmp_path: Path) -> None:

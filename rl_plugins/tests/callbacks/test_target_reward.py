@@ -22,6 +22,13 @@ def test_target_reward_takes_no_further_step_after_a_resume(tmp_path: Path) -> N
         assert stage.step == steps, target
 
 
+def test_target_reward_trains_a_step_if_the_first_policy_reaches_the_target(tmp_path: Path) -> None:
+    append_metrics(RunFolder(tmp_path).metrics, {"val/reward": 0.5}, 0)
+    stage = build_stage(2)
+    train(stage, [PolicyCheckpoint(tmp_path, every=9), TargetReward(tmp_path, 0.4)])
+    assert stage.step > 0
+
+
 def test_target_reward_ends_training_at_the_validation_that_reaches_the_target(tmp_path: Path) -> None:
     def validate(trainer: Any, stage: Any) -> None:
         append_metrics(RunFolder(tmp_path).metrics, {"val/reward": 0.1 * stage.step}, stage.step)

@@ -192,6 +192,11 @@ def work(recipe, model, *options):
     return workload_of(configured(recipe, f"model.path={model}", *options))
 
 
+def test_workload_of_refuses_copies_of_the_model(model):
+    with pytest.raises(ConfigError, match=r"strategy\.workers_per_copy=2: plans divide a model over all workers"):
+        work("grpo", model, "strategy.name=fsdp", "strategy.workers_per_copy=2", "placement.num_workers=2")
+
+
 def test_workload_of_has_the_models_of_the_algorithm(model):
     plain = work("grpo", model)
     assert plain.critics == [] and plain.frozen == {}

@@ -20,6 +20,7 @@ from rl_plugins.evaluation.measures import (
     sizes_up_to,
     summarize,
 )
+from rl_plugins.evaluation.results import PolicyComparison
 from rl_plugins.tests.cases import case
 
 SCORES = [0.5, -1.0, 2.0, 0.5, 0.0, 1.0]
@@ -71,6 +72,12 @@ def test_bootstrap_mean_interval_covers_the_mean_in_95_percent_of_cases():
     assert 0.89 <= covered <= 0.99
     width = fmean(interval.high - interval.low for interval in intervals)
     assert width == pytest.approx(2 * 1.96 * math.sqrt(0.3 * 0.7 / 100), rel=0.1)
+
+
+def test_comparison_over_one_prompt_tells_no_difference():
+    alone, two = (PolicyComparison({"mean": bootstrap_mean([1.0] * count)}, 0) for count in (1, 2))
+    assert "no difference between a and b can be told" in alone.sentence("a", "b")
+    assert two.sentence("a", "b").startswith("b is better than a")
 
 
 def test_bootstrap_mean_of_one_prompt_and_with_unknown_values():

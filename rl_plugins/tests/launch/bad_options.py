@@ -65,6 +65,8 @@ CHECKS: dict[str, list[Case]] = {
             ["model.compile=true and strategy.tensor_parallel=2", "leave one of them out"],
         ),
         (["optimizer.name=Muon"], ["optimizer.name=Muon", "needs whole matrices", "strategy.name=fsdp"]),
+        (["optimizer.name=torch.optim.Muon"], ["optimizer.name=torch.optim.Muon", "needs whole matrices"]),
+        (["algorithm=ppo", "critic.optimizer.name=Muon"], ["critic.optimizer.name=Muon", "needs whole matrices"]),
         (
             ["optimizer.name={_target_: torchao.optim.AdamW8bit}"],
             ["optimizer.name=torchao.optim.AdamW8bit", "states of full size", "strategy.name=fsdp"],
@@ -326,7 +328,12 @@ CHECKS: dict[str, list[Case]] = {
         (["model.lora.rank=4", "model.lora.dropout=0.1"], ["model.lora.dropout=0.1", "compares log-probs", "leave"]),
         (["model.lora.target_modules=[1]"], ["model.lora.target_modules=[1]", "all-linear"]),
         (["run.export_lora=adapter"], ["run.export_lora=adapter", "model.lora.rank"]),
-        (["model.lora.rank=4", "reference.update_every=1"], ["reference.update_every=1", "with its adapter off"]),
+        (["model.lora.rank=4", "reference.update_every=1"], ["reference.update_every=1", "the reference has none"]),
+        (
+            ["model.lora.rank=4", "reference.path=no_template", "reference.update_every=1"],
+            ["reference.update_every=1", "the reference has none"],
+        ),
+        (["strategy.accumulate_shards=true"], ["strategy.accumulate_shards=true", "strategy.name=fsdp"]),
     ],
     "experts": [
         (["strategy.expert_parallel=2"], ["strategy.expert_parallel=2: ZeRO has no", "strategy.name=fsdp"]),

@@ -169,6 +169,7 @@ def test_run_pipeline_resumes_with_the_stage_that_has_no_checkpoint(
 ) -> None:
     through, killed = (RunFolder(tmp_path / "sft_rm_ppo" / name) for name in ("sft", "reward_model"))
     shutil.copytree(workplace / "model", through.export)
+    through.finished.touch()
     killed.path.mkdir()
     killed.config.touch()
     run(*good, "resume=true")

@@ -160,6 +160,15 @@ def test_sender_goes_on_after_a_refused_call(store, folder, tracking, caplog):
     assert sum("could not be recorded" in record.getMessage() for record in caplog.records) == 2
 
 
+def test_sender_goes_on_after_an_error_of_another_library(store, folder, tracking, caplog):
+    trained = Trained(folder, tracking())
+    trained.tracking.submit(lambda run: int("no number"))
+    trained.steps(1, 1)
+    trained.tracking.finalize("success")
+    assert history(store, folder) == [(1, 1)] and not trained.tracking.all_sent()
+    assert any("could not be recorded: invalid literal" in record.getMessage() for record in caplog.records)
+
+
 def test_sender_names_a_deleted_experiment_and_waits_for_the_restore(store, folder, experiment, tracking, caplog):
     client = MlflowClient(store)
     experiment_id = client.create_experiment(experiment)
