@@ -161,8 +161,11 @@ def test_sender_goes_on_after_a_refused_call(store, folder, tracking, caplog):
 
 
 def test_sender_goes_on_after_an_error_of_another_library(store, folder, tracking, caplog):
+    def fail(run: TrackedRun) -> None:
+        int("no number")
+
     trained = Trained(folder, tracking())
-    trained.tracking.submit(lambda run: int("no number"))
+    trained.tracking.submit(fail)
     trained.steps(1, 1)
     trained.tracking.finalize("success")
     assert history(store, folder) == [(1, 1)] and not trained.tracking.all_sent()
