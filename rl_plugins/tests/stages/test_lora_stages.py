@@ -140,7 +140,7 @@ def test_critic_trains_a_separate_adapter(policy: str) -> None:
 
 
 def test_lora_with_reference_update_or_a_loaded_model_is_refused(policy: str) -> None:
-    with pytest.raises(ConfigError, match="the reference is the policy with its adapter off"):
+    with pytest.raises(ConfigError, match="the policy has an adapter, and the reference has none"):
         fit(policy_optimization(policy, lora=LORA), PROMPTS, ReferenceUpdate(every=1))
     with pytest.raises(ConfigError, match=r"wrap the model with peft\.get_peft_model"):
         policy_optimization(load_causal_lm(policy, dtype=torch.float32), lora=LORA)
