@@ -292,7 +292,7 @@ def simulate(
             groups.append(group)
             number, submitted = number + 1, submitted + 1
         due = _due(groups, step, schedule, batch.prompts)
-        arrived = _wait(engines, due, groups, batch.prompts, now)
+        arrived = _wait(engines, due, groups, step, schedule, batch.prompts, now)
         waited, now = waited + arrived - now, arrived
         chosen_ids = {id(group) for group in due}
         finished = (group for group in groups if not group.unfinished and id(group) not in chosen_ids)
@@ -334,6 +334,8 @@ def _wait(
     engines: Sequence[_SimulatedEngine],
     must: Sequence[_SampleGroup],
     groups: Sequence[_SampleGroup],
+    step: int,
+    schedule: SamplingSchedule,
     needed: int,
     now: float,
 ) -> float:
@@ -343,6 +345,8 @@ def _wait(
         engines: all engines.
         must: groups that must be finished.
         groups: all groups in flight.
+        step: number of the step.
+        schedule: limits for sampling ahead of training.
         needed: smallest number of finished groups.
         now: time at the start.
     """
@@ -350,7 +354,7 @@ def _wait(
     missing = needed - sum(not group.unfinished for group in groups)
     ends = [(end, place) for place, engine in enumerate(engines) if (end := engine.next_end()) is not None]
     heapq.heapify(ends)
-    while pending or missing > 0:
+    while pending or missing > 0 or not _leaves_time(groups, step, schedule, needed):
         now, place = heapq.heappop(ends)
         for group in engines[place].run(now):
             missing -= 1
@@ -373,3 +377,15 @@ def _due(groups: Sequence[_SampleGroup], step: int, schedule: SamplingSchedule, 
     if not schedule.max_staleness:
         return []
     return [group for group in groups if group.submitted <= step - schedule.max_staleness]
+
+
+def _leaves_time(groups: Sequence[_SampleGroup], step: int, schedule: SamplingSchedule, needed: int) -> bool:
+    """Return True if the step leaves no group too old for later steps. See `GroupQueue.leaves_time`."""
+    if schedule.steps_ahead >= schedule.max_staleness:
+        return True
+    for later in range(schedule.max_staleness + 1):
+        old = [group for group in groups if group.submitted <= step + later - schedule.max_staleness]
+        finished = sum(not group.unfinished for group in old)
+        if finished < min(len(old) - later * needed, needed):
+            return False
+    return True

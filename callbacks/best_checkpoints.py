@@ -60,8 +60,12 @@ class BestCheckpoints(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        if not self._metric.startswith("val/") and PolicyCheckpoint.of(trainer).saved_step == clock(pl_module):
-            self._consider(trainer, pl_module)
+        step = clock(pl_module)
+        # After a roll-back the clock shows the step of the checkpoint again, and the metrics are of the bad step.
+        if step != self._last_step and not self._metric.startswith("val/"):
+            self._last_step = step
+            if PolicyCheckpoint.of(trainer).saved_step == step:
+                self._consider(trainer, pl_module)
 
     def _consider(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._metric not in trainer.callback_metrics:
@@ -71,10 +75,6 @@ class BestCheckpoints(Callback):
                 f"the metrics are {known}"
             )
         value, step = float(trainer.callback_metrics[self._metric]), clock(pl_module)
-        if step == self._last_step:
-            # After a roll-back the clock shows the step of the checkpoint again, and the metrics are of the bad step.
-            return
-        self._last_step = step
         # Rank 0 decides for all ranks.
         if not trainer.strategy.broadcast(trainer.is_global_zero and self._is_wanted(value, step)):
             return

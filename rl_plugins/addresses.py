@@ -54,7 +54,7 @@ def choose_gloo_interface() -> None:
     elif "ray" in sys.modules and sys.modules["ray"].is_initialized():
         address = own_address()
         for interface, own in _addresses().items():
-            if address in own and not address.startswith("127."):
+            if address in own and not _is_loopback(own):
                 os.environ[GLOO_INTERFACE] = interface
 
 
@@ -76,13 +76,16 @@ def first_interface(allowed: str, addresses: Mapping[str, Sequence[str]]) -> str
     names = [name.partition(":")[0] for name in listed.removeprefix("=").split(",") if name]
     for interface, own in addresses.items():
         is_listed = interface in names if listed.startswith("=") else interface.startswith(tuple(names))
-        is_loopback = all(address.startswith("127.") or address == "::1" for address in own)
-        if is_listed != excludes and not (excludes and is_loopback):
+        if is_listed != excludes and not (excludes and _is_loopback(own)):
             return interface
     raise ConfigError(
         f"{NCCL_INTERFACE}={allowed} allows none of the network interfaces of {socket.gethostname()} with an address "
         f"({', '.join(addresses)}): name one of these, or unset the variable"
     )
+
+
+def _is_loopback(addresses: Sequence[str]) -> bool:
+    return all(address.startswith("127.") or address == "::1" for address in addresses)
 
 
 def _addresses() -> dict[str, list[str]]:

@@ -57,9 +57,9 @@ class RunFolder:
         return self.path / "environment.txt"
 
     @property
-    def hub(self) -> Path:
-        """File with the commit of each model and data set of the Hugging Face hub."""
-        return self.path / "hub.json"
+    def versions(self) -> Path:
+        """File with the commit of each name on the Hugging Face hub, and the version of each alias in MLflow."""
+        return self.path / "versions.json"
 
     @property
     def git_state(self) -> Path:

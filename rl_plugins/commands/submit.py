@@ -264,6 +264,8 @@ def follow_job(client: JobSubmissionClient, job: str) -> int:
     Raises:
         DeadlineExceeded: the job server has not answered for two minutes. The job may still run.
     """
+    from requests import RequestException
+
     output = threading.Thread(target=_print_logs, args=(client, job), name="logs", daemon=True)
     output.start()
     stopping = False
@@ -274,14 +276,13 @@ def follow_job(client: JobSubmissionClient, job: str) -> int:
             return _exit_code(job, details, stopping)
         except KeyboardInterrupt:
             if stopping:
-                print(f"\nthe cluster is still stopping {job}; this command no longer waits", file=sys.stderr)
+                print(f"\nthis command no longer waits for the end of {job}", file=sys.stderr)
                 return _STOPPED_BY_USER
             stopping = True
             print(f"\nstopping {job}; Ctrl-C again leaves that to the cluster", file=sys.stderr)
             try:
                 within(_CALL_TIMEOUT_S, f"the stop of {job}", lambda: client.stop_job(job))
-            except (OSError, RuntimeError) as error:
-                # Errors of the connection are OSErrors.
+            except (RequestException, DeadlineExceeded, RuntimeError) as error:
                 print(f"the job server does not stop {job} ({error}): use ray job stop {job}", file=sys.stderr)
 
 

@@ -308,9 +308,9 @@ def run_recipe(
     """
     from rl_plugins.launch.build_lock import clear_stale_build_locks, extensions_folder
     from rl_plugins.launch.dry_run import set_steps
-    from rl_plugins.launch.hub_commits import HubCommits
     from rl_plugins.launch.hub_fetch import fetch_weights
     from rl_plugins.launch.own_ray import remove_left_folders
+    from rl_plugins.launch.pinned_versions import PinnedVersions
     from rl_plugins.launch.preflight import fetch_data, fetch_models, preflight, tracking_uri
     from rl_plugins.launch.resume import finished_step
     from rl_plugins.launch.stored_run import stored_run
@@ -321,8 +321,8 @@ def run_recipe(
     remove_left_folders()
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     stored = stored_run(config, folder)
-    commits = HubCommits.of_run(folder, stored) if config.run.resume else HubCommits()
-    fetch_data(config, commits)
+    versions = PinnedVersions.of_run(folder, stored) if config.run.resume else PinnedVersions()
+    fetch_data(config, versions)
     set_steps(config)
     if stored is not None and config.run.resume:
         stored.restore()
@@ -337,7 +337,7 @@ def run_recipe(
             return folder
     with collector_off():
         config.tracking.uri = tracking_uri(config)
-        fetch_models(config, commits)
+        fetch_models(config, versions)
         preflight(config)
     if config.run.dry_run:
         print(
@@ -358,7 +358,7 @@ def run_recipe(
     with owned(folder):
         shutil.rmtree(folder.linked, ignore_errors=True)
         with copied:
-            commits.write(folder.hub)
+            versions.write(folder.versions)
             _train(config, folder, recipe)
     if folder.stopped.is_file():
         raise RunStopped(f"{config.run.name}: stopped {folder.stopped.read_text(encoding='utf-8')}")

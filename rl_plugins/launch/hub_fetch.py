@@ -18,7 +18,7 @@ from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError, DeadlineExceeded, StorageError, user_errors_of_tasks
 from rl_plugins.hub.files import download, repository_files
 from rl_plugins.hub.names import HubName, model_name
-from rl_plugins.launch.hub_commits import SCHEME, HubCommits
+from rl_plugins.launch.pinned_versions import SCHEME, PinnedVersions
 from rl_plugins.whole_file import link_or_copy
 
 _DATA = re.compile(
@@ -41,11 +41,11 @@ def is_data_address(path: str) -> bool:
     return path.startswith(SCHEME)
 
 
-def fetch_data_files(commits: HubCommits, option: str, address: str, cache: Path) -> list[str]:
+def fetch_data_files(versions: PinnedVersions, option: str, address: str, cache: Path) -> list[str]:
     """Return local copies of the files at an address on the hub, in a folder that all machines of the run see.
 
     Args:
-        commits: commits of the run.
+        versions: versions of the run.
         option: option with the address.
         address: `hf://datasets/OWNER/NAME[@REVISION]/PATH`. The path is a file, a folder with parquet files, or a
             pattern with `*`.
@@ -63,7 +63,7 @@ def fetch_data_files(commits: HubCommits, option: str, address: str, cache: Path
         )
     revision, path = parts["revision"], parts["path"].strip("/")
     asked = HubName(parts["repository"], revision and unquote(revision), "dataset")
-    name = commits.pin(option, asked)
+    name = versions.pin(option, asked)
     patterns = [path, f"{path}/*.parquet"]
     snapshot = download(name, patterns, option, left_out=())
     files = sorted(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from rl_plugins.redaction import without_password
 from rl_plugins.report.page import write_report
 from rl_plugins.report.summary import read_samples
 from rl_plugins.run_folder import RunFolder, count_damaged_lines, read_metrics
-from rl_plugins.tracking.loggers import MLflowTracking
+from rl_plugins.tracking.loggers import MLflowTracking, mlflow_loggers
 from rl_plugins.tracking.provenance import describe_file, source_tags
 from rl_plugins.tracking.registry import Evaluation, register_policy
 from rl_plugins.tracking.run import RunDescription, TrackedRun
@@ -67,7 +69,7 @@ def describe_run(config: RecipeConfig, folder: RunFolder) -> RunDescription:
     return RunDescription(
         params={**params, "workers": config.num_workers},
         tags={"run_folder": str(folder.path), **source_tags(folder)},
-        files=(folder.config, folder.environment, folder.git_state, folder.git_diff, folder.hub),
+        files=(folder.config, folder.environment, folder.git_state, folder.git_diff, folder.versions),
         data={
             "training": [Path(path) for path in [*config.data.train_files, *mixed]],
             "validation": [Path(path) for path in config.data.val_files],
@@ -82,6 +84,17 @@ def best_upload(config: RecipeConfig, folder: RunFolder) -> BestUpload:
     return BestUpload(folder.path, metric=run.best_metric, mode=run.best_mode, count=config.tracking.upload_best)
 
 
+@contextmanager
+def failed_on_error(loggers: Sequence[object]) -> Iterator[None]:
+    """Give the ended MLflow runs of loggers the status FAILED after an error in the block."""
+    try:
+        yield
+    except BaseException:
+        for tracking in mlflow_loggers(loggers):
+            tracking.fail()
+        raise
+
+
 def register(config: RecipeConfig, folder: RunFolder, tracking: MLflowTracking) -> None:
     """Register the exported policy, and wait until MLflow has the policy."""
     tracking.submit(registration(config, folder))
@@ -93,14 +106,20 @@ def registration(config: RecipeConfig, folder: RunFolder) -> Call:
     name, metric = str(config.tracking.register_as), config.tracking.champion_metric
 
     def send(run: TrackedRun) -> None:
-        values = list(read_metrics(folder.metrics).get(metric, {}).values())
+        metrics = read_metrics(folder.metrics)
+        # A value of an earlier step says nothing about the exported policy.
+        value = metrics.get(metric, {}).get(_last_step(metrics))
         digests = [describe_file(Path(path)).digest for path in config.data.val_files]
         data = hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
-        evaluation = Evaluation(metric, values[-1] if values else None, data)
+        evaluation = Evaluation(metric, value, data)
         outcome = register_policy(run, folder.export, name, evaluation, _example_prompt(folder))
         print(f"{config.run.name}: {outcome}", flush=True)
 
     return send
+
+
+def _last_step(metrics: Mapping[str, Mapping[int, float]]) -> int:
+    return max((step for points in metrics.values() for step in points), default=0)
 
 
 def _example_prompt(folder: RunFolder) -> str:
@@ -140,7 +159,7 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
     _submit_files(config, folder, tracking)
     if must_register:
         tracking.submit(partial(_register_once, config, folder, registered))
-    steps = max((step for points in read_metrics(folder.metrics).values() for step in points), default=0)
+    steps = _last_step(read_metrics(folder.metrics))
     is_finished = steps >= config.run.steps or folder.finished.is_file()
     tracking.finalize("FINISHED" if is_finished else "KILLED", deadline_s)
     # The tracking logger has logged the refused calls.

@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_plugins.config.recipe import RecipeConfig, changed_options, read_config
 from rl_plugins.hub.names import model_name
-from rl_plugins.launch.hub_commits import HubCommits
+from rl_plugins.launch.pinned_versions import PinnedVersions
 from rl_plugins.redaction import redacted
 from rl_plugins.run_folder import RunFolder, checkpoint_step, read_metrics
 from rl_plugins.storage import is_address
@@ -93,7 +93,7 @@ def _lineage(run: RunFolder, config: RecipeConfig | None, step: int | None) -> I
         for title, files in (("training data", config.data.train_files), ("validation data", config.data.val_files)):
             if files:
                 yield title, ", ".join(map(_short, files))
-    for repository, commit in HubCommits.of_run(run).commits.items():
+    for repository, commit in PinnedVersions.of_run(run).known.items():
         if repository.startswith("datasets/"):
             yield "data set of the hub", f"{repository.partition('/')[2]}, commit {commit}"
     if step is not None:
@@ -108,7 +108,7 @@ def _lineage(run: RunFolder, config: RecipeConfig | None, step: int | None) -> I
 
 
 def _data_sets(run: RunFolder) -> list[str]:
-    names = (name.partition("@")[0] for name in HubCommits.of_run(run).commits)
+    names = (name.partition("@")[0] for name in PinnedVersions.of_run(run).known)
     return sorted({name.removeprefix("datasets/") for name in names if name.startswith("datasets/")})
 
 

@@ -29,7 +29,7 @@ from rl_plugins.config.run import LOCAL_FOLDER
 from rl_plugins.config.settings import FOLDER_NAME
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped
 from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_user_error, run_recipe
-from rl_plugins.launch.hub_commits import HubCommits, pinned_model
+from rl_plugins.launch.pinned_versions import PinnedVersions, pinned_model
 from rl_plugins.launch.preflight import check_stage_ahead, fetch_data
 from rl_plugins.launch.stored_run import stored_run
 from rl_plugins.redaction import redacted, redacted_value, without_password
@@ -136,15 +136,15 @@ def run_pipeline(composed: DictConfig) -> Path:
     configs = stage_configs(composed)
     first = next(iter(configs.values()))
     folder = Path(first.run.output_dir)
-    commits = HubCommits.of_run(RunFolder(folder)) if resolved.resume else HubCommits()
-    _check_stages(configs, folder, commits, resume=resolved.resume)
+    versions = PinnedVersions.of_run(RunFolder(folder)) if resolved.resume else PinnedVersions()
+    _check_stages(configs, folder, versions, resume=resolved.resume)
     if resolved.dry_run:
         left = (name for name in configs if RunFolder(folder / name).exported() is None)
         for name in islice(left, 1):
             _name_stage(name, partial(run_recipe, configs[name]))
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    commits.write(RunFolder(folder).hub)
+    versions.write(RunFolder(folder).versions)
     if first.tracking.enabled:
         check_store(str(first.tracking.uri))
     resolved.tracking_uri = first.tracking.uri
@@ -206,7 +206,7 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
 
 
 def _check_stages(
-    configs: Mapping[str, RecipeConfig], folder: Path, commits: HubCommits, *, resume: bool | str
+    configs: Mapping[str, RecipeConfig], folder: Path, versions: PinnedVersions, *, resume: bool | str
 ) -> None:
     """Check all stages. Names on the hub get the commits of the pipeline."""
     if resume not in (True, False, "auto"):
@@ -217,8 +217,8 @@ def _check_stages(
         for check in (check_options, check_batch):
             _name_stage(name, partial(check, config))
     for name, config in configs.items():
-        _name_stage(name, partial(fetch_data, config, commits))
-        _name_stage(name, partial(config.replace_model_paths, partial(pinned_model, commits)))
+        _name_stage(name, partial(fetch_data, config, versions))
+        _name_stage(name, partial(config.replace_model_paths, partial(pinned_model, versions)))
         if not resume:
             _name_stage(name, partial(stored_run, config, RunFolder(folder / name)))
         if RunFolder(folder / name).exported() is None:

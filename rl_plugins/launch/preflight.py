@@ -25,10 +25,10 @@ from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
 from rl_plugins.launch.cluster import check_cluster
 from rl_plugins.launch.gpu_checks import check_engine_weights, check_gpus
 from rl_plugins.launch.gpus import hidden_gpus, local_gpus, read_machine
-from rl_plugins.launch.hub_commits import HubCommits, pinned_model
 from rl_plugins.launch.hub_fetch import fetch_data_files, is_data_address, reward_models
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes
 from rl_plugins.launch.own_ray import path_of_sessions
+from rl_plugins.launch.pinned_versions import PinnedVersions, pinned_model
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.launch.ray_train import JOB_FOLDERS
 from rl_plugins.launch.resume import check_resume
@@ -415,14 +415,14 @@ def _store_beside(output: Path) -> str:
     return f"sqlite:///{output.absolute() / STORE_FILE}"
 
 
-def fetch_models(config: RecipeConfig, commits: HubCommits) -> None:
+def fetch_models(config: RecipeConfig, versions: PinnedVersions) -> None:
     """Download the models in MLflow and in storage, replace their paths by the folders, and print each folder.
 
     A name on the Hugging Face hub is replaced by the name with its commit. `check_models` fetches the files.
 
     Args:
         config: configuration of the run.
-        commits: commits of the run on the hub.
+        versions: versions of the run.
 
     Raises:
         ConfigError: there is no such model, the store does not answer, or the model is in another format.
@@ -430,10 +430,11 @@ def fetch_models(config: RecipeConfig, commits: HubCommits) -> None:
 
     def fetched(option: str, path: str) -> str:
         if is_in_mlflow(path):
-            folder = fetch_model(option, path, tracking_uri(config), _cache(config, "models"))
+            store = tracking_uri(config)
+            folder = fetch_model(option, versions.pin_alias(option, path, store), store, _cache(config, "models"))
             print(f"{config.run.name}: {path} is {folder}", flush=True)
             return str(folder)
-        pinned = pinned_model(commits, option, path)
+        pinned = pinned_model(versions, option, path)
         if pinned != path:
             print(f"{config.run.name}: {path} is {pinned}", flush=True)
             return pinned
@@ -441,17 +442,17 @@ def fetch_models(config: RecipeConfig, commits: HubCommits) -> None:
 
     config.replace_model_paths(fetched)
     for option, node in reward_models(config):
-        node["path"] = pinned_model(commits, option, node["path"])
+        node["path"] = pinned_model(versions, option, node["path"])
         # The trial of the reward loads the model, and has a short deadline for the load.
         model_folder(node["path"], option=option, trust_remote_code=bool(node.get("trust_remote_code")))
 
 
-def fetch_data(config: RecipeConfig, commits: HubCommits) -> None:
+def fetch_data(config: RecipeConfig, versions: PinnedVersions) -> None:
     """Download the data files in storage and on the hub, replace their addresses by paths, and print each path.
 
     Args:
         config: configuration of the run.
-        commits: commits of the run on the hub.
+        versions: versions of the run.
 
     Raises:
         ConfigError: there is no such file, or the storage does not answer.
@@ -460,7 +461,7 @@ def fetch_data(config: RecipeConfig, commits: HubCommits) -> None:
     def fetched(option: str, path: str) -> list[str]:
         if not is_data_address(path):
             return [_copy_of(config, option, path, "data")]
-        files = fetch_data_files(commits, option, path, _cache(config, "data"))
+        files = fetch_data_files(versions, option, path, _cache(config, "data"))
         for file in files:
             print(f"{config.run.name}: {path} is {file}", flush=True)
         return files

@@ -46,11 +46,11 @@ from rl_plugins.errors import DataError
 from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
 from rl_plugins.launch.environment import open_environment
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes, training_data
-from rl_plugins.launch.mlflow_run import best_upload, register, tracking_logger
+from rl_plugins.launch.mlflow_run import best_upload, failed_on_error, register, tracking_logger
 from rl_plugins.launch.resume import note_end
 from rl_plugins.launch.terminal import quiet_libraries
 from rl_plugins.models.pool import ModelPool
-from rl_plugins.run_folder import RunFolder
+from rl_plugins.run_folder import RunFolder, checkpoint_step, read_metrics
 from rl_plugins.stages.arguments import GenerationArguments, PreferenceArguments, StageArguments
 from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.sampling import AnyEnvironment, Scorer, greedy
@@ -344,27 +344,40 @@ class TrainingRun:
         config = self.config
         self._connect_pools(stage)
         self.strategy.known_intact = self.checkpoint
+        stage.validate_first = self._misses_validation()
         state = None if self.checkpoint is None else str(self.checkpoint / "state")
         # `weights_only` is a flag of torch.load, for files with plain data. Optimizer states are restored, too.
         trainer.fit(stage, datamodule=data, ckpt_path=state, weights_only=True)
-        callbacks = callbacks_of(trainer)
-        if any(isinstance(callback, GracefulStop) and callback.stopped for callback in callbacks):
+        if any(isinstance(callback, GracefulStop) and callback.stopped for callback in callbacks_of(trainer)):
             return
-        if stage.step == 0:
-            raise DataError(
-                "training ended before its first step, so the run has made nothing: is there training data?"
-            )
-        if config.run.export:
-            with ExitStack() as averaged:
-                for callback in callbacks:
-                    if isinstance(callback, PolicyAverage):
-                        averaged.enter_context(callback.swapped_in(trainer))
-                stage.export(self.folder.path / stage.trained, adapter=config.run.export_lora == "adapter")
-        if config.tracking.register_as and trainer.is_global_zero:
-            for tracking in mlflow_loggers(trainer.loggers):
-                register(config, self.folder, tracking)
-        if trainer.is_global_zero:
-            note_end(config, self.folder, stage.step)
+        with failed_on_error(trainer.loggers):
+            if stage.step == 0:
+                raise DataError(
+                    "training ended before its first step, so the run has made nothing: is there training data?"
+                )
+            if config.run.export:
+                self._export(trainer, stage)
+            if config.tracking.register_as and trainer.is_global_zero:
+                for tracking in mlflow_loggers(trainer.loggers):
+                    register(config, self.folder, tracking)
+            if trainer.is_global_zero:
+                note_end(config, self.folder, stage.step)
+
+    def _export(self, trainer: Trainer, stage: Stage) -> None:
+        with ExitStack() as averaged:
+            for callback in callbacks_of(trainer):
+                if isinstance(callback, PolicyAverage):
+                    averaged.enter_context(callback.swapped_in(trainer))
+            stage.export(self.folder.path / stage.trained, adapter=self.config.run.export_lora == "adapter")
+
+    def _misses_validation(self) -> bool:
+        """Return True if the run was killed between the last checkpoint and the end of the validation of its step."""
+        run = self.config.run
+        if self.checkpoint is None or not self.config.validates:
+            return False
+        step = checkpoint_step(self.checkpoint)
+        measured = (points for name, points in read_metrics(self.folder.metrics).items() if name.startswith("val/"))
+        return (step % run.eval_every == 0 or step >= run.steps) and not any(step in points for points in measured)
 
     def _connect_pools(self, stage: Stage) -> None:
         for pool in self.pools:

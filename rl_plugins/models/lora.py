@@ -166,11 +166,12 @@ def adapted_layers(model: PeftModel) -> dict[str, Any]:
 
     Raises:
         ConfigError: an adapter does something other than add `scaling * B A` to the weight of a linear layer or to the
-            matrices of experts.
+            matrices of experts; or only one of two layers with one weight is trained whole.
     """
     from peft.tuners.lora import Linear, ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    _check_shared_weights(model)
     layers = {}
     parameters = dict(model.named_parameters())
     for name, layer in model.named_modules():
@@ -193,6 +194,23 @@ def adapted_layers(model: PeftModel) -> dict[str, Any]:
             )
         layers[weight] = layer
     return layers
+
+
+def _check_shared_weights(model: PeftModel) -> None:
+    """Refuse `modules_to_save` with a copy for one of two layers that share a weight. The base model has one weight."""
+    trained: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if ".modules_to_save." in name:
+            continue
+        copied = name.replace(".original_module.", f".modules_to_save.{model.active_adapter}.")
+        one, first = trained.setdefault(id(parameter), (name, model.get_parameter(copied)))
+        if model.get_parameter(copied) is not first:
+            layers = [each.removeprefix(_PREFIX).replace(".original_module.", ".") for each in (one, name)]
+            raise ConfigError(
+                f"{' and '.join(layers)} are one weight, and modules_to_save of the adapter trains a copy for one of "
+                "them alone, which cannot be sent to a rollout engine or exported: leave both out of modules_to_save, "
+                "or set ensure_weight_tying=True in the peft configuration"
+            )
 
 
 def _weight_name(name: str, layer: BaseTunerLayer) -> str:

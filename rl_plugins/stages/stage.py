@@ -60,7 +60,8 @@ class Stage(LightningModule):
         shown_samples: samples for callbacks.
         loading: options for models loaded by name.
         reference: frozen reference, in stages with a reference.
-        reference_is_base: True if the reference is the policy without its adapter.
+        validate_first: True if the next fit begins with a validation, because a killed run has saved the step before
+            the validation of the step ended.
         further_metrics: functions of the metrics of a step, called on every rank; the results are added.
         further_losses: functions whose results are added to the loss of each micro-batch.
 
@@ -118,7 +119,7 @@ class Stage(LightningModule):
         self.max_steps, self.packing = max_steps, packing
         self.tokens_per_micro_batch, self.patches_per_micro_batch = tokens_per_micro_batch, patches_per_micro_batch
         self.tokens_per_log_prob_batch = tokens_per_log_prob_batch or tokens_per_micro_batch
-        self.step, self.reference_is_base = 0, False
+        self.step, self.validate_first = 0, False
         self.reference: Any = None
         self.sampling_setup: SamplingSetup | None = None
         self.validation: GenerationValidation | None = None
@@ -235,10 +236,9 @@ class Stage(LightningModule):
         path, policy, trust = self._reference_path, getattr(self, self.trained), self.loading["trust_remote_code"]
         if path not in (None, self.own_model.path):
             check_same_tokens(self.tokenizer, str(path), "reference", trust_remote_code=trust)
-        if has_adapter(policy):
-            base = getattr(policy.get_base_model(), "name_or_path", None)
-            self.reference_is_base = path in (None, base)
-        return None if self.reference_is_base else self.load_model(str(path), REFERENCE)
+        if has_adapter(policy) and path in (None, getattr(policy.get_base_model(), "name_or_path", None)):
+            return None
+        return self.load_model(str(path), REFERENCE)
 
     def sharded_init(self, frozen: str | None = None) -> AbstractContextManager[None]:
         """Shard models loaded inside this context; `frozen` is the name of a frozen model."""
@@ -322,12 +322,23 @@ class Stage(LightningModule):
     @override
     def on_train_start(self) -> None:
         self.own_model.log_hyperparameters(self.trainer)
+        if self.strategy.ranks.any(self.validate_first) and self.trainer.enable_validation:
+            self._validate()
+        self.validate_first = False
         # After a failure at the end of training, a run resumes from the checkpoint of its last step.
         self._stop_after_last_step()
 
     def _stop_after_last_step(self) -> None:
         if self.max_steps and self.step >= self.max_steps:
             self.trainer.should_stop = True
+
+    def _validate(self) -> None:
+        trainer = self.trainer
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        # The checkpoint has the progress of an earlier validation.
+        trainer.validating, loop.restarting = True, False
+        loop.run()
+        trainer.training = True
 
     @override
     def on_train_epoch_end(self) -> None:

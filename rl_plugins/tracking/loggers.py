@@ -127,10 +127,20 @@ class MLflowTracking(Logger):
         """Send the queued calls and end the MLflow run.
 
         Args:
-            status: Lightning's or MLflow's name of the status.
+            status: Lightning's or MLflow's name of the status. For Lightning, a run that stopped on request has
+                succeeded; its status is KILLED.
             deadline_s: seconds to wait; `finish_timeout_s` by default.
         """
-        self.sender.finish(_STATUS.get(status, status), self._finish_timeout_s if deadline_s is None else deadline_s)
+        status = _STATUS.get(status, status)
+        if status == "FINISHED" and self._folder.stopped.is_file():
+            status = "KILLED"
+        self.sender.finish(status, self._finish_timeout_s if deadline_s is None else deadline_s)
+
+    @rank_zero_only
+    def fail(self) -> None:
+        """Give the MLflow run the status FAILED, also after its end."""
+        self.sender.send_metrics()
+        self.finalize("failed")
 
     def all_sent(self) -> bool:
         """Return True if the store has everything, after `finalize`."""

@@ -9,7 +9,8 @@ import importlib.metadata
 import logging
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -150,10 +151,35 @@ def fetch_model(option: str, uri: str, store: str, cache: Path) -> Path:
         ConfigError: the URI is malformed, there is no such model, the store does not answer, or the model is in
             another format.
     """
-    registered, in_run = _REGISTERED.fullmatch(uri), _IN_RUN.fullmatch(uri)
+    uri = resolve_alias(option, uri, store)
+    with _answers(option, uri, store):
+        # The URI without its scheme is a version or an artifact, as a path.
+        folder = cache / uri.partition(":/")[2]
+        origin: str | None = None
+        if (registered := _REGISTERED.fullmatch(uri)) is not None:
+            origin = open_client(store).get_model_version(registered["name"], registered["version"]).source
+        digest = sha256(f"{store} {uri} {origin}".encode()).hexdigest()[:_DIGEST_LENGTH]
+        folder = folder.with_name(f"{folder.name}-{digest}")
+        if not folder.is_dir():
+            _download(f"{option}={uri}", uri, folder)
+    return folder
+
+
+def resolve_alias(option: str, uri: str, store: str) -> str:
+    """Return the URI of a model in MLflow with the version of an alias; a URI without an alias stays as it is.
+
+    Args:
+        option: name of the option with the URI, for error messages.
+        uri: URI of the model.
+        store: address of the MLflow store.
+
+    Raises:
+        ConfigError: the URI is malformed, there is no such alias, or the store does not answer.
+    """
+    registered = _REGISTERED.fullmatch(uri)
     # Each part is a folder of the cache.
     leaves_cache = {"", ".", ".."} & {*uri.partition(":/")[2].partition("@")[0].split("/")}
-    if (registered is None and in_run is None) or leaves_cache or not uri.isprintable():
+    if not (registered or _IN_RUN.fullmatch(uri)) or leaves_cache or not uri.isprintable():
         raise ConfigError(
             f"{option}={uri}: name a model in MLflow as models:/NAME@ALIAS, models:/NAME/VERSION or runs:/ID/FOLDER"
         )
@@ -163,31 +189,30 @@ def fetch_model(option: str, uri: str, store: str, cache: Path) -> Path:
             f"{option}={uri}: there is no MLflow store {file}: name the one that has it by MLFLOW_TRACKING_URI"
         )
     check_store(store)
+    if registered is None or not registered["alias"]:
+        return uri
+    with _answers(option, uri, store):
+        version = open_client(store).get_model_version_by_alias(registered["name"], registered["alias"])
+    return f"models:/{registered['name']}/{version.version}"
+
+
+def has_version(uri: str) -> bool:
+    """Return True if a string is the URI of a version of a registered model."""
+    registered = _REGISTERED.fullmatch(uri)
+    return registered is not None and registered["version"] is not None
+
+
+@contextmanager
+def _answers(option: str, uri: str, store: str) -> Iterator[None]:
+    """Use a store; raise its errors as errors of an option."""
     import_mlflow()
     from mlflow.exceptions import MlflowException
 
     use_store(store)
     try:
-        if registered is not None:
-            client, name = open_client(store), registered["name"]
-            version = (
-                client.get_model_version(name, registered["version"])
-                if registered["version"]
-                else client.get_model_version_by_alias(name, registered["alias"])
-            )
-            versioned_uri, origin = f"models:/{name}/{version.version}", version.source
-            folder = cache / name / str(version.version)
-        else:
-            assert in_run is not None
-            versioned_uri, origin = uri, in_run["run"]
-            folder = cache / in_run["run"] / in_run["path"]
-        digest = sha256(f"{store} {versioned_uri} {origin}".encode()).hexdigest()[:_DIGEST_LENGTH]
-        folder = folder.with_name(f"{folder.name}-{digest}")
-        if not folder.is_dir():
-            _download(f"{option}={uri}", versioned_uri, folder)
+        yield
     except (MlflowException, OSError) as error:
         raise ConfigError(f"{option}={uri}: MLflow at {store} does not give it ({error})") from None
-    return folder
 
 
 def _download(option: str, uri: str, folder: Path) -> None:

@@ -138,6 +138,7 @@ class RunSender:
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
 
+        outages = (MlflowException, SQLAlchemyError, OSError, NotImplementedError, UserError)
         run: TrackedRun | None = None
         calls = self._queue
         while (call := calls.get()) is not None:
@@ -148,8 +149,11 @@ class RunSender:
                         self._unsent_metrics.reset(run.last_steps())
                     call(run)
                     break
-                except (MlflowException, SQLAlchemyError, OSError, NotImplementedError, UserError) as error:
-                    if run is not None and _is_refused(error):
+                except Exception as error:
+                    # Flavours of MLflow run code of other libraries on the policy.
+                    is_foreign = not isinstance(error, outages)
+                    if run is not None and (is_foreign or _is_refused(error)):
+                        self._num_dropped += is_foreign
                         self._log("MLflow at %s: something could not be recorded: %s", error)
                         break
                     # The store may have recorded a part of the call. `open_run` reads the state of the store again.
@@ -160,11 +164,6 @@ class RunSender:
                         calls.put(call)
                         return
                     self._finishing.wait(_RETRY_S)
-                # Flavours of MLflow run code of other libraries on the policy.
-                except Exception as error:
-                    self._num_dropped += 1
-                    self._log("MLflow at %s: something could not be recorded: %s", error)
-                    break
 
     def _log_reason(self, error: Exception) -> None:
         """Log why the sender waits, once for each reason."""

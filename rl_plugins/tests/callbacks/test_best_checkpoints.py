@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from rl_plugins.callbacks import checkpoint_files
@@ -31,6 +31,10 @@ def rewarded(steps: int = STEPS) -> Any:
     stage = build_stage(steps)
     alter(stage, {step: {"train/reward": reward} for step, reward in enumerate(REWARDS, start=1)})
     return stage
+
+
+def stop(trainer: Trainer, stage: Any) -> None:
+    raise InterruptedError
 
 
 def steps_of(paths: list[Path]) -> list[int]:
@@ -69,17 +73,55 @@ def test_best_checkpoints_share_files_with_a_checkpoint_of_the_same_step(tmp_pat
     assert os.path.samefile(folder.best(2) / "state", folder.checkpoint(2) / "state")
 
 
-def test_best_checkpoints_save_after_a_validation_between_checkpoints(tmp_path: Path) -> None:
-    module = build_stage(4)
+def fit(folder: RunFolder, stage: Any, *callbacks: Callback, every: int, resume: Path | None = None) -> None:
+    """Train with a validation after every second step."""
+    checkpoints = [PolicyCheckpoint(folder.path, every=every), BestCheckpoints(folder.path, keep=2)]
     trainer = Trainer(
         strategy=SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()), logger=False, max_epochs=-1,
-        callbacks=[PolicyCheckpoint(tmp_path, every=3), BestCheckpoints(tmp_path, keep=2)], val_check_interval=2,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, check_val_every_n_epoch=None,
+        callbacks=[*checkpoints, *callbacks], val_check_interval=2, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, check_val_every_n_epoch=None,
     )  # fmt: skip
     batch = canned.prompt_batch(canned.PROMPTS)
-    trainer.fit(module, canned.loader([batch] * 9), canned.loader([batch]))
+    state = None if resume is None else resume / "state"
+    trainer.fit(stage, canned.loader([batch] * 9), canned.loader([batch]), ckpt_path=state, weights_only=True)
+
+
+def test_best_checkpoints_save_after_a_validation_between_checkpoints(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
+    fit(folder, build_stage(4), every=3)
     assert steps_of(folder.checkpoints()) == [3, 4] and steps_of(folder.bests()) == [2, 4]
+
+
+@for_each("killed_step", [2, 4])
+def test_best_checkpoints_consider_a_step_whose_validation_was_killed(tmp_path: Path, killed_step: int) -> None:
+    class Killed(Callback):
+        def on_validation_batch_end(self, trainer: Trainer, pl_module: Any, *arguments: Any) -> None:
+            if pl_module.step == killed_step:
+                raise InterruptedError
+
+    folder = RunFolder(tmp_path)
+    with pytest.raises(InterruptedError):
+        fit(folder, build_stage(4), Killed(), every=2)
+    newest = folder.checkpoint(killed_step)
+    assert folder.latest_checkpoint() == newest and not folder.best(killed_step).exists()
+    resumed = build_stage(4, seed=9)
+    resumed.validate_first = True
+    fit(folder, resumed, every=2, resume=newest)
+    assert resumed.step == 4 and steps_of(folder.bests()) == [2, 4]
+    assert os.path.samefile(folder.best(killed_step) / "state", newest / "state")
+
+
+def test_best_checkpoints_leave_out_the_step_of_the_start(tmp_path: Path) -> None:
+    def roll_back(trainer: Trainer, stage: Any) -> None:
+        stage.step = 2
+
+    folder = RunFolder(tmp_path)
+    train(rewarded(2), [PolicyCheckpoint(tmp_path, every=1)])
+    keeper = BestCheckpoints(tmp_path, metric="train/reward")
+    callbacks = [AfterStep([3], roll_back), PolicyCheckpoint(tmp_path, every=1), keeper]
+    with pytest.raises(InterruptedError):
+        train(rewarded(4), [*callbacks, AfterStep([2], stop)], resume=folder.checkpoint(2))
+    assert folder.bests() == []
 
 
 def test_best_checkpoints_refuse_an_unknown_metric_by_name(tmp_path: Path) -> None:

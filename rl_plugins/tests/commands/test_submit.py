@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import requests
 
 from rl_plugins.commands import submit
 from rl_plugins.errors import ConfigError, DeadlineExceeded
@@ -159,6 +160,16 @@ def test_exit_code_of_a_failed_job_leaves_the_log_of_the_job_out(capsys):
     details: Any = SimpleNamespace(status="FAILED", message=said, driver_exit_code=2)
     assert submit._exit_code("job_1", details, stopping=False) == 2
     assert capsys.readouterr().err == "job_1 failed: Job entrypoint command failed with exit code 2\n"
+
+
+def test_follow_job_names_a_stop_that_the_server_does_not_take(monkeypatch, capsys):
+    ended = SimpleNamespace(status="FAILED", message="killed", driver_exit_code=3)
+    monkeypatch.setattr(submit, "_print_logs", lambda client, job: None)
+    for error in requests.ConnectionError("gone"), DeadlineExceeded("no answer"), RuntimeError("status code 500"):
+        monkeypatch.setattr(submit, "_wait_for_end", mock.Mock(side_effect=[KeyboardInterrupt, ended]))
+        client: Any = SimpleNamespace(stop_job=mock.Mock(side_effect=error))
+        assert submit.follow_job(client, "job_1") == 3
+        assert f"the job server does not stop job_1 ({error}): use ray job stop job_1" in capsys.readouterr().err
 
 
 def starting_cluster(*answers: str | Exception) -> Any:

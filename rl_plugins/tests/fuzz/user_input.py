@@ -26,7 +26,7 @@ from rl_plugins.data.images import read_images
 from rl_plugins.data.parquet import LocatedRow, load_rows
 from rl_plugins.data.prepare.files import read_records
 from rl_plugins.errors import CheckpointError
-from rl_plugins.launch.hub_commits import HubCommits
+from rl_plugins.launch.pinned_versions import PinnedVersions
 from rl_plugins.manifest import MANIFEST, find_damage
 from rl_plugins.models.folder import check_model_folder, check_model_type
 from rl_plugins.plain_file import load_plain, save_plain
@@ -188,8 +188,8 @@ def _read_image(content: bytes) -> None:
     read_images(LocatedRow({"images": [content]}, "rows.parquet, row 3"))
 
 
-def _read_commits(file: Path) -> None:
-    HubCommits.of_run(RunFolder(file.parent))
+def _read_versions(file: Path) -> None:
+    PinnedVersions.of_run(RunFolder(file.parent))
 
 
 def user_targets(folder: Path) -> Mapping[str, Target]:
@@ -262,7 +262,9 @@ def user_targets(folder: Path) -> Mapping[str, Target]:
         lambda name: st.tuples(st.just(name), damaged(read[name]) | as_json(changed(of_samples) | VALUES))
     )
     found["files of a report"] = Target(in_run, _report_check(run.path, read), ["config.yaml"])
-    commits = {"models/own/model@main": "0" * 40, "datasets/own/rows@v1": "1" * 40}
-    hub = damaged(json.dumps(commits).encode()) | as_json(changed(commits) | VALUES)
-    found["commits of the hub"] = Target(hub, _file_check(folder / "hub.json", _read_commits), ["hub.json"])
+    versions = {"models/own/model@main": "0" * 40, "models:/adder@champion": "models:/adder/2"}
+    pinned = damaged(json.dumps(versions).encode()) | as_json(changed(versions) | VALUES)
+    found["versions of models and data"] = Target(
+        pinned, _file_check(folder / "versions.json", _read_versions), ["versions.json"]
+    )
     return found

@@ -13,8 +13,9 @@ from safetensors.numpy import load
 from rl_plugins.commands.export import export_checkpoint
 from rl_plugins.launch import local  # noqa: F401
 from rl_plugins.launch.command_line import run_recipe
+from rl_plugins.launch.model_card import model_card
 from rl_plugins.models.tiny import save_tiny_policy
-from rl_plugins.run_folder import RunFolder
+from rl_plugins.run_folder import RunFolder, append_metrics
 from rl_plugins.tests.hub.hub_server import TOKEN, StandIn, serving, use
 from rl_plugins.tests.launch.configurations import configured, message_of
 
@@ -89,6 +90,14 @@ def test_export_checkpoint_pushes_a_folder_with_a_model_card(trained, tmp_path, 
     repository.add({**pushed, "model-00001-of-00002.safetensors": b"", "notes.txt": b""})
     export_checkpoint(checkpoint, tmp_path / "again", push="own/taught")
     assert set(repository.commits[repository.refs["main"]]) == {*pushed, "notes.txt"}
+
+
+def test_model_card_of_a_best_checkpoint_has_the_metrics_of_the_step(tmp_path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (1, 2):
+        append_metrics(folder.metrics, {"val/reward": step / 4}, step)
+    for checkpoint, row in {folder.best(1): "0.25 | 1", folder.checkpoint(2): "0.5 | 2"}.items():
+        assert f"| `val/reward` | {row} |" in model_card("own/taught", checkpoint, is_adapter=False)
 
 
 def test_export_checkpoint_names_the_fault_of_a_push_before_the_export(trained, tmp_path, monkeypatch) -> None:

@@ -24,6 +24,7 @@ from rl_plugins.run_folder import RunFolder, append_metrics
 from rl_plugins.tests.files import rewrite_manifest
 from rl_plugins.tests.launch.configurations import configured
 from rl_plugins.tests.patience import patient
+from rl_plugins.tracking.registry import Evaluation
 from rl_plugins.tracking.run import TrackedRun
 
 PROMPT = "17+25="
@@ -68,8 +69,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Collect the examples of registered policies, without MLflow's transformers flavour, which is slow."""
     examples: list[str] = []
 
-    def register_policy(run: TrackedRun, policy: Path, name: str, evaluation: object, example: str) -> str:
-        examples.append(example)
+    def register_policy(run: TrackedRun, policy: Path, name: str, evaluation: Evaluation, example: str) -> str:
+        examples.append(f"{example} {evaluation.value}")
         if not run.client.search_registered_models(f"name='{name}'"):
             run.client.create_registered_model(name)
         run.client.create_model_version(name, policy.as_uri(), run.run_id)
@@ -92,7 +93,23 @@ def test_sync_sends_all_of_a_run_and_registers_the_policy_once(
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED" and run.data.tags["checkpoint.step"] == "2"
     assert len(client.get_metric_history(run_id, "train/loss")) == 2
-    assert registered == [PROMPT]
+    assert registered == [f"{PROMPT} 0.5"]
+
+
+def test_registration_takes_no_value_of_an_earlier_step(folder: RunFolder, registered: list[str]) -> None:
+    append_metrics(folder.metrics, {"train/loss": 0.3}, 3)
+    assert sync(folder.path, None, DEADLINE_S)
+    assert registered == [f"{PROMPT} None"]
+
+
+def test_sync_ends_a_run_by_the_end_of_its_training(store: str, folder: RunFolder) -> None:
+    config = OmegaConf.load(folder.config)
+    config.run.steps = 9
+    folder.config.write_text(OmegaConf.to_yaml(config))
+    for status in ("KILLED", "FINISHED"):
+        assert sync(folder.path, None, DEADLINE_S)
+        assert MlflowClient(store).get_run(folder.tracking_run.read_text()).info.status == status
+        folder.finished.write_text("{}")
 
 
 def test_sync_is_not_complete_if_the_policy_could_not_be_registered(

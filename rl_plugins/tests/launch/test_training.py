@@ -17,7 +17,7 @@ from rl_plugins.launch.training import TrainingRun
 from rl_plugins.models.packed_attention import PACKED_SDPA
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
 from rl_plugins.recipes.grpo import build_stage
-from rl_plugins.run_folder import RunFolder
+from rl_plugins.run_folder import RunFolder, append_metrics
 from rl_plugins.strategies.contract import COST_CRITIC, CRITIC
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.launch.configurations import configured
@@ -72,6 +72,20 @@ def test_keep_checkpoints_of_critics_bounds_the_checkpoints_with_each_critic(tmp
         callbacks = training_run(tmp_path, *overrides).callbacks()
         checkpoint = next(callback for callback in callbacks if isinstance(callback, PolicyCheckpoint))
         assert checkpoint._keep_models == kept
+
+
+def test_run_misses_a_validation_that_was_killed(tmp_path: Path) -> None:
+    options = ["run.steps=7", "run.eval_every=2", "data.val_files=[test.parquet]"]
+    run, folder = training_run(tmp_path, *options), RunFolder(tmp_path)
+    assert not run._misses_validation()
+    for step, misses in {2: True, 3: False, 4: True, 7: True}.items():
+        resumed = replace(run, checkpoint=folder.checkpoint(step))
+        append_metrics(folder.metrics, {"train/reward": 0.5}, step)
+        assert resumed._misses_validation() == misses
+        append_metrics(folder.metrics, {"val/reward": 0.5}, step)
+        assert not resumed._misses_validation()
+    without = training_run(tmp_path / "other", "run.steps=7", "run.eval_every=0", "data.val_files=[test.parquet]")
+    assert not replace(without, checkpoint=folder.checkpoint(7))._misses_validation()
 
 
 def test_attention_of_a_recipe_is_the_attention_of_the_model(tmp_path: Path) -> None:

@@ -217,5 +217,15 @@ def test_adapted_layers_refuses_dora(policy: str) -> None:
     assert adapted_layers(peft.get_peft_model(build_model(), peft.LoraConfig(use_rslora=True)))
 
 
+@for_each("copied", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]])
+def test_adapted_layers_refuses_different_copies_of_one_weight(copied: list[str]) -> None:
+    settings: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": copied}
+    message = r"model\.embed_tokens\.weight and lm_head\.weight are one weight, .*ensure_weight_tying=True"
+    with pytest.raises(ConfigError, match=message):
+        adapted_layers(peft.get_peft_model(build_model(), peft.LoraConfig(**settings)))
+    tied = peft.get_peft_model(build_model(), peft.LoraConfig(**settings, ensure_weight_tying=True))
+    assert adapted_layers(tied)
+
+
 def test_adapter_under_zero_3_on_two_ranks(policy: str, tmp_path: Path) -> None:
     run_ranks(lora_worker.check_rank, policy, tmp_path)

@@ -11,6 +11,7 @@ import torch
 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.images import PromptImages
+from rl_plugins.errors import EngineLost
 from rl_plugins.rollout.engine import Generations, GroupRequest
 from rl_plugins.rollout.vllm.fleet_sampling import FleetSampling
 from rl_plugins.tests.pictures import picture
@@ -71,3 +72,16 @@ def test_submit_sends_images_without_the_inputs_of_the_policy() -> None:
     with_images, plain = fleet.submitted
     assert with_images.images.images == images.images and not with_images.images.inputs
     assert plain is requests[1]
+
+
+def test_generate_calls_all_engines_before_a_loss_is_raised() -> None:
+    fleet: Any = Fleet()
+    called: list[Any] = []
+
+    def lose() -> None:
+        raise EngineLost("engine 1 is lost")
+
+    fleet.check_lost, fleet.actors[0].generate.remote = lose, lambda *arguments: called.append(arguments)
+    with pytest.raises(EngineLost):
+        FleetSampling(fleet).generate([[5]], SamplingConfig(max_tokens=1), None)
+    assert len(called) == 1

@@ -14,6 +14,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
+from rl_plugins.launch.mlflow_run import failed_on_error
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.patience import wait_until
 from rl_plugins.tracking import run as run_module
@@ -270,3 +271,16 @@ def test_sender_leaves_out_calls_beyond_a_bound(
     assert [record.getMessage() for record in caplog.records] == [
         "3 calls wait for MLflow at http://away: further traces and tables are left out until MLflow takes calls"
     ]
+
+
+def test_status_of_a_run_follows_a_stop_and_an_error_after_the_fit(store, trained, folder) -> None:
+    trained.steps(1, 1)
+    trained.tracking.finalize("success")
+    assert run_of(store, folder).info.status == "FINISHED"
+    with pytest.raises(InterruptedError), failed_on_error(trained.loggers):
+        raise InterruptedError
+    assert run_of(store, folder).info.status == "FAILED"
+    folder.stopped.write_text("after step 2: SIGTERM")
+    trained.steps(2, 2)
+    trained.tracking.finalize("success")
+    assert run_of(store, folder).info.status == "KILLED"

@@ -9,7 +9,7 @@ import pytest
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tracking.registry import Evaluation, compare, fetch_model, register_policy
+from rl_plugins.tracking.registry import Evaluation, compare, fetch_model, register_policy, resolve_alias
 from rl_plugins.tracking.run import RunDescription, open_run
 
 GOOD = Evaluation("val/reward", 0.5, "data")
@@ -63,6 +63,7 @@ def test_register_policy_and_fetch_model_of_the_champion(store, experiment, poli
     weights = "model.safetensors"
     assert (champion / weights).read_bytes() == (policies / "second" / weights).read_bytes()
     assert (champion / "tokenizer.json").is_file()
+    assert resolve_alias("model.path", named, store) == f"models:/{experiment}/2"
     kept = (champion / weights).stat().st_mtime_ns
     assert fetch_model("model.path", f"models:/{experiment}/2", store, tmp_path / "cache") == champion
     assert (champion / weights).stat().st_mtime_ns == kept, "it was fetched again"

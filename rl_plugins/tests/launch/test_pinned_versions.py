@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from huggingface_hub import constants
@@ -13,10 +14,10 @@ from omegaconf import OmegaConf
 from rl_plugins.commands.plan import read_shape
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.hub.names import HubName
-from rl_plugins.launch import local, ray_train
+from rl_plugins.launch import local, pinned_versions, ray_train
 from rl_plugins.launch.command_line import run_recipe
-from rl_plugins.launch.hub_commits import HubCommits
 from rl_plugins.launch.hub_fetch import fetch_data_files
+from rl_plugins.launch.pinned_versions import PinnedVersions
 from rl_plugins.launch.pipeline import run_pipeline
 from rl_plugins.launch.preflight import fetch_models
 from rl_plugins.run_folder import RunFolder
@@ -68,7 +69,7 @@ def test_run_recipe_takes_one_commit_for_a_run_and_all_resumes(hub: StandIn, che
     first, rows = (hub.repositories[name].refs["main"] for name in ("models/own/model", "datasets/own/rows"))
     assert check(*options) == "nothing is refused"
     folder = RunFolder("outputs/grpo")
-    assert json.loads(folder.hub.read_text()) == {"models/own/model@main": first, "datasets/own/rows@main": rows}
+    assert json.loads(folder.versions.read_text()) == {"models/own/model@main": first, "datasets/own/rows@main": rows}
     written = OmegaConf.load(folder.config)
     assert written.model.path == written.reference.path == f"own/model@{first}"
     copies = Path(f"outputs/.data/own--rows-{rows[:12]}/data").absolute()
@@ -83,9 +84,20 @@ def test_run_recipe_takes_one_commit_for_a_run_and_all_resumes(hub: StandIn, che
     hub.requests.clear()
     assert check(*options, "run.resume=auto") == "nothing is refused"
     assert OmegaConf.load(folder.config).model.path == f"own/model@{first}" and hub.requests == []
-    assert HubCommits().pin("model.path", HubName("own/model")).revision == later
-    folder.hub.write_text("[1]")
-    assert f"{folder.hub.absolute()} is damaged" in check(*options, "run.resume=auto")
+    assert PinnedVersions().pin("model.path", HubName("own/model")).revision == later
+    folder.versions.write_text("[1]")
+    assert f"{folder.versions.absolute()} is damaged" in check(*options, "run.resume=auto")
+
+
+def test_pin_alias_keeps_the_version_for_all_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions, newest = PinnedVersions(), mock.Mock(side_effect=["models:/solver/2", "models:/solver/3"])
+    monkeypatch.setattr(pinned_versions, "resolve_alias", newest)
+    folder = RunFolder(tmp_path)
+    for _ in range(2):
+        assert versions.pin_alias("reference.path", "models:/solver@champion", "sqlite:///db") == "models:/solver/2"
+        versions.write(folder.versions)
+        versions = PinnedVersions.of_run(folder)
+    assert newest.call_count == 1
 
 
 def test_run_recipe_fetches_no_weights_of_the_hub_in_a_dry_run(hub: StandIn, check: Check, workplace: Path) -> None:
@@ -128,7 +140,7 @@ def test_fetch_data_files_names_the_fault_of_an_address(hub: StandIn, tmp_path: 
     hub.add("datasets/own/secret", {"a.parquet": b""}, access="private")
 
     def refusal(address: str) -> str:
-        return message_of(lambda: fetch_data_files(HubCommits(), "data.val_files", address, tmp_path / "copies"))
+        return message_of(lambda: fetch_data_files(PinnedVersions(), "data.val_files", address, tmp_path / "copies"))
 
     wrong = []
     for address, words in (
@@ -150,7 +162,7 @@ def test_fetch_models_pins_the_model_of_a_reward_and_all_teachers(hub: StandIn) 
     node = "{_target_: rl_plugins.rewards.model.ModelReward, path: own/model}"
     teachers = ["teacher.paths={a: own/model, b: /some/folder}", "model.path=own/model@main"]
     config = configured("grpo", *teachers, f"reward.functions={{default: {node}}}")
-    fetch_models(config, HubCommits())
+    fetch_models(config, PinnedVersions())
     pinned = f"own/model@{commit}"
     assert config.reward.functions["default"]["path"] == config.model.path == pinned
     assert config.teacher.paths == {"a": pinned, "b": "/some/folder"}
@@ -185,12 +197,12 @@ def test_run_pipeline_takes_one_commit_for_all_stages(hub: StandIn, check: Check
     pipeline = {"name": "p", "model": "own/model", "folder": "outputs/p", "stages": {"a": stage, "b": stage}}
     folder = run_pipeline(OmegaConf.create(pipeline))
     commit = hub.repositories["models/own/model"].refs["main"]
-    assert json.loads(RunFolder(folder).hub.read_text())["models/own/model@main"] == commit
+    assert json.loads(RunFolder(folder).versions.read_text())["models/own/model@main"] == commit
     assert {OmegaConf.load(folder / name / "config.yaml").model.path for name in "ab"} == {f"own/model@{commit}"}
 
 
 def test_fetch_data_files_takes_the_hubs_own_conversion(hub: StandIn, tmp_path: Path) -> None:
     hub.add("datasets/own/rows", {"main/train/0.parquet": b"rows"}, ref="refs/convert/parquet")
     address = "hf://datasets/own/rows@refs/convert/parquet/main/train"
-    (file,) = fetch_data_files(HubCommits(), "data.train_files", address, tmp_path / "copies")
+    (file,) = fetch_data_files(PinnedVersions(), "data.train_files", address, tmp_path / "copies")
     assert Path(file).read_bytes() == b"rows" and file.endswith("/main/train/0.parquet")
