@@ -199,6 +199,13 @@ class ReferenceUpdate(Callback):
         ReferenceConfig.check_fields(keep=keep)
         self._model, self._every, self._keep = model, every, keep
         self._last_step = -1
+        self._averages: dict[str, Tensor] = {}
+        self._shapes: dict[str, torch.Size] = {}
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return self._generate_state_key(model=self._model)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -217,6 +224,8 @@ class ReferenceUpdate(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_step = clock(pl_module)
+        self._averages = {}
+        self._shapes = {name: shard.shape for name, shard in strategy_of(trainer).shards(self._model)}
         # This move changes nothing, but from now on checkpoints hold the reference. A roll-back needs the reference in
         # checkpoints from before the first real move, too.
         self._move(trainer, keep=1.0)
@@ -231,4 +240,18 @@ class ReferenceUpdate(Callback):
             self._move(trainer, self._keep)
 
     def _move(self, trainer: Trainer, keep: float) -> None:
-        strategy_of(trainer).blend_weights(POLICY, self._model, keep)
+        strategy_of(trainer).blend_weights(POLICY, self._model, keep, self._averages)
+
+    def rank_state(self) -> dict[str, Tensor]:
+        """Return this rank's shards of the average of a model in low precision, on the CPU."""
+        return {name: tensor.cpu() for name, tensor in self._averages.items()}
+
+    def load_rank_state(self, state: dict[str, Tensor]) -> str:
+        """Restore `rank_state` if the shards have the same names and shapes; return the outcome, in words."""
+        same = all(self._shapes.get(name) == tensor.shape for name, tensor in state.items())
+        # `blend_weights` moves the shards to the device of the model.
+        self._averages = dict(state) if same else {}
+        if not state:
+            return ""
+        name = f"average of the {self._model}"
+        return name if same else f"the {name} starts again (other shards)"

@@ -66,7 +66,7 @@ class HasRankState(Protocol):
         """Return this rank's state, as plain values."""
 
     def load_rank_state(self, state: dict[str, Any]) -> str:
-        """Restore this rank's state; return the restored parts, in words."""
+        """Restore this rank's state; return the restored parts, in words. No words stand for an empty state."""
 
 
 class PolicyCheckpoint(Callback):
@@ -315,13 +315,12 @@ def load_rank_states(trainer: Trainer, checkpoint: Path) -> list[str]:
         return [f"averages start again (saved by {len(files)} workers, now {trainer.world_size})"]
     states = load_plain(checkpoint / f"callbacks_{trainer.global_rank}.pt")
     stateful = _with_rank_state(trainer)
-    return [stateful[name].load_rank_state(state) for name, state in states.items() if name in stateful]
+    words = [stateful[name].load_rank_state(state) for name, state in states.items() if name in stateful]
+    return [word for word in words if word]
 
 
 def _with_rank_state(trainer: Trainer) -> dict[str, HasRankState]:
-    return {
-        type(callback).__name__: callback for callback in callbacks_of(trainer) if isinstance(callback, HasRankState)
-    }
+    return {callback.state_key: callback for callback in callbacks_of(trainer) if isinstance(callback, HasRankState)}
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:

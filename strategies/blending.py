@@ -12,10 +12,7 @@ from rl_plugins.errors import CheckpointError
 
 
 class BlendedModels:
-    """Names of the models that follow another model, and the averages in float32.
-
-    Each rank blends its own shards. A model in low precision also has an average in float32, because rounding would
-    remove small steps.
+    """Names of the models that follow another model. Each rank blends its own shards.
 
     Attributes:
         names: models with other weights than in their files. Checkpoints hold these models.
@@ -23,10 +20,14 @@ class BlendedModels:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self._averages: dict[str, dict[str, Tensor]] = {}
 
     def blend(
-        self, target: str, own: Iterable[tuple[str, Tensor]], other: Iterable[tuple[str, Tensor]], keep: float
+        self,
+        target: str,
+        own: Iterable[tuple[str, Tensor]],
+        other: Iterable[tuple[str, Tensor]],
+        keep: float,
+        averages: dict[str, Tensor],
     ) -> None:
         """Set each shard of a model to `keep * own + (1 - keep) * other`, in place.
 
@@ -37,21 +38,19 @@ class BlendedModels:
             own: name and shard of each parameter of the model.
             other: name and shard of each parameter of the followed model.
             keep: share of the own weights in the result, from 0 to 1.
+            averages: shards in float32 by name, for a model in low precision, whose rounding would remove small steps.
+                Missing shards start from the model.
         """
         self.names.add(target)
         if keep == 1:
             return
-        averages = self._averages.setdefault(target, {})
         for (name, own_shard), (_, other_shard) in zip(own, other, strict=True):
             if keep == 0 or own_shard.dtype == torch.float32:
                 own_shard.lerp_(other_shard.to(own_shard), 1 - keep)
             else:
-                average = averages.setdefault(name, own_shard.float())
-                own_shard.copy_(average.lerp_(other_shard.to(average), 1 - keep))
-
-    def reset_averages(self) -> None:
-        """Forget the averages. The next `blend` starts from the weights of the models."""
-        self._averages.clear()
+                average = averages[name].to(own_shard.device) if name in averages else own_shard.float()
+                averages[name] = average.lerp_(other_shard.to(average), 1 - keep)
+                own_shard.copy_(average)
 
     def check_in(self, checkpoint: Path) -> None:
         """Check a checkpoint for the weights of every model in `names`.

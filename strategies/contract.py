@@ -104,8 +104,16 @@ class Strategy(Protocol):
         After a write to shards of the policy, call `rollout_phases.weights_changed()`.
         """
 
-    def blend_weights(self, source: str, target: str, keep: float) -> None:
-        """Set the weights of model `target` to `keep * target + (1 - keep) * source`, shard by shard. Collective."""
+    def blend_weights(self, source: str, target: str, keep: float, averages: dict[str, Tensor]) -> None:
+        """Set the weights of model `target` to `keep * target + (1 - keep) * source`, shard by shard. Collective.
+
+        Args:
+            source: name of the followed model.
+            target: name of the following model.
+            keep: share of the own weights in the result, from 0 to 1.
+            averages: this rank's shards of the result in float32, between two calls; filled if `target` is in low
+                precision.
+        """
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

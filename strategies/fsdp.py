@@ -276,9 +276,9 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         for key, parameter in self._models[name].named_parameters():
             yield key, shard_of(parameter)
 
-    def blend_weights(self, source: str, target: str, keep: float) -> None:
+    def blend_weights(self, source: str, target: str, keep: float, averages: dict[str, Tensor]) -> None:
         """Set the weights of a frozen model to `keep * target + (1 - keep) * source`."""
-        self._blended.blend(target, self.shards(target), self.shards(source), keep)
+        self._blended.blend(target, self.shards(target), self.shards(source), keep, averages)
 
     def _optimizer_tensors(self) -> Iterable[Tensor]:
         for name in self._optimizers_of.keys() & self._on_host_while_sampling():
@@ -327,7 +327,6 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         self.known_intact = None
         states = read_lightning(folder, self._models, self._blended)
         self.rollout_phases.memory.wait_for_optimizer()
-        self._blended.reset_averages()
         self.restored = {name: self._load_model(name, folder / name) for name in self._models}
         self.rollout_phases.weights_changed()
         return states

@@ -149,9 +149,9 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
         for key, parameter in self.model_engine(name).named_parameters():
             yield key, parameter.data
 
-    def blend_weights(self, source: str, target: str, keep: float) -> None:
+    def blend_weights(self, source: str, target: str, keep: float, averages: dict[str, Tensor]) -> None:
         """Set the weights of a frozen model to `keep * target + (1 - keep) * source`."""
-        self._blended.blend(target, self.shards(target), self.shards(source), keep)
+        self._blended.blend(target, self.shards(target), self.shards(source), keep, averages)
 
     def weight_source(self, name: str = POLICY) -> WeightSource:
         """Return the weights of a model."""
@@ -175,7 +175,6 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
         checkpoint: dict[str, Any] = load_plain(Path(checkpoint_path))
         check_saved_four_bits(Path(checkpoint_path), checkpoint, self._models())
         self.rollout_phases.weights_changed()
-        self._blended.reset_averages()
         for name, learner in learners_of(self._models()).items():
             learner.load(_learner_folder(checkpoint_path, name))
         return checkpoint

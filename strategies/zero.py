@@ -339,9 +339,9 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         for key, _, shard in ZeroWeightSource(module, self.global_rank, self.world_size).shards():
             yield key, shard
 
-    def blend_weights(self, source: str, target: str, keep: float) -> None:
+    def blend_weights(self, source: str, target: str, keep: float, averages: dict[str, Tensor]) -> None:
         """Set the weights of a frozen model to `keep * target + (1 - keep) * source`. Collective."""
-        self._blended.blend(target, self.shards(target), self.shards(source), keep)
+        self._blended.blend(target, self.shards(target), self.shards(source), keep, averages)
 
     def _module_of(self, name: str) -> nn.Module:
         module: nn.Module = getattr(self._model_engines[name], "module", self._model_engines[name])
@@ -406,7 +406,6 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         states = read_lightning(folder, self._model_engines, self._blended)
         self.rollout_phases.memory.wait_for_optimizer()
         check_shards(folder, list(self._trained))
-        self._blended.reset_averages()
         self.restored = {
             name: self._load_trained(folder, name) if name in self._trained else self._load_frozen(folder, name)
             for name in self._model_engines

@@ -45,6 +45,8 @@ OWN_ARGUMENTS = {
     "max_model_len": "data.max_prompt_tokens and sampling.max_tokens",
     "max_num_seqs": "rollout.max_num_seqs",
     "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "pipeline_parallel_size": "rollout.tensor_parallel_size",
+    "data_parallel_size": "rollout.engines",
     "enable_prefix_caching": "rollout.prefix_caching",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "enable_sleep_mode": "rollout.sleep",

@@ -431,13 +431,12 @@ def fetch_models(config: RecipeConfig, versions: PinnedVersions) -> None:
     def fetched(option: str, path: str) -> str:
         if is_in_mlflow(path):
             store = tracking_uri(config)
-            folder = fetch_model(option, versions.pin_alias(option, path, store), store, _cache(config, "models"))
-            print(f"{config.run.name}: {path} is {folder}", flush=True)
-            return str(folder)
-        pinned = pinned_model(versions, option, path)
-        if pinned != path:
-            print(f"{config.run.name}: {path} is {pinned}", flush=True)
-            return pinned
+            found = str(fetch_model(option, versions.pin_alias(option, path, store), store, _cache(config, "models")))
+        else:
+            found = pinned_model(versions, option, path)
+        if found != path:
+            print(f"{config.run.name}: {path} is {found}", flush=True)
+            return found
         return _copy_of(config, option, path, "models")
 
     config.replace_model_paths(fetched)

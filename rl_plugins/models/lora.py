@@ -150,15 +150,22 @@ def adapter_off(model: PeftModel) -> Iterator[None]:
     """Turn the adapter off inside the block. The model is in evaluation mode there, as any frozen model."""
     training = model.training
     learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+    def restore() -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(learns[name])
+
     model.eval()
     try:
         with model.disable_adapter():
+            # PEFT turns the gradient of the adapter off. In its first forward pass, FSDP2 chooses the dtype of
+            # gradients by the parameters with gradients.
+            restore()
             yield
     finally:
         model.train(training)
         # PEFT turns on the gradient of the whole adapter, also of layers that do not learn, such as a vision tower's.
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(learns[name])
+        restore()
 
 
 def adapted_layers(model: PeftModel) -> dict[str, Any]:

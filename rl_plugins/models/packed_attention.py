@@ -156,10 +156,15 @@ class _SdpaLayer(NamedTuple):
 
 # Layer types with a mask that needs no further information: causal, or causal within a window.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Families whose attention layers add numbers to the mask.
+_OWN_MASKS = {"doge"}
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Switch a model of transformers from `sdpa` to `packed_sdpa`. A model with any other attention is unchanged."""
+    """Switch a model of transformers from `sdpa` to `packed_sdpa`. A model with any other attention is unchanged.
+
+    Models whose mask has more than the attention function is told keep `sdpa`: the function gets no mask for a row.
+    """
     if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
         return
     text = model.config.get_text_config()
@@ -168,8 +173,22 @@ def use_packed_attention(model: nn.Module) -> None:
         return
     layer_types = set(getattr(text, "layer_types", None) or _LAYER_TYPES)
     # transformers' own test for families with its attention interface; a call of the setter alone would warn.
-    if layer_types <= _LAYER_TYPES and model._can_set_attn_implementation():
+    if not layer_types <= _LAYER_TYPES or text.model_type in _OWN_MASKS or not model._can_set_attn_implementation():
+        return
+    if not _has_window_in_mask_alone(model):
         model.set_attn_implementation(PACKED_SDPA if text is model.config else {"text_config": PACKED_SDPA})
+
+
+def _has_window_in_mask_alone(model: PreTrainedModel) -> bool:
+    """Return True if layers have a window of attention, and do not hand the window over to the attention function."""
+    text = model.config.get_text_config()
+    layer_types = getattr(text, "layer_types", None) or ["sliding_attention"]
+    if not getattr(text, "sliding_window", None) or "sliding_attention" not in layer_types:
+        return False
+    decoder: nn.Module = model.get_decoder()
+    forwards = {type(layer).forward for layer in decoder.modules() if inspect.isfunction(type(layer).forward)}
+    calls = [source for source in map(inspect.getsource, forwards) if "ALL_ATTENTION_FUNCTIONS" in source]
+    return not all("sliding_window=" in call for call in calls)
 
 
 def has_packed_attention(model: Callable[..., Any]) -> bool:

@@ -322,8 +322,12 @@ class Stage(LightningModule):
     @override
     def on_train_start(self) -> None:
         self.own_model.log_hyperparameters(self.trainer)
-        if self.strategy.ranks.any(self.validate_first) and self.trainer.enable_validation:
-            self._validate()
+        trainer, loop = self.trainer, self.trainer.fit_loop.epoch_loop.val_loop
+        if self.strategy.ranks.any(self.validate_first) and trainer.enable_validation:
+            # The checkpoint has the progress of an earlier validation.
+            trainer.validating, loop.restarting = True, False
+            loop.run()
+            trainer.training = True
         self.validate_first = False
         # After a failure at the end of training, a run resumes from the checkpoint of its last step.
         self._stop_after_last_step()
@@ -331,14 +335,6 @@ class Stage(LightningModule):
     def _stop_after_last_step(self) -> None:
         if self.max_steps and self.step >= self.max_steps:
             self.trainer.should_stop = True
-
-    def _validate(self) -> None:
-        trainer = self.trainer
-        loop = trainer.fit_loop.epoch_loop.val_loop
-        # The checkpoint has the progress of an earlier validation.
-        trainer.validating, loop.restarting = True, False
-        loop.run()
-        trainer.training = True
 
     @override
     def on_train_epoch_end(self) -> None:

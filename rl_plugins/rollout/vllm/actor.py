@@ -137,6 +137,8 @@ class VLLMActor:
             self._llm.collective_rpc("give_back", args=(False,))
             return
         with_weights = self._config.sleep == "all"
+        if with_weights:
+            self._llm.collective_rpc("keep_unsent_weights")
         self._llm.sleep(level=2 if with_weights else 1)
         if with_weights:
             self._unusable = "its weights were given back"
@@ -167,8 +169,7 @@ class VLLMActor:
         self._groups.clear()
         self._collected.clear()
         self._loop.forget()
-        if self._updating:
-            await self.finish_weight_update()
+        self._end_update()
         await self._loop.go_on()
 
     # Sampling -------------------------------------------------------------------------------------------------------
@@ -273,9 +274,10 @@ class VLLMActor:
 
     async def drop_prefixes(self) -> None:
         """Drop cached prefixes. Later samples then do not depend on earlier samples."""
-        self._llm.reset_prefix_cache()
+        self._llm.reset_prefix_cache(reset_connector=True)
 
     async def _start(self, rank: int, ranks: Sequence[int], requests: Requests) -> None:
+        self._check_session()
         if not ranks:
             self._begin(requests)
             return
@@ -320,9 +322,7 @@ class VLLMActor:
     async def start_weight_update(self) -> None:
         """Start an update. The engine does not sample until `set_policy_version`."""
         self._check_session()
-        if self._updating:
-            # The loss of another engine ended the last update early.
-            await self.finish_weight_update()
+        self._end_update()
         self._loop.hold()
         self._llm.start_weight_update()
         self._updating = True
@@ -330,10 +330,13 @@ class VLLMActor:
 
     async def update_weights(self, update_info: Any) -> None:
         """Receive one chunk of weights."""
-        # vLLM ends a failed update, so no finish may follow.
-        self._updating = False
         self._llm.update_weights({"update_info": update_info})
-        self._updating = True
+
+    def _end_update(self) -> None:
+        """End an update that did not finish, after the loss of another engine or a failure of a worker."""
+        if self._updating:
+            self._llm.collective_rpc("end_weight_update")
+            self._updating = False
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Finish the update and drop all caches of the old weights, caches of running requests included."""
@@ -342,8 +345,16 @@ class VLLMActor:
         self._drop_caches()
 
     def _drop_caches(self) -> None:
-        """Drop the caches of prompts and of images, also those of running requests."""
-        self._llm.reset_prefix_cache(reset_running_requests=True)
+        """Drop the caches of prompts and of images, also those of running requests.
+
+        Raises:
+            ConfigError: a connector of the KV cache keeps the cache of the old weights.
+        """
+        if not self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise ConfigError(
+                "the connector of the KV cache cannot drop the cache of the old weights: leave kv_transfer_config and "
+                "kv_offloading_size out (in a recipe: rollout.vllm)"
+            )
         if self._llm.model_config.is_multimodal_model:
             self._llm.llm_engine.reset_encoder_cache()
 

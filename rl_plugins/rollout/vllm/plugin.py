@@ -59,6 +59,8 @@ PLAIN_WEIGHTS = "plain_weights"
 SHARED_MEMORY = "shared_memory"
 GLOO = "gloo"
 _PRIMITIVES = 128
+_NEVER_SENT = ("correction_bias", "expert_bias", "router_bias")
+"""Ends of the names of parameters of vLLM that are buffers in transformers: biases in the choice of experts."""
 
 
 class PackedProducts:
@@ -300,7 +302,24 @@ class WorkerExtension:
     """
 
     model_runner: Any
+    model_config: Any
     weight_transfer_engine: Any
+    _weight_update_active: bool
+
+    def keep_unsent_weights(self) -> None:
+        """Let the weights that no update sends survive a sleep that frees the weights.
+
+        No update sends biases in the choice of experts, and the draft model of speculative decoding.
+        """
+        # The worker of vLLM has the method.
+        draft: Any = self.get_draft_model()  # type: ignore[attr-defined]
+        names = [name for name, _ in self.model_runner.model.named_parameters() if name.endswith(_NEVER_SENT)]
+        self.model_config.sleep_preserve_parameter_names = names + ["draft.*"] * (draft is not None)
+
+    def end_weight_update(self) -> None:
+        """End an update that has failed in another worker. In the worker of the failure, vLLM has ended the update."""
+        if self._weight_update_active:
+            self.finish_weight_update()  # type: ignore[attr-defined]
 
     def give_back(self, weights: bool) -> tuple[int, int, int]:
         """Free the KV cache (vLLM cannot on CPU), packed copies, and the weights if `weights`.

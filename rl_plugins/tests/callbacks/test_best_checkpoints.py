@@ -99,7 +99,7 @@ def test_best_checkpoints_consider_a_step_whose_validation_was_killed(tmp_path: 
             if pl_module.step == killed_step:
                 raise InterruptedError
 
-    folder = RunFolder(tmp_path)
+    folder = RunFolder(tmp_path / str(killed_step))
     with pytest.raises(InterruptedError):
         fit(folder, build_stage(4), Killed(), every=2)
     newest = folder.checkpoint(killed_step)

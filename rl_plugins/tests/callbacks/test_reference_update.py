@@ -19,6 +19,7 @@ from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.run import Bounds
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.callbacks.training import AfterStep, alter, build_stage, sharded, train
 from rl_plugins.tests.ranks import run_ranks
@@ -89,6 +90,25 @@ def test_blend_weights_adds_up_small_moves_of_a_bfloat16_reference(monkeypatch: 
     torch.nn.init.constant_(models["reference"].weight, 1.0)
     strategy = SingleDeviceRolloutStrategy()
     monkeypatch.setattr(strategy, "model_engine", models.get)
+    averages: Weights = {}
     for _ in range(100):
-        strategy.blend_weights("policy", "reference", 0.999)
+        strategy.blend_weights("policy", "reference", 0.999, averages)
     torch.testing.assert_close(models["reference"].weight, torch.full((2, 2), 2 - 0.999**100, dtype=torch.bfloat16))
+
+
+def test_average_of_a_bfloat16_reference_survives_a_resume(tmp_path: Path) -> None:
+    policy = str(save_tiny_policy(tmp_path / "policy", **SIZES))
+    seen: list[Weights] = []
+    for folder, resume in (tmp_path / "run", None), (tmp_path / "resumed", RunFolder(tmp_path / "run").checkpoint(2)):
+        stage = build_stage(3, policy=policy, algorithm=Algorithm(kl=KLConfig(0.1)))
+        update = ReferenceUpdate(keep=0.999)
+        callbacks = [update, PolicyCheckpoint(folder, every=1, keep_last=9)]
+        train(stage, callbacks, strategy=sharded("fsdp"), resume=resume, accelerator="cpu", precision="bf16-true")
+        seen.append(update.rank_state())
+    assert seen[0] and all(torch.equal(seen[1][name], average) for name, average in seen[0].items())
+    line = RunFolder(tmp_path / "resumed").resumes.read_text()
+    assert "average of the reference" in line
+    assert (
+        update.load_rank_state({"other": torch.zeros(1)}) == "the average of the reference starts again (other shards)"
+    )
+    assert update.load_rank_state({}) == "" and not update.rank_state()

@@ -102,7 +102,7 @@ def test_registration_takes_no_value_of_an_earlier_step(folder: RunFolder, regis
     assert registered == [f"{PROMPT} None"]
 
 
-def test_sync_ends_a_run_by_the_end_of_its_training(store: str, folder: RunFolder) -> None:
+def test_sync_gives_the_status_of_the_end_of_training(store: str, folder: RunFolder) -> None:
     config = OmegaConf.load(folder.config)
     config.run.steps = 9
     folder.config.write_text(OmegaConf.to_yaml(config))

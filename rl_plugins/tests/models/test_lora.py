@@ -73,6 +73,7 @@ def test_new_adapter_and_adapter_off_give_the_base_model_bit_for_bit(policy: str
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     with adapter_off(model):
         assert not model.training
+        assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trained
         assert torch.equal(log_probs(model), plain)
     assert model.training
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trained

@@ -16,6 +16,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models import log_probs as module
 from rl_plugins.models.folder import check_packing
 from rl_plugins.models.log_probs import ResponseLogProbs, response_log_probs
+from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.models.packing import pack
 from rl_plugins.models.scalar_head import response_values
 from rl_plugins.tests.loops import for_each
@@ -93,6 +94,29 @@ def test_packed_log_probs_and_gradients_equal_padded_log_probs(
         torch.testing.assert_close(one[mask], other[mask], rtol=tolerance, atol=tolerance)
     for one, other in zip(gradients(model, padded, mask), gradients(model, packed, mask), strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Phimoe", {"sliding_window": 3, "num_local_experts": 4}),
+        ("Qwen2Moe", {**OPTIONS["Qwen2Moe"], "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}),
+        ("Doge", {}),
+    ],
+)
+def test_packed_log_probs_have_the_mask_of_the_family(family: str, options: dict[str, Any]) -> None:
+    # Experts take no float64.
+    model = tiny(family, attn_implementation="sdpa", **options).float()
+    for name, parameter in model.named_parameters():
+        if name.endswith("self_attn.A"):
+            torch.nn.init.normal_(parameter)
+    use_packed_attention(model)
+    batch = batch_of(random_samples(*LENGTHS))
+    padded, packed = (
+        response_log_probs(model, **forward_arguments(batch), packed=packed).log_probs_BT for packed in (False, True)
+    )
+    mask = batch.response_mask.bool()
+    torch.testing.assert_close(padded[mask], packed[mask], rtol=1e-3, atol=1e-3)
 
 
 def test_pack_makes_one_row_with_positions_per_sample() -> None:

@@ -49,11 +49,12 @@ class LLM:
         self.calls.append(f"wake_up {tags}")
         return self.is_awake
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         self.calls.append(f"reset {reset_running_requests}")
         return reset_running_requests or not self.requests
 
-    def collective_rpc(self, method: str, args: Sequence[Any]) -> list[Any]:
+    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        self.calls += [method] if method == "end_weight_update" else []
         return []
 
 
@@ -206,10 +207,8 @@ def test_sleep_holds_unfinished_requests_until_go_on() -> None:
 
 
 def test_start_weight_update_ends_an_update_that_stopped_with_the_loss_of_another_engine() -> None:
-    calls: list[str] = []
     llm = LLM()
-    llm.start_weight_update = lambda: calls.append("start")  # type: ignore[attr-defined]
-    llm.finish_weight_update = lambda weight_version: calls.append("finish")  # type: ignore[attr-defined]
+    llm.start_weight_update = lambda: llm.calls.append("start")  # type: ignore[attr-defined]
 
     async def run() -> None:
         actor = actor_with(llm)
@@ -217,4 +216,4 @@ def test_start_weight_update_ends_an_update_that_stopped_with_the_loss_of_anothe
         await actor.start_weight_update()
 
     asyncio.run(run())
-    assert calls == ["start", "finish", "start"]
+    assert llm.calls == ["start", "end_weight_update", "start"]

@@ -17,7 +17,8 @@ import vllm
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.memory import MemoryChange
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.vllm.actor import VLLMActor
@@ -33,7 +34,7 @@ class LLM:
         self.asleep: set[str] = set()
         # Another process allocates 3 bytes while the engine frees 4 of 6.
         self.memory = [(10, 6, 4), (9, 2, 4)]
-        self.to_wake = (4, 10)
+        self.to_wake, self.drops_caches = (4, 10), True
         self.model_config = SimpleNamespace(hf_config=SimpleNamespace(), is_multimodal_model=False)
 
     def update_weight_version(self, version: str) -> None:
@@ -58,9 +59,9 @@ class LLM:
         self.calls.append(method)
         return [self.memory["kv_cache" in self.asleep]]
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        self.calls.append(f"reset_prefix_cache {reset_running_requests}")
-        return True
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        self.calls.append(f"reset_prefix_cache {reset_running_requests} {reset_connector}")
+        return self.drops_caches
 
     def start_weight_update(self) -> None:
         self.calls.append("start_weight_update")
@@ -80,7 +81,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]
 @pytest.mark.parametrize(
     ("sleep", "transport", "calls", "unusable"),
     [
-        ("all", "ipc", ["sleep 2"], "its weights were given back"),
+        ("all", "ipc", ["keep_unsent_weights", "sleep 2"], "its weights were given back"),
         ("kv_cache", "ipc", ["sleep 1"], None),
         ("none", "ipc", [], None),
         ("all", "nccl", [], None),
@@ -101,7 +102,7 @@ def test_vllm_actor_keeps_unfinished_requests_while_a_shared_gpu_is_used_by_trai
     actor._loop._running.add("request")
     change = asyncio.run(actor.sleep())
     assert actor._llm.calls == [
-        "sleep 0 keep", "reset_prefix_cache True", "device_memory", "sleep 2 keep", "device_memory",
+        "sleep 0 keep", "reset_prefix_cache True False", "device_memory", "sleep 2 keep", "device_memory",
     ]  # fmt: skip
     assert change == MemoryChange(before=10, after=6, expected=4)
 
@@ -153,8 +154,24 @@ def test_start_weight_update_ends_an_update_that_the_loss_of_another_engine_has_
 
     actor = start(sleep="none")
     asyncio.run(start_twice())
-    update = ["start_weight_update", "finish_weight_update", "reset_prefix_cache True", "start_weight_update"]
-    assert [call for call in actor._llm.calls if "version" not in call][-4:] == update
+    update = ["start_weight_update", "end_weight_update", "start_weight_update"]
+    assert [call for call in actor._llm.calls if "version" not in call][-3:] == update
+
+
+def test_finish_weight_update_drops_the_caches_of_connectors_or_raises(start: Callable[..., Any]) -> None:
+    actor = start(sleep="none")
+    asyncio.run(actor.finish_weight_update("1"))
+    assert actor._llm.calls[-2:] == ["finish_weight_update", "reset_prefix_cache True True"]
+    asyncio.run(actor.drop_prefixes())
+    assert actor._llm.calls[-1] == "reset_prefix_cache False True"
+    actor._llm.drops_caches = False
+    with pytest.raises(ConfigError, match=r"leave kv_transfer_config and kv_offloading_size out .*rollout\.vllm"):
+        asyncio.run(actor.finish_weight_update("2"))
+
+
+def test_start_without_a_session_is_the_loss_of_the_engine(start: Callable[..., Any]) -> None:
+    with pytest.raises(EngineLost, match="Ray has started another one"):
+        asyncio.run(start(sleep="none").submit(0, [0, 1], [], SamplingConfig(max_tokens=1)))
 
 
 def test_generations_have_the_experts_of_prompt_and_response() -> None:

@@ -152,3 +152,35 @@ def test_device_memory_counts_the_allocations_that_are_awake(extension: WorkerEx
 def test_memory_to_wake_counts_the_sleeping_allocations_of_a_wake_up(extension: WorkerExtension) -> None:
     assert extension.memory_to_wake(["weights"]) == (64, 100)
     assert extension.memory_to_wake(["kv_cache"]) == extension.memory_to_wake(None) == (112, 100)
+
+
+class _Worker(WorkerExtension):
+    """The part of a worker of vLLM that the extension uses."""
+
+    def __init__(self, model: torch.nn.Module, draft: torch.nn.Module | None = None) -> None:
+        self.model_runner, self.model_config = SimpleNamespace(model=model), SimpleNamespace()
+        self._weight_update_active, self._draft = True, draft
+
+    def get_draft_model(self) -> torch.nn.Module | None:
+        return self._draft
+
+    def finish_weight_update(self) -> None:
+        assert self._weight_update_active, "vLLM raises without an update"
+        self._weight_update_active = False
+
+
+def test_keep_unsent_weights_names_biases_of_routers_and_the_draft_model() -> None:
+    model = torch.nn.Module()
+    model.gate = torch.nn.Linear(2, 2)
+    model.gate.e_score_correction_bias = torch.nn.Parameter(torch.ones(2))
+    for draft, expected in (None, []), (torch.nn.Linear(1, 1), ["draft.*"]):
+        worker = _Worker(model, draft)
+        worker.keep_unsent_weights()
+        assert worker.model_config.sleep_preserve_parameter_names == ["gate.e_score_correction_bias", *expected]
+
+
+def test_end_weight_update_ends_a_running_update_alone() -> None:
+    worker = _Worker(torch.nn.Module())
+    for _ in range(2):
+        worker.end_weight_update()
+        assert not worker._weight_update_active

@@ -246,13 +246,13 @@ class Inspected(Recorded):
             part.mul_(1.1)
         before, policy = weights_of(strategy, "reference"), weights_of(strategy, "policy")
         self.trainer.save_checkpoint(self.folder / "before")
-        strategy.blend_weights("policy", "reference", keep=0.25)
+        strategy.blend_weights("policy", "reference", keep=0.25, averages={})
         moved = weights_of(strategy, "reference")
         for name, weight in moved.items():
             torch.testing.assert_close(weight, 0.25 * before[name] + 0.75 * policy[name])
         assert not torch.equal(moved["model.norm.weight"], before["model.norm.weight"])
         self.trainer.save_checkpoint(self.folder / "moved")
-        strategy.blend_weights("policy", "reference", keep=0.0)
+        strategy.blend_weights("policy", "reference", keep=0.0, averages={})
         tokens = torch.arange(6)[None]
         logits = {name: strategy.model_engine(name)(input_ids=tokens).logits for name in ("policy", "reference")}
         assert torch.equal(logits["policy"], logits["reference"])
@@ -332,6 +332,14 @@ def check_dtypes_of_adapters(rank: int, layout: Layout, folder: Path) -> None:
     trained_dtypes = {p.dtype for p in module.policy.parameters() if p.requires_grad}
     frozen_dtypes = {p.dtype for p in module.policy.parameters() if not p.requires_grad}
     assert trained_dtypes == {torch.float32} and frozen_dtypes == {torch.bfloat16}
+    # With one update, the first forward pass is the pass of the reference, without the adapter.
+    for precision in ("bf16-mixed", "bf16-true"):
+        one_update = replace(layout, updates=1)
+        module = trained(one_update, rank, folder, steps=1, precision=precision, **ADAPTERS)
+        states = [part._get_fsdp_state() for part in module.policy.modules() if isinstance(part, FSDPModule)]
+        groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+        learning = [group for group in groups if any(one.sharded_param.requires_grad for one in group.fsdp_params)]
+        assert learning and {group._reduce_dtype for group in learning} == {torch.float32}
 
 
 # Steps too small for bfloat16 weights.

@@ -52,12 +52,12 @@ class Inspect(PolicyOptimization):
         self.trainer.save_checkpoint(self.folder / "before")
         tokens = torch.arange(6)[None]
         strategy.model_engine("reference")(input_ids=tokens)  # Small parameters stay gathered after a pass.
-        strategy.blend_weights("policy", "reference", keep=0.25)
+        strategy.blend_weights("policy", "reference", keep=0.25, averages={})
         moved = weights_of(strategy, "reference")
         for name, weight in moved.items():
             torch.testing.assert_close(weight, 0.25 * before[name] + 0.75 * self.weights[name])
         logits = strategy.model_engine("reference")(input_ids=tokens).logits
-        strategy.blend_weights("policy", "reference", keep=0.0)
+        strategy.blend_weights("policy", "reference", keep=0.0, averages={})
         assert torch.equal(weights_of(strategy, "reference")["model.norm.weight"], self.weights["model.norm.weight"])
         copied = strategy.model_engine("reference")(input_ids=tokens).logits
         torch.testing.assert_close(copied, strategy.model_engine("policy")(input_ids=tokens).logits)

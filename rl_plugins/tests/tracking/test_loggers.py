@@ -273,7 +273,8 @@ def test_sender_leaves_out_calls_beyond_a_bound(
     ]
 
 
-def test_status_of_a_run_follows_a_stop_and_an_error_after_the_fit(store, trained, folder) -> None:
+def test_status_of_a_run_follows_a_stop_and_an_error_after_the_fit(store, folder, tracking):
+    trained = Trained(folder, tracking())
     trained.steps(1, 1)
     trained.tracking.finalize("success")
     assert run_of(store, folder).info.status == "FINISHED"
