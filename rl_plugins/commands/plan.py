@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.commands.main import number
-from rl_plugins.config.models import LANGUAGE_MODEL, OptimizerConfig
+from rl_plugins.config.models import LANGUAGE_MODEL, CriticOptions, OptimizerConfig
+from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import read_model_config
 from rl_plugins.planning.devices import CPU_FILE, DEVICES, GIB, device_named
 from rl_plugins.planning.search import Candidate, Cluster, advice, overrides, search
 from rl_plugins.planning.shape import ModelShape, shape_of
-from rl_plugins.planning.workload import DTYPE_BYTES, Workload
+from rl_plugins.planning.workload import DTYPE_BYTES, Critic, Workload
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -278,7 +279,6 @@ def workload_of(
         matrix_width=_QUANTIZED.get(str(config.rollout.vllm.get("quantization"))),
         cache_width=1.0 if str(config.rollout.vllm.get("kv_cache_dtype")).startswith("fp8") else None,
         moment_width=_moment_width(config.optimizer),
-        critic_moment_width=_moment_width(config.critic.optimizer),
         prompts=config.batch.prompts_per_step,
         samples=config.batch.samples_per_prompt,
         prompt_tokens=prompt_tokens or config.data.max_prompt_tokens,
@@ -307,32 +307,37 @@ def workload_of(
 
 
 def _frozen_models(config: RecipeConfig, policy: ModelShape) -> dict[str, ModelShape]:
-    """Return the shapes of the models beside the policy that a run does not train, by name."""
+    """Return the shapes of the models beside the policy that the training workers do not train, by name."""
     frozen = {
         option.removesuffix(".path"): read_shape(option, path)
         for option, path in config.model_paths.items()
         if option.startswith(("teacher.", "reward_model.", "cost_model."))
+        and option.partition(".")[0] not in config.placement.pools
     }
     if config.teacher.update_every and not config.teacher.path:
         frozen["teacher"] = policy
     kl = ((config.algorithm or {}).get("kl") or {}).get("coefficient", 0.0)
     # The reference of an adapter is the policy with the adapter off.
-    if config.reference.path or (kl and not config.model.lora.rank) or config.stage == "prime":
+    has_reference = config.reference.path or (kl and not config.model.lora.rank) or config.stage == "prime"
+    if has_reference and "reference" not in config.placement.pools:
         frozen["reference"] = read_shape("reference.path", config.reference.path or config.model.path)
     return frozen
 
 
-def _critics(config: RecipeConfig, policy: ModelShape) -> list[ModelShape]:
-    """Return the shapes of the models that a run trains beside the policy."""
+def _critics(config: RecipeConfig, policy: ModelShape) -> list[Critic]:
+    """Return the models that the training workers train beside the policy."""
     algorithm: Mapping[str, Any] = config.algorithm or {}
-    critics = []
-    if algorithm.get("advantage") in WITH_VALUES:
-        critics.append(read_shape("critic.path", config.critic.path or config.model.path))
-        if algorithm.get("constraint"):
-            critics.append(read_shape("cost_critic.path", config.cost_critic.path or config.model.path))
-    elif config.stage == "prime":
+    if algorithm.get("advantage") not in WITH_VALUES:
         # PRIME trains a process reward model of this size.
-        critics.append(policy)
+        return [Critic(policy, policy.parameters)] if config.stage == "prime" else []
+    critics = []
+    for name in CRITIC_POOLS if algorithm.get("constraint") else CRITIC_POOLS[:1]:
+        if name not in config.placement.pools:
+            options: CriticOptions = getattr(config, name)
+            shape = read_shape(f"{name}.path", options.path or config.model.path)
+            lora = options.lora
+            adapter = shape.adapter(lora.rank, with_experts=lora.experts) if lora.rank else shape.parameters
+            critics.append(Critic(shape, adapter, _moment_width(options.optimizer)))
     return critics
 
 

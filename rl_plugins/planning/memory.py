@@ -49,11 +49,12 @@ def trainer_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Part
     states = _states(work.policy, work, plan, work.trained_parameters, work.moment_width)
     if work.four_bits:
         states["parameters"] -= _saved_by_four_bits(work, plan)
-    for shape in work.critics:
-        critic = _states(shape, work, plan, shape.parameters, work.critic_moment_width)
-        states = {key: states.get(key, 0.0) + critic.get(key, 0.0) for key in states}
+    for critic in work.critics:
+        further = _states(critic.shape, work, plan, critic.trained, critic.moment_width)
+        states = {key: states.get(key, 0.0) + further.get(key, 0.0) for key in states}
     frozen = {f"{name} parameters": _resident(shape, work, plan) for name, shape in work.frozen.items()}
-    gathered = [_gathered(shape, work, plan) for shape in (*work.critics, *work.frozen.values())]
+    others = (*(critic.shape for critic in work.critics), *work.frozen.values())
+    gathered = [_gathered(shape, work, plan) for shape in others]
     sizes = micro_batch_sizes(work, plan.trainers)
     passes = {
         "gathered": max(_gathered(work.policy, work, plan, four_bits=work.four_bits), *gathered, 0.0),
@@ -230,14 +231,16 @@ def _update(work: Workload, plan: Plan, device: Device, sizes: MicroBatchSizes) 
     shape, trained, workers, width = work.policy, work.trained_parameters, plan.trainers, work.width
     four_bits = work.four_bits
     for critic in work.critics:
-        if critic.parameters > trained:
-            shape, trained, four_bits = critic, critic.parameters, False
+        if critic.trained > trained:
+            shape, trained, four_bits = critic.shape, critic.trained, False
     shard = trained / workers
     if plan.zero_stage == 0:
         summed = 4 if work.precision != "bf16-true" else width
-        adapted = work.lora_rank > 0 and shape is work.policy
+        adapted = trained < shape.parameters
         elsewhere = 0.0 if adapted else shape.sparse_blocks * shape.experts_elsewhere(work.expert_parallel)
-        gradients = (shard if plan.accumulate_shards else trained - elsewhere) * summed
+        # FSDP2 adds up whole gradients in float32 until the last pass.
+        is_whole = sizes.passes > work.updates and not plan.accumulate_shards
+        gradients = (trained - elsewhere) * 4 if is_whole else shard * summed
         bucket, in_step = 0.0, shard * summed
     else:
         bucket = min(trained, REDUCE_BUCKET) * width

@@ -141,7 +141,7 @@ def training_flops(work: Workload, shape: ModelShape, trainers: int) -> float:
 def _updates(work: Workload, plan: Plan, device: Device, per_node: int) -> float:
     rate = device.train_flops[work.dtype]
     seconds = 0.0
-    models = [(work.policy, work.trained_parameters), *((critic, critic.parameters) for critic in work.critics)]
+    models = [(work.policy, work.trained_parameters), *((critic.shape, critic.trained) for critic in work.critics)]
     for shape, trained in models:
         arithmetic = training_flops(work, shape, plan.trainers) / rate
         collectives = _collectives(work, shape, trained, plan, device, per_node)
@@ -194,7 +194,7 @@ def _log_probs(work: Workload, plan: Plan, device: Device, per_node: int) -> flo
     shapes = list(work.frozen.values())
     if work.updates * work.passes > 1:
         shapes.append(work.policy)
-    shapes += work.critics
+    shapes += [critic.shape for critic in work.critics]
     seconds = 0.0
     for shape in shapes:
         flops = shape.forward_flops(sizes.tokens, sizes.context) + sizes.prompts * work.image_flops(shape)

@@ -18,6 +18,21 @@ The constant is repeated from `stages/micro_batches.py`, because that module imp
 
 
 @dataclass(frozen=True)
+class Critic:
+    """A model that a step trains beside the policy.
+
+    Attributes:
+        shape: shape of the model.
+        trained: parameters with a gradient.
+        moment_width: bytes of a number in the moments of the optimizer; None without quantisation.
+    """
+
+    shape: ModelShape
+    trained: int
+    moment_width: float | None = None
+
+
+@dataclass(frozen=True)
 class Workload:
     """Models, lengths and batch of one step of policy optimization.
 
@@ -29,7 +44,6 @@ class Workload:
         cache_width: bytes of a number in the KV cache; None for the engine's dtype.
         moment_width: bytes of a number in the moments of the policy's optimizer, if the optimizer quantises its states;
             None without quantisation.
-        critic_moment_width: the same for the critics.
         prompts: prompts of a step.
         samples: responses to each prompt.
         prompt_tokens: mean tokens of a prompt.
@@ -48,8 +62,8 @@ class Workload:
         adapts_experts: the adapter changes the experts of a mixture, too.
         expert_parallel: workers that share the experts of a layer under FSDP2.
         merged: the engine receives whole weights of a policy with an adapter.
-        critics: shapes of the critics, and of a process reward model: further trained models.
-        frozen: shapes of the models without training, by the names of the models.
+        critics: critics, and a process reward model, that the training workers train.
+        frozen: shapes of the models without training on the training workers, by the names of the models.
         max_num_seqs: largest number of responses sampled by an engine at the same time.
         prefix_caching: the engine reads a prompt once for all its responses.
         kv_cache_bytes: bytes of the KV cache reserved by an engine on a CPU.
@@ -62,7 +76,6 @@ class Workload:
     matrix_width: float | None = None
     cache_width: float | None = None
     moment_width: float | None = None
-    critic_moment_width: float | None = None
     prompts: int = 64
     samples: int = 8
     prompt_tokens: float = 512
@@ -81,7 +94,7 @@ class Workload:
     adapts_experts: bool = False
     expert_parallel: int = 1
     merged: bool = False
-    critics: Sequence[ModelShape] = ()
+    critics: Sequence[Critic] = ()
     frozen: Mapping[str, ModelShape] = field(default_factory=dict)
     max_num_seqs: int = 256
     prefix_caching: bool = True

@@ -17,6 +17,7 @@ from rl_plugins.commands.plan import WITH_VALUES, given_values, read_shape, work
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.placement import check_fit, roles_of
+from rl_plugins.planning.workload import Critic
 from rl_plugins.tests.launch.configurations import configured
 from rl_plugins.tests.repository.test_import_weight import HEAVY
 
@@ -200,7 +201,13 @@ def test_workload_of_refuses_copies_of_the_model(model):
 def test_workload_of_has_the_models_of_the_algorithm(model):
     plain = work("grpo", model)
     assert plain.critics == [] and plain.frozen == {}
-    assert work("ppo", model).critics == [plain.policy]
+    critic = Critic(plain.policy, plain.policy.parameters)
+    assert work("ppo", model).critics == [critic]
+    adapter = work("ppo", model, "critic.lora.rank=8").critics
+    assert adapter == [Critic(plain.policy, plain.policy.adapter(8))]
+    pools = ("placement.critic.actors=1", "placement.reference.actors=1", "algorithm.kl.coefficient=0.1")
+    elsewhere = work("ppo", model, *pools)
+    assert elsewhere.critics == [] and elsewhere.frozen == {}
     assert set(work("grpo", model, "algorithm.kl.coefficient=0.1").frozen) == {"reference"}
     # The base of an adapter is its reference.
     assert work("grpo", model, "algorithm.kl.coefficient=0.1", "model.lora.rank=8").frozen == {}
@@ -209,12 +216,13 @@ def test_workload_of_has_the_models_of_the_algorithm(model):
     assert quantised.matrix_width == quantised.cache_width == 1.0 and plain.matrix_width is plain.cache_width is None
     eight_bit = "optimizer.name={_target_: torchao.optim.AdamW8bit}"
     assert work("grpo", model, eight_bit, "strategy.name=fsdp").moment_width == 1 + 4 / 256
-    assert plain.moment_width is plain.critic_moment_width is None
-    assert work("ppo", model, "critic.optimizer.name=bitsandbytes.optim.AdamW8bit").critic_moment_width == 1 + 4 / 256
+    assert plain.moment_width is None
+    eight_bit = work("safe_rlhf", model, "cost_critic.optimizer.name=bitsandbytes.optim.AdamW8bit")
+    assert [critic.moment_width for critic in eight_bit.critics] == [None, 1 + 4 / 256]
     assert work("grpo", model, "model.lora.rank=8", "model.lora.quantization=nf4").four_bits and not plain.four_bits
     safe = work("safe_rlhf", model, f"cost_model.path={model}")
-    assert safe.critics == [plain.policy] * 2 and set(safe.frozen) == {"reference", "cost_model"}
-    assert set(work("prime", model).frozen) == {"reference"} and work("prime", model).critics == [plain.policy]
+    assert safe.critics == [critic] * 2 and set(safe.frozen) == {"reference", "cost_model"}
+    assert set(work("prime", model).frozen) == {"reference"} and work("prime", model).critics == [critic]
 
 
 def test_with_values_names_the_advantages_whose_functions_take_values():

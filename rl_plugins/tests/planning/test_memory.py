@@ -133,6 +133,16 @@ def test_trainer_memory_of_stage_1_has_whole_gradients_with_several_micro_batche
     assert trainer_memory(once, plan, GPU)["update"]["gradients"] == 2 * P / 2
 
 
+def test_trainer_memory_of_fsdp2_has_whole_gradients_with_several_micro_batches():
+    plan = Plan(2, 1, zero_stage=0, offload="stay")
+    once = replace(WORK, micro_batch_tokens=10_000)
+    for precision, width in {"bf16-true": 2, "bf16-mixed": 4, "32-true": 4}.items():
+        several, one = (replace(work, precision=precision) for work in (WORK, once))
+        for work, shards, size in (several, False, 4 * P), (several, True, width * P / 2), (one, False, width * P / 2):
+            update = trainer_memory(work, replace(plan, accumulate_shards=shards), GPU)["update"]
+            assert update["gradients"] == size
+
+
 def test_trainer_memory_of_a_large_model_peaks_in_the_optimizer_step():
     # The optimizer step works with the gradients in float32.
     work = replace(WORK, micro_batch_tokens=1, prompts=1, samples=1, prompt_tokens=1, response_tokens=1, max_tokens=1)
@@ -202,10 +212,12 @@ def test_trainer_memory_of_divided_experts():
     mixture = replace(SHAPE, layers=3, experts=experts)
     of_block = 4 * 3 * 64 * 32
     plan, work = Plan(4, 1, zero_stage=0), replace(WORK, policy=mixture, precision="bf16-true")
+    work = replace(work, micro_batch_tokens=32)
     whole, divided = (trainer_memory(replace(work, expert_parallel=ranks), plan, GPU)["update"] for ranks in (1, 4))
     # Two blocks are gathered at a time, and two blocks have experts. Three quarters of the experts are elsewhere.
     assert whole["gathered"] - divided["gathered"] == pytest.approx(2 * 2 * of_block * 3 / 4)
-    assert whole["gradients"] - divided["gradients"] == pytest.approx(2 * 2 * of_block * 3 / 4)
+    # Whole gradients are added up in float32.
+    assert whole["gradients"] - divided["gradients"] == pytest.approx(4 * 2 * of_block * 3 / 4)
     assert {name: divided[name] for name in ("parameters", "moments")} == {
         name: whole[name] for name in ("parameters", "moments")
     }
