@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from integration_tests.scheduling import FileScheduling
 
 INTEGRATION_TESTS = Path(__file__).parent / "integration_tests"
+
+# Servers of tests listen on this machine.
+os.environ.setdefault("NO_PROXY", "127.0.0.1,127.0.0.2,localhost")
 
 # Imported objects stay until the end. The collector would search them during the collection of tests, in each test and
 # at the end of the process: 7 s of 17 s without any test.

@@ -31,7 +31,7 @@ from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.rollout.engine import GroupRequest
 from rl_plugins.rollout.vllm.client import VLLMRollout
 from rl_plugins.rollout.vllm.config import CPU_ENVIRONMENT, VLLMConfig
-from rl_plugins.tests.patience import wait_until
+from rl_plugins.tests.patience import is_running, wait_until
 from rl_plugins.weights.source import ModuleWeightSource
 
 BATCHED_TOKENS = 1536
@@ -79,7 +79,8 @@ def test_update_weights_pauses_an_engine_core_and_changes_groups_in_flight(
         engine.update_weights(source, version=version)
         assert_engine_has(engine, policy)
         last = hold_after(engine, 20)
-        engine.submit([GroupRequest(version, prompt, seed=version)], SamplingConfig(num_samples=4, max_tokens=200))
+        sampling = SamplingConfig(num_samples=4, max_tokens=200, vllm={"min_tokens": 200})
+        engine.submit([GroupRequest(version, prompt, seed=version)], sampling)
         wait_until(lambda: steps_taken(engine) == last, "20 steps of the engine")  # noqa: B023
         change(policy, seed=version + 1)
         engine.update_weights(source, version=version + 1)
@@ -133,6 +134,4 @@ def test_engine_core_ends_with_a_killed_actor(workplace: Path) -> None:
     with engine_with_a_core(workplace) as engine:
         actor, core = processes_of(engine)
         actor.kill()
-        wait_until(
-            lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE, "the end of the engine core", 30
-        )
+        wait_until(lambda: not is_running(core.pid), "the end of the engine core", 30)

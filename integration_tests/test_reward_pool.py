@@ -17,7 +17,7 @@ from rl_plugins.tests.patience import patient
 pytestmark = pytest.mark.usefixtures("running_ray")
 HERE = "rl_plugins.tests.rewards.sample_rewards"
 # Deadlines for rewards that an alarm ends. A worker may be late by a minute before the pool kills the worker.
-SOFT = {"deadline_s": patient(2.0), "grace_s": patient(60.0)}
+SOFT = {"deadline_s": patient(4.0), "grace_s": patient(60.0)}
 
 
 @pytest.fixture(scope="module")

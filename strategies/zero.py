@@ -210,6 +210,8 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
             "zero_optimization": {**self.config["zero_optimization"], **self._offload.of_trained(name)},
             # Keep the stage's optimizer, also if DeepSpeed offloads the optimizer states.
             "zero_force_ds_cpu_optimizer": False,
+            # By itself, DeepSpeed adds up the gradients of micro-batches in bfloat16.
+            "data_types": {"grad_accum_dtype": "fp32" if self.config["zero_optimization"]["stage"] > 1 else None},
         }
         parameters = [p for p in model.parameters() if p.requires_grad]
         return self._engine(model, config, model_parameters=parameters, optimizer=optimizer)

@@ -172,8 +172,8 @@ def _states(shape: ModelShape, work: Workload, plan: Plan, trained: int, moment_
     if trained < shape.parameters:
         parts["parameters"] += trained * width
     if plan.zero_stage == 3:
-        # ZeRO-3 never frees the buffer of accumulated gradients.
-        parts["gradients"] = trained * width / workers
+        # ZeRO-3 never frees the buffer of gradients, which are added up in float32.
+        parts["gradients"] = trained * 4 / workers
     return parts
 
 
@@ -244,8 +244,8 @@ def _update(work: Workload, plan: Plan, device: Device, sizes: MicroBatchSizes) 
         bucket, in_step = 0.0, shard * summed
     else:
         bucket = min(trained, REDUCE_BUCKET) * width
-        # ZeRO-1 accumulates whole gradients until the last pass; ZeRO-2 and ZeRO-3 accumulate shards.
-        gradients = shard * width
+        # ZeRO-1 accumulates whole gradients until the last pass; ZeRO-2 and ZeRO-3 accumulate shards in float32.
+        gradients = shard * (width if plan.zero_stage == 1 else 4)
         if plan.zero_stage == 1 and sizes.passes > work.updates:
             gradients += trained * width
         if plan.zero_stage == 3:

@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Callable
 
+import psutil
+
 TIME_SCALE = float(os.environ.get("TEST_TIME_SCALE", "1"))
 """Factor of every deadline in the tests, for slow or busy machines."""
 
@@ -13,6 +15,14 @@ TIME_SCALE = float(os.environ.get("TEST_TIME_SCALE", "1"))
 def patient(seconds: float) -> float:
     """Return the seconds of a wait for a certain event."""
     return seconds * TIME_SCALE
+
+
+def is_running(process: int) -> bool:
+    """Return True if a process has not ended. The parent may not have collected an ended process yet."""
+    try:
+        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_until(

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
-from rl_plugins.tests.patience import patient, wait_until
+from rl_plugins.tests.patience import is_running, patient, wait_until
 from rl_plugins.tests.ranks import run_ranks
 
 
@@ -110,14 +109,6 @@ if __name__ == "__main__":
     print(rank.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-def is_running(process: int) -> bool:
-    try:
-        # A killed process stays a zombie until its parent asks for its status.
-        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_ranks_end_with_a_killed_test_run(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_run_task_returns_figures_error_or_place_of_a_hang(
         "import pathlib, sys, time; write = lambda name, text: (pathlib.Path(sys.argv[1]) / name).write_text(text); "
     )
     monkeypatch.setattr(update, "PROCESS", (sys.executable, "-S", "-c", start + code))
-    deadline_s = patient(2 if "1000" in code else 60)
+    deadline_s = patient(4 if "1000" in code else 60)
     task = Task("zero3", "policy", "cpu", 4, 2, 8, 180, steps=2)
     expected = found.format(f"{deadline_s:g}") if isinstance(found, str) else found
     assert update.run_task(task, tmp_path, deadline_s) == expected

@@ -42,7 +42,7 @@ def test_model_shape_parameters_by_hand():
         (1, "bf16-true", 2 * P + 12 * P / 2),
         (2, "32-true", 4 * P + 12 * P / 2),
         # Weights and gradients are divided, too. All tensors are small: each is whole beside its parts.
-        (3, "bf16-true", 2 * P / 2 + 2 * P + 12 * P / 2 + 2 * P / 2),
+        (3, "bf16-true", 2 * P / 2 + 2 * P + 12 * P / 2 + 4 * P / 2),
         # FSDP2: all in bfloat16; or float32 shards.
         (0, "bf16-true", 6 * P / 2),
         (0, "bf16-mixed", 12 * P / 2),
@@ -119,7 +119,7 @@ def test_trainer_memory_of_an_update_by_hand():
     block = 2 * 64 * 8 + 2 * (3 * 64 + 4 * 128 + 4 / 3 * 2 * 64)
     ends = 64 * 8 + 2 * (2 * 64 + 3 * 128)
     assert parts["activations"] == pytest.approx(96 * (2 * block + ends))
-    assert parts["bucket"] == 2 * P and parts["gradients"] == 2 * P / 2
+    assert parts["bucket"] == 2 * P and parts["gradients"] == 4 * P / 2
     # Logits and their gradient in bfloat16, and two blocks in float32.
     assert parts["logits"] == pytest.approx(64 * 1000 * (2 * 2 + 2 * 4))
     again = trainer_memory(replace(WORK, gradient_checkpointing=True), plan, GPU)["update"]

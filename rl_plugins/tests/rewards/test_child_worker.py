@@ -17,7 +17,7 @@ from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.rewards import pool
 from rl_plugins.rewards.pool import RewardPool
 from rl_plugins.rewards.records import Score, ScoringRequest
-from rl_plugins.tests.patience import patient, wait_until
+from rl_plugins.tests.patience import is_running, patient, wait_until
 
 HERE = "rl_plugins.tests.rewards.sample_rewards"
 DEFAULTS: dict[str, Any] = {"num_workers": 1, "deadline_s": patient(60.0), "max_failure_rate": 1.0}
@@ -139,7 +139,7 @@ def test_child_worker_ends_with_the_process_that_started_the_worker() -> None:
     child = psutil.Process(int(process.stdout.readline()))
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    child.wait(patient(30))
+    wait_until(lambda: not is_running(child.pid), "the end of the child")
 
 
 @pytest.mark.extended

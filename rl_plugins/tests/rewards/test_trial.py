@@ -12,7 +12,7 @@ import pytest
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.rewards.trial import RewardTrial, check_reward
-from rl_plugins.tests.patience import patient
+from rl_plugins.tests.patience import patient, wait_until
 
 DEADLINE_S = patient(60)
 HERE = "rl_plugins.tests.rewards.sample_rewards"
@@ -35,7 +35,7 @@ def fault(
         RewardTrial(reward, deadline_s=deadline_s, load_timeout_s=load_timeout_s, memory_mb=300) as trial,
     ):
         trial.score(request(solution))
-    assert children() <= before
+    wait_until(lambda: children() <= before, "the end of all processes")
     assert "\n" not in str(raised.value)
     return str(raised.value)
 

@@ -12,7 +12,6 @@ from tempfile import gettempdir
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 pytest.importorskip("vllm")
@@ -21,7 +20,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from rl_plugins.rollout.vllm import executor as module
 from rl_plugins.rollout.vllm.executor import OneForAllExecutor, OneProcessExecutor, ResponseQueues
-from rl_plugins.tests.patience import patient, wait_until
+from rl_plugins.tests.patience import is_running, patient, wait_until
 
 # The import of vLLM takes many seconds, and these modules use only the parts replaced here.
 STUBS = """
@@ -177,11 +176,7 @@ def test_end_with_parent_ends_the_process_of_an_engine_core_with_a_killed_actor(
     ended = run_script(PARENT)
     assert ended.code == -signal.SIGKILL
     child = int(ended.output)
-
-    def is_gone() -> bool:
-        return not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
-
-    wait_until(is_gone, "the end of the child", 30)
+    wait_until(lambda: not is_running(child), "the end of the child", 30)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,9 @@ class Record(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         source: Any = trainer.strategy
+        if isinstance(source, ZeroStrategy) and source.config["zero_optimization"]["stage"] > 1:  # type: ignore[index]
+            for name in pl_module.optimizer_configs():
+                assert source.model_engine(name).optimizer.gradient_accumulation_dtype == torch.float32
         for engine in pl_module.named_models():
             self.weights[engine] = {name: tensor.clone() for name, tensor in source.weight_source(engine)}
 
