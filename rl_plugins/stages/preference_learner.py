@@ -120,7 +120,8 @@ class PreferenceLearner:
     def _averages(self, metrics: TokenMetrics) -> dict[str, float]:
         ranks = self.passes.strategy.ranks
         averages = metrics.averages(ranks.sum, ranks.max)
-        if not self.objective.takes_pairs and "train/chosen_reward" in averages:
+        # A step may have only good or only bad responses.
+        if not self.objective.takes_pairs and {"train/chosen_reward", "train/rejected_reward"} <= averages.keys():
             averages["train/margin"] = averages["train/chosen_reward"] - averages["train/rejected_reward"]
         return averages
 

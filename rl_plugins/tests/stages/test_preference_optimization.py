@@ -159,6 +159,13 @@ def test_reference_is_loaded_only_for_losses_that_need_a_reference() -> None:
             assert all(torch.equal(value, before[name]) for name, value in stage.reference.state_dict().items())
 
 
+def test_kto_trains_in_a_step_of_good_or_of_bad_responses_alone() -> None:
+    for rows, name in (([0, 2], "train/chosen_reward"), ([1, 3], "train/rejected_reward")):
+        stage = canned_preferences.stage_of(canned.OwnPolicy(), loss="kto")
+        metrics = canned_preferences.fit(stage, [canned_preferences.batch_of(False, rows)], 0, 1)
+        assert {"train/chosen_reward", "train/rejected_reward", "train/margin"} & metrics.keys() == {name}
+
+
 def test_custom_loss_gets_the_arguments_that_the_loss_names() -> None:
     seen = {}
 
