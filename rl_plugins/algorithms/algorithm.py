@@ -133,7 +133,7 @@ class Algorithm(Settings):
         _check_kinds(self)
         for option, value, known in (
             ("aggregation", self.aggregation, AGGREGATIONS),
-            ("kl.estimator", self.kl.estimator, tuple(KL_ESTIMATORS)),
+            ("kl.estimator", self.kl.estimator_name, tuple(KL_ESTIMATORS)),
             ("kl.placement", self.kl.placement, ("loss", "reward")),
             ("correction", self.correction, tuple(ROLLOUT_CORRECTIONS)),
         ):
@@ -250,7 +250,6 @@ class Algorithm(Settings):
                 inputs["ref_log_probs_BT"],
                 mask_BT,
                 coefficient=kl_coefficient,
-                estimator=self.kl.estimator,
             )
         given = {**inputs, "token_level_rewards_BT": rewards_BT, "sum_over_ranks": sum_over_ranks}
         advantages_BT, returns_BT = call_with(self.advantage_function, given, self.advantage_options)
@@ -260,7 +259,7 @@ class Algorithm(Settings):
         """Estimate each token's KL to the reference, [B, T]; 0 where masked."""
         valid_BT = response_mask_BT.bool()
         # Masked before the estimate: the derivative at a masked position would be 0 * NaN otherwise.
-        return KL_ESTIMATORS[self.kl.estimator](
+        return KL_ESTIMATORS[self.kl.estimator_name](
             torch.where(valid_BT, log_probs_BT, 0), torch.where(valid_BT, ref_log_probs_BT, 0)
         )
 

@@ -1,11 +1,16 @@
 """Regularization of the policy: the KL to the reference, and the coefficients of the KL and of the entropy bonus.
 
-`KL(policy || reference)` is estimated from the log-probabilities of sampled tokens. In the loss, only `k2` and the
-straight-through forms (names that end in `+`) have the gradient of the reverse KL on on-policy samples; the expected
-gradient of `k1` is zero. In the reward, `k1`, `k2` and `k3` are all sound. A coefficient is fixed, or adapted to a
-measure of each RL step.
+`KL(policy || reference)` is estimated from the log-probabilities of sampled tokens, and the best estimator depends on
+the placement of the KL term. In the loss, only `k2` and the straight-through forms (names that end in `+`) have the
+gradient of the reverse KL on on-policy samples. `k3` has the gradient of the forward KL, which is the same near the
+reference, and the expected gradient of `k1` is zero.
 
-Source: http://joschu.net/blog/kl-approx.html.
+A KL in the reward has no gradient of its own: the policy follows the mean of `grad log p` times the estimate. With `k1`
+this mean is the gradient of the reverse KL. With `k3` the mean is the gradient of the reverse KL minus the gradient of
+the forward KL, which is zero to first order near the reference, and `k2` has no term of first order either. So only
+`k1` is allowed in the reward. A coefficient is fixed, or adapted to a measure of each RL step.
+
+Source: http://joschu.net/blog/kl-approx.html; for the gradients, https://arxiv.org/abs/2510.01555.
 """
 
 from __future__ import annotations
@@ -73,10 +78,9 @@ def kl_in_reward(
     response_mask_BT: Tensor,
     *,
     coefficient: float,
-    estimator: str = "k1",
 ) -> Tensor:
-    """Compute the token-level rewards `score - coefficient * kl` on valid tokens, [B, T]."""
-    kl_BT = KL_ESTIMATORS[estimator](log_probs_BT, ref_log_probs_BT)
+    """Compute the token-level rewards `score - coefficient * (log p - log p_ref)` on valid tokens, [B, T]."""
+    kl_BT = k1(log_probs_BT, ref_log_probs_BT)
     return token_level_scores_BT - coefficient * torch.where(response_mask_BT.bool(), kl_BT, 0)
 
 
@@ -208,14 +212,14 @@ class KLConfig(Settings):
     Attributes:
         coefficient: weight of the KL term; 0 needs no reference model.
         placement: `loss` (added to the policy loss) or `reward` (subtracted from each token's reward).
-        estimator: name in `KL_ESTIMATORS`.
+        estimator: name in `KL_ESTIMATORS`; None is `k3` in the loss, and `k1` in the reward, where no other is allowed.
         target: KL towards which the coefficient is adapted, in nats; None keeps the coefficient fixed.
         horizon: number of sequences; the larger, the slower the coefficient adapts.
     """
 
     coefficient: Annotated[float, NOT_NEGATIVE] = 0.0
     placement: Literal["loss", "reward"] = "loss"
-    estimator: str = "k3"
+    estimator: str | None = None
     target: Annotated[float | None, ABOVE_0_OR_NULL] = None
     horizon: Annotated[float, ABOVE_0] = 10_000.0
 
@@ -223,13 +227,24 @@ class KLConfig(Settings):
         """Check the ranges.
 
         Raises:
-            ConfigError: a value is out of its range, or `target` would adapt a coefficient of 0.
+            ConfigError: a value is out of its range, the estimator does not hold the policy from inside the reward, or
+                `target` would adapt a coefficient of 0.
         """
         super().__post_init__()
+        if self.placement == "reward" and self.estimator_name != "k1":
+            raise ConfigError(
+                f"estimator={self.estimator}: in the reward, only k1 has the gradient of the KL, and the policy drifts "
+                "from the reference with every other estimator: use estimator=null or k1, or placement=loss"
+            )
         if self.target is not None and not self.coefficient:
             raise ConfigError(
                 f"target={self.target} multiplies the coefficient, and coefficient=0 stays 0: set coefficient above 0"
             )
+
+    @property
+    def estimator_name(self) -> str:
+        """Name of the estimator, also if `estimator` is None."""
+        return self.estimator if self.estimator is not None else "k1" if self.placement == "reward" else "k3"
 
     def controller(self) -> KLController:
         """Build the controller of the coefficient."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from generator.docstrings import Docstring, parse, parse_text
@@ -98,8 +99,8 @@ class Algorithm:
     @property
     def kl(self) -> str:
         """KL term in a few words."""
-        kl = self.config["kl"]
-        return f"{kl['coefficient']} `{kl['estimator']}` in the {kl['placement']}" if kl["coefficient"] else "none"
+        kl = instantiate(self.config["kl"])
+        return f"{kl.coefficient} `{kl.estimator_name}` in the {kl.placement}" if kl.coefficient else "none"
 
 
 def read_algorithm(path: Path) -> Algorithm:

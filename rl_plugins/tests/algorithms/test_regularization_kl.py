@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
-from rl_plugins.algorithms.regularization import KL_ESTIMATORS, kl_in_reward
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.regularization import KL_ESTIMATORS, KLConfig, kl_in_reward
+from rl_plugins.errors import ConfigError
 from rl_plugins.tests.algorithms.batches import make_batch
 from rl_plugins.tests.algorithms.reference import basics as reference
 from rl_plugins.tests.loops import for_each
@@ -50,12 +54,41 @@ def test_only_k2_has_the_expected_gradient_of_the_reverse_kl() -> None:
     torch.testing.assert_close(expected("k1"), torch.zeros_like(exact))
 
 
-@for_each("name", ["k1", "k2", "k3"])
-def test_kl_in_reward_agrees_with_plain_loops(name: str) -> None:
+def test_default_kl_in_the_reward_has_the_expected_gradient_of_the_reverse_kl() -> None:
+    """The policy follows the mean of `grad log p` times the reward, over all tokens of a categorical policy."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_()
+    ref_log_probs = torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(-1)
+    log_probs = logits.log_softmax(-1)
+    weights = log_probs.exp()
+    (exact,) = torch.autograd.grad((weights * (log_probs - ref_log_probs)).sum(), logits, retain_graph=True)
+    inputs = {
+        "scores_B": torch.zeros(5, dtype=torch.float64),
+        "response_mask_BT": torch.ones(5, 1),
+        "groups_B": torch.zeros(5, dtype=torch.int64),
+        "valid_B": torch.ones(5, dtype=torch.bool),
+        "old_log_probs_BT": log_probs.detach()[:, None],
+        "ref_log_probs_BT": ref_log_probs[:, None],
+    }
+    rewards_BT, _, _ = Algorithm(kl=KLConfig(0.3, "reward")).advantages(inputs, kl_coefficient=0.3)
+    (gradient,) = torch.autograd.grad((weights.detach() * rewards_BT[:, 0] * log_probs).sum(), logits)
+    torch.testing.assert_close(gradient, -0.3 * exact)
+
+
+def test_kl_config_has_a_default_estimator_and_allows_only_k1_in_the_reward() -> None:
+    assert KLConfig(0.1).estimator_name == "k3" and KLConfig(0.1, "reward").estimator_name == "k1"
+    for name in KL_ESTIMATORS.keys() - {"k1"}:
+        with pytest.raises(
+            ConfigError, match=rf"^estimator={re.escape(name)}: in the reward, only k1 .* use estimator="
+        ):
+            KLConfig(0.1, "reward", name)
+
+
+def test_kl_in_reward_agrees_with_plain_loops() -> None:
     batch = make_batch(4)
     for version in (batch, batch.with_garbage()):
-        rewards = kl_in_reward(batch.rewards(), version.old, version.ref, version.mask, coefficient=0.3, estimator=name)
+        rewards = kl_in_reward(batch.rewards(), version.old, version.ref, version.mask, coefficient=0.3)
         expected = reference.kl_in_reward(
-            batch.rewards().numpy(), batch.old.numpy(), batch.ref.numpy(), batch.mask.numpy(), 0.3, name
+            batch.rewards().numpy(), batch.old.numpy(), batch.ref.numpy(), batch.mask.numpy(), 0.3
         )
         np.testing.assert_allclose(rewards.numpy(), expected, rtol=1e-9, atol=1e-9)

@@ -489,6 +489,10 @@ CHECKS: dict[str, list[Case]] = {
         (["algorithm.policy_loss=ppo"], ["algorithm.policy_loss='ppo'", "ppo_clip"]),
         (["algorithm.aggregation=mean"], ["algorithm.aggregation='mean'", "token-mean"]),
         (["algorithm.kl.estimator=k9"], ["algorithm.kl.estimator='k9'", "k3"]),
+        (
+            ["algorithm.kl.placement=reward", "algorithm.kl.estimator=k3"],
+            ["algorithm.kl.estimator=k3: in the reward, only k1", "use estimator=null or k1, or placement=loss"],
+        ),
         (["algorithm.policy_loss_options.clip_high=abc"], ["options.clip_high=abc", "a finite number"]),
         (["algorithm.advantage_options.scale=foo"], ["options.scale=foo", "group, batch, none"]),
         (["+algorithm.advantage_options.scal=none"], ["no option 'scal'", "'scale'"]),

@@ -70,10 +70,10 @@ def kl(name: str, log_prob: float, reference: float) -> float:
     return min(max(math.exp(u) - u - 1, -10.0), 10.0)
 
 
-def kl_in_reward(scores: Array, log_probs: Array, reference: Array, mask: Array, beta: float, name: str) -> Array:
+def kl_in_reward(scores: Array, log_probs: Array, reference: Array, mask: Array, beta: float) -> Array:
     rewards = scores.copy()
     for i, t in np.argwhere(mask > 0):
-        rewards[i, t] -= beta * kl(name, log_probs[i, t], reference[i, t])
+        rewards[i, t] -= beta * (log_probs[i, t] - reference[i, t])
     return rewards
 
 
