@@ -83,7 +83,7 @@ class PolicyLearner:
         metrics = tokens.averages(self._strategy.ranks.sum, self._strategy.ranks.max)
         for critic in self._critics:
             metrics |= critic.wait_for_updates() | critic.measures(batch)
-        return metrics | self._adapt(batch, metrics)
+        return metrics | self._adapt(batch, metrics, learns=learns)
 
     def _mini_batches(self, batch: Experience) -> Iterator[Experience]:
         """Divide the prompts of the step among the optimizer steps.
@@ -165,8 +165,8 @@ class PolicyLearner:
             if self._passes.router_replay is not None:
                 self._passes.router_replay.stop()
 
-    def _adapt(self, batch: Experience, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Update the controllers, and return their coefficients."""
+    def _adapt(self, batch: Experience, metrics: Mapping[str, float], *, learns: bool) -> dict[str, float]:
+        """Update the controllers if the policy learns, and return their coefficients."""
         ranks, mask_BT = self._strategy.ranks, batch.response_mask
         adapted: dict[str, float] = {}
         if self._algorithm.kl_is_in_reward:
@@ -179,7 +179,8 @@ class PolicyLearner:
             adapted |= {name: value for name, value in measured.items() if not math.isnan(value)}
         kl = {**metrics, **adapted}.get("train/kl")
         if kl is not None:
-            self._kl_controller.update(kl, batch.shape[0] * ranks.world_size)
+            if learns:
+                self._kl_controller.update(kl, batch.shape[0] * ranks.world_size)
             adapted["train/kl_coefficient"] = self._kl_controller.coefficient
         if self._algorithm.entropy.active and "train/entropy" in metrics:
             self._entropy_controller.update(metrics["train/entropy"])

@@ -287,6 +287,14 @@ def test_critic_has_a_separate_optimizer_and_the_policy_waits_for_critic_warmup(
     assert stage.metrics[0]["train/critic/explained_variance"] == pytest.approx(0, abs=1e-6)
 
 
+def test_kl_coefficient_waits_with_the_policy_for_critic_warmup() -> None:
+    algorithm = Algorithm(advantage="gae", kl=KLConfig(0.1, "reward", target=1e-6, horizon=100))
+    stage = train(algorithm, steps=3, critic=CriticConfig(canned.other_model(), warmup_steps=2))
+    coefficients = [row["train/kl_coefficient"] for row in stage.metrics]
+    assert coefficients[:2] == [0.1, 0.1] and coefficients[2] != 0.1
+    assert all("train/kl" in row for row in stage.metrics)
+
+
 def test_explained_variance_is_1_for_perfect_values_and_nan_for_constant_returns() -> None:
     returns, mask = torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[1, 1, 0]])
 
