@@ -74,7 +74,7 @@ class PolicyLearner:
                 critic.update(mini_batch, tokens, last=number == self._updates)
             if learns:
                 with self._strategy.phase_log.measure("update_policy"):
-                    self._choose_tokens(mini_batch, step)
+                    self._choose_tokens(mini_batch, step, number)
                     # A generator: each forward pass runs after the backward pass of the micro-batch before.
                     self._optimize(self._policy_losses(mini_batch, tokens, first=number == 1), POLICY)
         if not learns:
@@ -99,8 +99,14 @@ class PolicyLearner:
         for _ in range(self._passes_per_step):
             yield from batch.chunk(self._updates_per_step)
 
-    def _choose_tokens(self, mini_batch: Experience, step: int) -> None:
-        """Fill `loss_mask` and `selected`, which depend on the whole mini-batch of all ranks."""
+    def _choose_tokens(self, mini_batch: Experience, step: int, number: int) -> None:
+        """Fill `loss_mask` and `selected`, which depend on the whole mini-batch of all ranks.
+
+        Args:
+            mini_batch: samples of one optimizer step.
+            step: number of finished steps.
+            number: number of the optimizer step within the step; a sample has other random tokens in every pass.
+        """
         modifiers, num_samples = self._algorithm.modifiers, self._num_samples
         if modifiers.top_entropy is not None:
             mini_batch.loss_mask = top_entropy_mask(
@@ -112,7 +118,7 @@ class PolicyLearner:
         ids_B = mini_batch.groups * num_samples + torch.arange(len(mini_batch)) % num_samples
         mini_batch.selected = self._algorithm.select(
             {**mini_batch.named_tensors(), "log_probs_BT": mini_batch.old_log_probs, "ids_B": ids_B},
-            seed=step_seed(self._seed, step),
+            seed=step_seed(step_seed(self._seed, step), number),
             sum_over_ranks=self._strategy.ranks.sum,
             gather_over_ranks=self._gather,
         )

@@ -335,11 +335,26 @@ def test_choose_tokens_keeps_the_tokens_with_the_highest_entropy() -> None:
     algorithm = Algorithm(modifiers=LossModifiers(top_entropy=0.25))
     stage = train(algorithm)
     (experience,) = stage.collected
-    stage.learner._choose_tokens(experience, stage.step)
+    stage.learner._choose_tokens(experience, stage.step, 1)
     chosen_BT, mask_BT = filled(experience.loss_mask).bool(), experience.response_mask.bool()
     entropy_BT = filled(experience.entropy)
     assert 0.2 <= chosen_BT.sum() / mask_BT.sum() <= 0.35 and not (chosen_BT & ~mask_BT).any()
     assert entropy_BT[chosen_BT].min() >= entropy_BT[mask_BT & ~chosen_BT].max()
+
+
+def test_clip_cov_selects_other_random_tokens_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    selections: list[Tensor] = []
+    select = Algorithm.select
+
+    def recorded(self: Algorithm, *arguments: Any, **options: Any) -> Tensor | None:
+        selections.append(filled(select(self, *arguments, **options)))
+        return selections[-1]
+
+    monkeypatch.setattr(Algorithm, "select", recorded)
+    band = {"share": 0.3, "low": -100.0, "high": 100.0}
+    train(Algorithm(policy_loss="clip_cov", selection_options=band), passes_per_step=2)
+    first_BT, second_BT = selections
+    assert first_BT.sum() == second_BT.sum() > 1 and not torch.equal(first_BT, second_BT)
 
 
 @for_each(("keep", "expected"), [(0.0, 1.0), (0.75, 0.25)])
