@@ -123,11 +123,11 @@ class FixedCoefficient:
         """Leave the weight unchanged."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return the weight."""
-        return {"coefficient": self.coefficient}
+        """Return nothing: a fixed weight belongs to the configuration."""
+        return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Keep the configured weight: a fixed weight belongs to the configuration."""
+        """Keep the configured weight."""
 
 
 @dataclass
@@ -161,8 +161,8 @@ class AdaptiveKL:
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the adapted weight."""
-        self.coefficient = state["coefficient"]
+        """Restore the adapted weight; a state of a fixed weight leaves the configured weight."""
+        self.coefficient = state.get("coefficient", self.coefficient)
 
 
 @dataclass
@@ -198,8 +198,8 @@ class AdaptiveEntropy:
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the adapted weight, within the configured range."""
-        self.coefficient = self._bounded(state["coefficient"])
+        """Restore the adapted weight, within the configured range; see `AdaptiveKL.load_state_dict`."""
+        self.coefficient = self._bounded(state.get("coefficient", self.coefficient))
 
     def _bounded(self, coefficient: float) -> float:
         return max(self.config.minimum, min(self.config.maximum, coefficient))

@@ -40,6 +40,14 @@ def test_adaptive_kl_restores_and_fixed_coefficient_keeps_the_value() -> None:
     assert fixed.coefficient == 0.5
 
 
+def test_adaptive_coefficients_begin_as_configured_after_a_checkpoint_with_fixed_coefficients() -> None:
+    fixed = FixedCoefficient(0.0).state_dict()
+    kl, entropy = AdaptiveKL(KLConfig(0.2, target=0.1)), AdaptiveEntropy(EntropyConfig(0.1, target=0.5))
+    kl.load_state_dict(fixed)
+    entropy.load_state_dict(fixed)
+    assert (kl.coefficient, entropy.coefficient) == (0.2, 0.1)
+
+
 def test_kl_config_refuses_a_target_without_a_coefficient_to_adapt() -> None:
     with pytest.raises(ConfigError, match=r"target=0\.05 multiplies the coefficient, and coefficient=0 stays 0: set"):
         KLConfig(target=0.05)
