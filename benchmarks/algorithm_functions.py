@@ -42,6 +42,7 @@ def experience(algorithm: Algorithm) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     size = PROMPTS * SAMPLES // WORKERS
     old_BT = -torch.rand(size, TOKENS, generator=generator)
+    scores_B = torch.rand(size, generator=generator).round()
     lengths_B = torch.randint(1, TOKENS + 1, (size,), generator=generator)
     mask_BT = (torch.arange(TOKENS) < lengths_B[:, None]).float()
     names = ("ref_log_probs", "teacher_log_probs", "entropy", "sum_pi_squared", "values", "process_rewards")
@@ -49,7 +50,8 @@ def experience(algorithm: Algorithm) -> dict[str, Any]:
         **{f"{name}_BT": torch.rand(size, TOKENS, generator=generator) for name in names},
         "old_log_probs_BT": old_BT,
         "rollout_log_probs_BT": old_BT + 1e-3 * torch.randn(size, TOKENS, generator=generator),
-        "scores_B": torch.rand(size, generator=generator).round(),
+        "scores_B": scores_B,
+        "is_positive_B": scores_B > algorithm.modifiers.positive_above,
         "baseline_rewards_B": torch.rand(size, generator=generator).round(),
         "component_rewards_BK": torch.rand(size, max(1, len(algorithm.reward_components)), generator=generator),
         "groups_B": torch.arange(size) // SAMPLES,

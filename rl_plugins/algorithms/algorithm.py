@@ -64,7 +64,7 @@ class LossModifiers(Settings):
             bound is dropped (`off_policy_sequence_mask`). None keeps all.
         top_entropy: share of the tokens that learn, by highest entropy (`top_entropy_mask`); None for all.
         positive_nll: weight of the imitation of samples that succeeded (`positive_nll`).
-        positive_above: score above which a sample has succeeded.
+        positive_above: score, before shaping, above which a sample has succeeded.
     """
 
     off_policy_mask: Annotated[float | None, or_null(NOT_NEGATIVE)] = None
@@ -331,7 +331,7 @@ class Algorithm(Settings):
             inputs: tensors by name, after `corrected`: `log_probs_BT` (with gradient), `old_log_probs_BT`,
                 `rollout_log_probs_BT`, `advantages_BT`, `response_mask_BT`, `entropy_BT`; if in use also
                 `ref_log_probs_BT`, `selected_BT`, `rollout_weights_BT` (importance weights), `loss_mask_BT` (0 on
-                tokens that do not learn) and `scores_B`.
+                tokens that do not learn) and `is_positive_B` (True for samples that succeeded).
             kl_coefficient: weight of the KL term.
             counts: sizes of the global mini-batch.
             entropy_coefficient: weight of the entropy bonus.
@@ -350,17 +350,13 @@ class Algorithm(Settings):
             loss_BT = loss_BT - entropy_coefficient * inputs["entropy_BT"]
         loss = aggregate(loss_BT, mask_BT, self.aggregation, counts, scale_factor=self.scale_factor)
         if self.modifiers.positive_nll and positive_counts is not None:
-            positive_B = self.is_positive(inputs["scores_B"])
+            positive_B = inputs["is_positive_B"]
             nll_BT = positive_nll(log_probs_BT=log_probs_BT, is_positive_B=positive_B, response_mask_BT=mask_BT)
             positive_mask_BT = mask_BT * positive_B[:, None]
             loss = loss + self.modifiers.positive_nll * aggregate(
                 nll_BT, positive_mask_BT, "token-mean", positive_counts
             )
         return loss, metrics
-
-    def is_positive(self, scores_B: Tensor) -> Tensor:
-        """Return True for the samples that have succeeded, bool [B]."""
-        return scores_B > self.modifiers.positive_above
 
     def _factors(self, inputs: Mapping[str, Any]) -> list[Tensor]:
         """Return the factors of each token's loss; the counts of the aggregation do not change with the factors.

@@ -36,7 +36,7 @@ COMPUTED_FIELDS = (
 TOKEN_FIELDS = ("responses", "response_mask", "rollout_log_probs", "policy_versions", *COMPUTED_FIELDS)
 SAMPLE_FIELDS = (
     "prompt_lengths", "response_lengths", "groups", "valid", "scores", "costs", "baseline_scores",
-    "component_scores", "rejected",
+    "component_scores", "is_positive", "rejected",
 )  # fmt: skip
 TENSOR_FIELDS = ("prompts", *TOKEN_FIELDS, *SAMPLE_FIELDS)
 ROUTED_EXPERTS = "routed_experts"
@@ -123,6 +123,7 @@ class Experience(TensorClass, shadow=True):
         costs: float32 [B], cost of the whole sample, for a bound on the mean cost.
         baseline_scores: float32 [B], reward of a greedy response to the same prompt.
         component_scores: float32 [B, K], components of `scores`.
+        is_positive: bool [B], True if the score before shaping is a success (`LossModifiers.positive_above`).
         rejected: bool [B], True if a rollout correction rejected every token of the sample.
         token_level_rewards: float32 [B, T], reward at each token, penalties included.
         old_log_probs: float32 [B, T], log-probs under the policy before the first optimizer step of the RL step; the
@@ -167,6 +168,7 @@ class Experience(TensorClass, shadow=True):
     costs: Tensor | None = None
     baseline_scores: Tensor | None = None
     component_scores: Tensor | None = None
+    is_positive: Tensor | None = None
     rejected: Tensor | None = None
     token_level_rewards: Tensor | None = None
     old_log_probs: Tensor | None = None
@@ -347,6 +349,7 @@ class Experience(TensorClass, shadow=True):
             "costs_B": self.costs,
             "baseline_rewards_B": self.baseline_scores,
             "component_rewards_BK": self.component_scores,
+            "is_positive_B": self.is_positive,
             "groups_B": self.groups,
             "valid_B": self.valid,
             "response_lengths_B": self.response_lengths,

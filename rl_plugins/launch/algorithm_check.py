@@ -183,6 +183,7 @@ def check_algorithm(config: RecipeConfig) -> None:
     inputs = {f"{name}_BT": zeros_BT for name in per_token} | {
         "scores_B": torch.tensor([0.0, 1.0, 0.0, 1.0]),
         "costs_B": torch.tensor([1.0, 0.0, 0.0, 1.0]),
+        "is_positive_B": torch.tensor([False, True, False, True]),
         "baseline_rewards_B": torch.zeros(4),
         "teacher_top_log_probs_BTK": torch.full((4, 2, 2), -1.0),
         "top_log_probs_BTK": torch.full((4, 2, 2), -1.0),

@@ -215,7 +215,8 @@ class ExperienceMaker:
 
 
 def shape_rewards(samples: Experience, algorithm: Algorithm) -> None:
-    """Change `scores` as the algorithm's reward shaping says."""
+    """Fill `is_positive` from the scores, and then change `scores` as the algorithm's reward shaping says."""
+    samples.is_positive = computed(samples.scores) > algorithm.modifiers.positive_above
     samples.scores = algorithm.shaping.shaped(
         scores_B=computed(samples.scores),
         response_lengths_B=samples.response_lengths,

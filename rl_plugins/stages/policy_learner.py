@@ -132,8 +132,8 @@ class PolicyLearner:
         current_is_old = first and not self._compares_with_sampler
         counts, positive_counts = self._passes.counts(mini_batch.response_mask, mini_batch.rejected), None
         if self._algorithm.modifiers.positive_nll:
-            positive_B = self._algorithm.is_positive(computed(mini_batch.scores))
-            positive_counts = self._passes.counts(mini_batch.response_mask * positive_B[:, None])
+            positive_mask_BT = mini_batch.response_mask * computed(mini_batch.is_positive)[:, None]
+            positive_counts = self._passes.counts(positive_mask_BT)
         micro_batches = self._passes.micro_batches(mini_batch)
         for position, indices in enumerate(micro_batches):
             on_host = mini_batch[indices].trimmed()

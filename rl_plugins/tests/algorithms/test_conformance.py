@@ -57,7 +57,7 @@ def mini_batch(seed: int = 0) -> dict[str, Tensor]:
         "advantages_BT": normal(1.0)[:, :1].expand(SAMPLES, TOKENS).clone(),
         "entropy_BT": normal(1.0).abs(),
         "response_mask_BT": mask_BT,
-        "scores_B": torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0], dtype=torch.float64),
+        "is_positive_B": torch.tensor([True, False, True, False, True, True, False, False]),
     }
 
 
@@ -94,7 +94,7 @@ def gradient(algorithm: Algorithm, batch: dict[str, Tensor], ranks: Sequence[Seq
         GlobalCounts(float(mask_BT.sum()), float(mask_BT.any(dim=-1).sum()), len(ranks))
         for mask_BT in (
             batch["response_mask_BT"],
-            batch["response_mask_BT"] * algorithm.is_positive(batch["scores_B"])[:, None],
+            batch["response_mask_BT"] * batch["is_positive_B"][:, None],
         )
     )
     total_BT = torch.zeros(SAMPLES, TOKENS, dtype=torch.float64)

@@ -125,6 +125,17 @@ def test_reward_shaping_changes_the_scores_and_not_the_logged_reward() -> None:
     assert shaped.metrics[0]["train/reward"] == plain.metrics[0]["train/reward"]
 
 
+def test_positive_nll_imitates_by_the_scores_before_shaping() -> None:
+    algorithm = Algorithm(shaping=RewardShaping(clip=(0.0, 0.4)))
+    imitating = replace(algorithm, modifiers=LossModifiers(positive_nll=1.0))
+    plain, without, stage = (train(choice) for choice in (Algorithm(), algorithm, imitating))
+    (experience,) = stage.collected
+    assert filled(experience.scores).max() == pytest.approx(0.4)
+    assert torch.equal(filled(experience.is_positive), filled(plain.collected[0].scores) > 0.5)
+    # The log-probs of the random policy are far below -1.
+    assert stage.metrics[0]["train/loss"] > without.metrics[0]["train/loss"] + 1
+
+
 def test_remax_takes_the_score_of_the_greedy_response_as_baseline() -> None:
     class Shows(Keeping):
         def on_train_start(self) -> None:
