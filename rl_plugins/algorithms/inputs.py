@@ -64,7 +64,7 @@ INPUTS: dict[str, str] = {
     "log_probs_BT": "log-probability of each token under the policy that is being updated, with gradient.",
     "old_log_probs_BT": (
         "log-probability of each token under the policy before the update, the denominator of the ratio; with a bypass "
-        "correction or stale samples, under the policy that sampled."
+        "correction or stale samples, policy losses get the log-probability under the policy that sampled."
     ),
     "rollout_log_probs_BT": "log-probability of each token as computed by the rollout engine that sampled the token.",
     "ref_log_probs_BT": "log-probability of each token under the frozen reference.",

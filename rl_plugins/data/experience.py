@@ -126,8 +126,8 @@ class Experience(TensorClass, shadow=True):
         is_positive: bool [B], True if the score before shaping is a success (`LossModifiers.positive_above`).
         rejected: bool [B], True if a rollout correction rejected every token of the sample.
         token_level_rewards: float32 [B, T], reward at each token, penalties included.
-        old_log_probs: float32 [B, T], log-probs under the policy before the first optimizer step of the RL step; the
-            log-probs of the rollout if the loss compares with the sampler. None if no part of the step needs them.
+        old_log_probs: float32 [B, T], log-probs under the policy before the first optimizer step of the RL step. A loss
+            that compares with the sampler gets `rollout_log_probs` instead. None if no part of the step needs them.
         ref_log_probs: float32 [B, T], log-probs under the reference model.
         teacher_log_probs: float32 [B, T], log-probs under the teacher, or their weighted sum over teachers.
         teacher_top_ids: int64 [B, T, K], the teacher's most likely tokens, the likeliest first; the tokens of weighted

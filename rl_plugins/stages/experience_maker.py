@@ -98,14 +98,11 @@ class ExperienceMaker:
 
     def _add_log_probs(self, samples: Experience) -> None:
         needs = self._algorithm.needs
-        if self._compares_with_sampler:
-            samples.old_log_probs = samples.rollout_log_probs
         if "old_log_probs_BT" in needs or (self._updates > 1 and not self._compares_with_sampler):
             with self._strategy.phase_log.measure("old_log_probs"):
                 old = self._old_log_probs(samples, sum_pi_squared="sum_pi_squared_BT" in needs)
+            samples.old_log_probs = old["log_probs"]
             samples.entropy, samples.sum_pi_squared = old["entropy"], old.get("sum_pi_squared")
-            if not self._compares_with_sampler:
-                samples.old_log_probs = old["log_probs"]
         if "ref_log_probs_BT" in needs:
             with self._strategy.phase_log.measure("ref_log_probs"):
                 reference = self._passes.per_token(samples, partial(self._log_probs, REFERENCE))

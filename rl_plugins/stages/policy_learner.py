@@ -128,8 +128,6 @@ class PolicyLearner:
 
     def _policy_losses(self, mini_batch: Experience, metrics: TokenMetrics, *, first: bool) -> Iterator[MicroBatchLoss]:
         world_size = self._strategy.ranks.world_size
-        # In the first update the policy is the old policy, and the ratio is 1.
-        current_is_old = first and not self._compares_with_sampler
         counts, positive_counts = self._passes.counts(mini_batch.response_mask, mini_batch.rejected), None
         if self._algorithm.modifiers.positive_nll:
             positive_mask_BT = mini_batch.response_mask * computed(mini_batch.is_positive)[:, None]
@@ -139,7 +137,11 @@ class PolicyLearner:
             on_host = mini_batch[indices].trimmed()
             current = self._passes.log_probs(POLICY, on_host, entropy_gradient=self._algorithm.entropy.active)
             micro = to_device(on_host, self._passes.device)
-            old_BT = current.log_probs_BT.detach() if current_is_old else computed(micro.old_log_probs)
+            if self._compares_with_sampler:
+                old_BT = micro.rollout_log_probs
+            else:
+                # In the first update the policy is the policy before the update, and the ratio is 1.
+                old_BT = current.log_probs_BT.detach() if first else computed(micro.old_log_probs)
             entropy_BT = computed(current.entropy_BT)
             tensors = self._algorithm.corrected(
                 {

@@ -277,9 +277,17 @@ def test_rollout_log_probs_are_refused_where_sampling_truncates_the_distribution
     train(Algorithm(), sampling=sampling)
 
 
-def test_rollout_correction_bypass_takes_rollout_log_probs_as_old_log_probs() -> None:
-    (experience,) = train(Algorithm(correction=RolloutCorrection(bypass=True))).collected
-    assert torch.equal(filled(experience.old_log_probs), experience.rollout_log_probs)
+def test_rollout_correction_bypass_takes_the_ratio_to_the_rollout() -> None:
+    plain, bypass = train(Algorithm()), train(Algorithm(correction=RolloutCorrection(bypass=True)))
+    assert plain.metrics[0]["train/ppo_kl"] == 0 != bypass.metrics[0]["train/ppo_kl"]
+    assert bypass.collected[0].old_log_probs is None
+
+
+def test_rewards_and_advantages_with_bypass_are_of_the_policy_before_the_update() -> None:
+    algorithm = Algorithm(advantage="optimal_token_baseline", kl=KLConfig(0.1, "reward"))
+    plain, bypass = (train(replace(algorithm, correction=name)).collected[0] for name in ("none", "bypass"))
+    for field in ("old_log_probs", "token_level_rewards", "advantages"):
+        assert torch.equal(getattr(plain, field), getattr(bypass, field)), field
 
 
 # The critic -----------------------------------------------------------------------------------------------------
