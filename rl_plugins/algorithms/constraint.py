@@ -6,7 +6,7 @@ rises while samples cost too much, and falls while the bound leaves room for mor
 Before each update of the policy: `log lambda += lambda_lr lambda (mean cost - threshold)`, a step along the gradient by
 `log lambda`. Costs have advantages of their own, by the same estimator, from the values of a second critic. The policy
 learns from `(A - lambda A_cost) / (1 + lambda)`. A KL penalty in the reward is subtracted from the rewards and added to
-the costs, so its weight in the sum does not depend on lambda.
+the costs. If advantages are not scaled or normalized, the weight of the penalty in the sum does not depend on lambda.
 
 Source: https://arxiv.org/abs/2310.12773, equations 30 and 31; the window and the bound on lambda, from its code,
 https://github.com/PKU-Alignment/safe-rlhf, `safe_rlhf/algorithms/ppo_lag`.

@@ -198,7 +198,8 @@ class ExperienceMaker:
     def _constrain_advantages(self, samples: Experience, multiplier: float) -> None:
         """Subtract the advantages of the costs, `multiplier` times, from the advantages of the rewards."""
         with self._strategy.phase_log.measure("advantages"):
-            # A KL penalty in the reward raises the costs, so its weight in the difference does not depend on lambda.
+            # A KL penalty in the reward raises the costs, so its weight in the difference of advantages without a scale
+            # does not depend on lambda.
             _, cost_advantages_BT, samples.cost_returns = self._algorithm.advantages(
                 costs_as_rewards(samples.named_tensors()),
                 kl_coefficient=-self._kl_controller.coefficient,
