@@ -186,15 +186,21 @@ class TransformersRollout(SynchronousGroups):
             responses += batch.tokens
             log_probs += batch.log_probs
             experts += batch.experts
-        ends = set(sampling.stop_token_ids)
+        ends = set(self._end_tokens(sampling))
         reasons = ["stop" if response[-1] in ends else "length" for response in responses]
         return Generations.from_responses(responses, log_probs, reasons, self._version, experts)
+
+    def _end_tokens(self, sampling: SamplingConfig) -> list[int]:
+        """Return the tokens that end a response. As in vLLM, the generation config of the model may name further ends."""
+        config = getattr(self._model, "generation_config", None)
+        ends: int | list[int] | None = getattr(config, "eos_token_id", None)
+        return [*sampling.stop_token_ids, *([] if ends is None else ends if isinstance(ends, list) else [ends])]
 
     @torch.no_grad()
     def _sample(self, prompts: list[_Prompt], sampling: SamplingConfig, seeds: list[int] | None) -> _SampledRows:
         """Sample one batch of `B` rows, token by token."""
         generators = None if seeds is None else [torch.Generator(self._device).manual_seed(seed) for seed in seeds]
-        ends = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=self._device)
+        ends = torch.tensor(self._end_tokens(sampling), dtype=torch.long, device=self._device)
         running_B = torch.ones(len(prompts), dtype=torch.bool, device=self._device)
         tokens_by_step: list[Tensor] = []
         log_probs_by_step: list[Tensor] = []

@@ -53,7 +53,7 @@ def test_generate_returns_the_log_probs_of_a_plain_forward(
     for prompt, response, log_probs in zip(
         rows, generations.responses(), generations.response_log_probs(), strict=True
     ):
-        assert len(response) == 9
+        assert len(response) == 9 or response[-1] == model.config.eos_token_id
         expected = (next_token_logits(model, prompt, response) / temperature).log_softmax(-1)
         chosen = expected.gather(-1, torch.tensor(response)[:, None]).squeeze(-1)
         torch.testing.assert_close(torch.tensor(log_probs), chosen, rtol=0, atol=1e-5)
@@ -69,6 +69,17 @@ def test_generate_with_a_seed_does_not_depend_on_the_rest_of_the_batch(engine: T
     assert together[0] != together[1], "the samples of one prompt must differ"
     assert engine.generate(PROMPTS, sampling, [50, 60, 70, 80]).responses() != together
     assert engine.generate(PROMPTS, sampling, None).responses() != engine.generate(PROMPTS, sampling, None).responses()
+
+
+def test_generate_ends_at_all_ends_of_the_generation_config(
+    engine: TransformersRollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SamplingConfig(max_tokens=9)
+    (whole,) = engine.generate([PROMPTS[0]], sampling, [11]).responses()
+    monkeypatch.setattr(engine._model.generation_config, "eos_token_id", [whole[-1], whole[2]])
+    generations = engine.generate([PROMPTS[0]], sampling, [11])
+    assert generations.responses() == [whole[: whole.index(whole[2]) + 1]]
+    assert generations.finish_reasons == ["stop"]
 
 
 @pytest.mark.parametrize("seeded", [True, False])
