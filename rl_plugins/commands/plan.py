@@ -29,7 +29,7 @@ from rl_plugins.model_json import read_model_config
 from rl_plugins.planning.devices import CPU_FILE, DEVICES, GIB, device_named
 from rl_plugins.planning.search import Candidate, Cluster, advice, overrides, search
 from rl_plugins.planning.shape import ModelShape, shape_of
-from rl_plugins.planning.workload import DTYPE_BYTES, Critic, Workload
+from rl_plugins.planning.workload import DTYPE_BYTES, PlannedCritic, Workload
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -324,12 +324,12 @@ def _frozen_models(config: RecipeConfig, policy: ModelShape) -> dict[str, ModelS
     return frozen
 
 
-def _critics(config: RecipeConfig, policy: ModelShape) -> list[Critic]:
+def _critics(config: RecipeConfig, policy: ModelShape) -> list[PlannedCritic]:
     """Return the models that the training workers train beside the policy."""
     algorithm: Mapping[str, Any] = config.algorithm or {}
     if algorithm.get("advantage") not in WITH_VALUES:
         # PRIME trains a process reward model of this size.
-        return [Critic(policy, policy.parameters)] if config.stage == "prime" else []
+        return [PlannedCritic(policy, policy.parameters)] if config.stage == "prime" else []
     critics = []
     for name in CRITIC_POOLS if algorithm.get("constraint") else CRITIC_POOLS[:1]:
         if name not in config.placement.pools:
@@ -337,7 +337,7 @@ def _critics(config: RecipeConfig, policy: ModelShape) -> list[Critic]:
             shape = read_shape(f"{name}.path", options.path or config.model.path)
             lora = options.lora
             adapter = shape.adapter(lora.rank, with_experts=lora.experts) if lora.rank else shape.parameters
-            critics.append(Critic(shape, adapter, _moment_width(options.optimizer)))
+            critics.append(PlannedCritic(shape, adapter, _moment_width(options.optimizer)))
     return critics
 
 

@@ -18,7 +18,7 @@ The constant is repeated from `stages/micro_batches.py`, because that module imp
 
 
 @dataclass(frozen=True)
-class Critic:
+class PlannedCritic:
     """A model that a step trains beside the policy.
 
     Attributes:
@@ -94,7 +94,7 @@ class Workload:
     adapts_experts: bool = False
     expert_parallel: int = 1
     merged: bool = False
-    critics: Sequence[Critic] = ()
+    critics: Sequence[PlannedCritic] = ()
     frozen: Mapping[str, ModelShape] = field(default_factory=dict)
     max_num_seqs: int = 256
     prefix_caching: bool = True

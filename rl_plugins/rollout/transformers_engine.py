@@ -191,7 +191,7 @@ class TransformersRollout(SynchronousGroups):
         return Generations.from_responses(responses, log_probs, reasons, self._version, experts)
 
     def _end_tokens(self, sampling: SamplingConfig) -> list[int]:
-        """Return the tokens that end a response. As in vLLM, the generation config of the model may name further ends."""
+        """Return the ends of responses. As in vLLM, the generation config of the model may name further ends."""
         config = getattr(self._model, "generation_config", None)
         ends: int | list[int] | None = getattr(config, "eos_token_id", None)
         return [*sampling.stop_token_ids, *([] if ends is None else ends if isinstance(ends, list) else [ends])]

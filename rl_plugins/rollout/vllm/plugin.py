@@ -60,7 +60,7 @@ SHARED_MEMORY = "shared_memory"
 GLOO = "gloo"
 _PRIMITIVES = 128
 _NEVER_SENT = ("correction_bias", "expert_bias", "router_bias")
-"""Ends of the names of parameters of vLLM that are buffers in transformers: biases in the choice of experts."""
+"""Ends of the names of parameters of vLLM, which are buffers in transformers: biases in the choice of experts."""
 
 
 class PackedProducts:
@@ -307,7 +307,7 @@ class WorkerExtension:
     _weight_update_active: bool
 
     def keep_unsent_weights(self) -> None:
-        """Let the weights that no update sends survive a sleep that frees the weights.
+        """Let the weights without updates survive a sleep of the weights.
 
         No update sends biases in the choice of experts, and the draft model of speculative decoding.
         """

@@ -17,7 +17,7 @@ from rl_plugins.commands.plan import WITH_VALUES, given_values, read_shape, work
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.placement import check_fit, roles_of
-from rl_plugins.planning.workload import Critic
+from rl_plugins.planning.workload import PlannedCritic
 from rl_plugins.tests.launch.configurations import configured
 from rl_plugins.tests.repository.test_import_weight import HEAVY
 
@@ -201,10 +201,10 @@ def test_workload_of_refuses_copies_of_the_model(model):
 def test_workload_of_has_the_models_of_the_algorithm(model):
     plain = work("grpo", model)
     assert plain.critics == [] and plain.frozen == {}
-    critic = Critic(plain.policy, plain.policy.parameters)
+    critic = PlannedCritic(plain.policy, plain.policy.parameters)
     assert work("ppo", model).critics == [critic]
     adapter = work("ppo", model, "critic.lora.rank=8").critics
-    assert adapter == [Critic(plain.policy, plain.policy.adapter(8))]
+    assert adapter == [PlannedCritic(plain.policy, plain.policy.adapter(8))]
     pools = ("placement.critic.actors=1", "placement.reference.actors=1", "algorithm.kl.coefficient=0.1")
     elsewhere = work("ppo", model, *pools)
     assert elsewhere.critics == [] and elsewhere.frozen == {}
