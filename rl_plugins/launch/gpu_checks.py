@@ -111,22 +111,20 @@ def check_gpus(config: RecipeConfig, machines: Mapping[str, GpuMachine]) -> None
             raise ConfigError(f"{' and '.join(machines)}: {fault.found}: {fault.fix}")
 
 
-def check_engine_weights(config: RecipeConfig, model: Mapping[str, Any], gpus: Sequence[Gpu]) -> None:
-    """Compare the weights of a rollout engine with its share of a GPU. Unknown architectures are not checked.
+def check_engine_weights(config: RecipeConfig, model: Mapping[str, Any], machine: GpuMachine) -> None:
+    """Compare the weights of the rollout engines with the memory of a machine. Unknown architectures are not checked.
 
     Args:
         config: configuration of the run.
         model: content of the policy's config.json.
-        gpus: GPUs of the run, of one kind.
+        machine: facts about the machine, whose GPUs are of one kind.
 
     Raises:
-        ConfigError: the weights leave no memory for a KV cache. The message has both numbers.
+        ConfigError: the weights leave no memory of the GPU for a KV cache, or sleeping engines would keep more weights
+            than the host has memory. The message has both numbers.
     """
-    rollout = config.rollout
+    rollout, gpus = config.rollout, machine.visible
     if rollout.engine != "vllm" or not config.needs_engine or rollout.quantizes or not gpus or not gpus[0].memory_mib:
-        return
-    if rollout.vllm.get("kv_cache_memory_bytes"):
-        # The engine has no share.
         return
     try:
         parameters = shape_of(model, "config.json").parameters
@@ -135,7 +133,15 @@ def check_engine_weights(config: RecipeConfig, model: Mapping[str, Any], gpus: S
     size, share = rollout.tensor_parallel_size, config.engine_limits["gpu_memory_utilization"]
     width = 4 if config.rollout_dtype == "float32" else 2
     weights, total = parameters * width / size / 2**30, gpus[0].memory_mib / 2**10
-    if weights >= share * total:
+    on_host, host = weights * len(gpus), machine.memory_bytes / 2**30
+    if config.placement.rollout == "colocated" and config.rollout_sleep == "kv_cache" and on_host >= host:
+        raise ConfigError(
+            f"rollout.sleep=kv_cache: sleeping engines of {len(gpus)} GPUs would keep {on_host:.1f} GiB of weights in the "
+            f"{host:.1f} GiB of host memory: raise rollout.tensor_parallel_size, or use rollout.sleep=all (of an adapter: "
+            "with rollout.lora=merged)"
+        )
+    # With `kv_cache_memory_bytes`, the engine has no share.
+    if not rollout.vllm.get("kv_cache_memory_bytes") and weights >= share * total:
         raise ConfigError(
             f"rollout.gpu_memory_utilization={share:g}: an engine has {share * total:.1f} of the {total:.1f} GiB of a "
             f"GPU, but its weights take {weights:.1f} GiB there ({config.rollout_dtype}, "

@@ -60,6 +60,7 @@ class GpuMachine:
         torch: version of torch; empty if torch is not installed.
         torch_cuda: CUDA version of the build of torch; None for a build for CPUs.
         shm_bytes: size of /dev/shm in bytes.
+        memory_bytes: size of the host memory in bytes.
         variables: values of CUDA_VISIBLE_DEVICES and of the settings of torch's allocator, if set.
     """
 
@@ -69,6 +70,7 @@ class GpuMachine:
     torch: str
     torch_cuda: Version | None
     shm_bytes: int
+    memory_bytes: int
     variables: dict[str, str]
 
     @property
@@ -137,6 +139,7 @@ def read_machine() -> GpuMachine:
         torch=torch,
         torch_cuda=torch_cuda,
         shm_bytes=shutil.disk_usage("/dev/shm").total,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         variables={name: os.environ[name] for name in (VISIBLE, *ALLOCATOR) if name in os.environ},
     )
 

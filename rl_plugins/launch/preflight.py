@@ -273,7 +273,7 @@ def check_models(
             if config.launcher == "ray" and not _on_cpu(config) and not os.environ.get("RAY_ADDRESS"):
                 on_gpus = deepcopy(config)
                 on_gpus.placement.device = "cuda"
-                check_engine_weights(on_gpus, model, read_machine().visible)
+                check_engine_weights(on_gpus, model, read_machine())
         if option == "reward.judge.model" and _on_cpu(config):
             check_cpu_head_size(f"{option}={path}", model)
         limit = context_window(model)

@@ -12,7 +12,7 @@ from benchmarks.gpu import step
 from benchmarks.runs import MeasuredRun
 from rl_plugins.launch.gpus import Gpu, GpuMachine
 
-MACHINE = GpuMachine((), "", (13, 0), "2.13.0", (13, 0), 2**34, {})
+MACHINE = GpuMachine((), "", (13, 0), "2.13.0", (13, 0), 2**34, 2**40, {})
 
 
 def run(offload: float, reload: float) -> MeasuredRun:

@@ -145,7 +145,9 @@ def test_benchmark_goes_on_after_a_failed_strategy_and_exits_with_1(
 def test_benchmark_without_a_gpu_exits_with_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(update, "read_machine", lambda: GpuMachine((), "", (13, 0), "2.13.0", (13, 0), 2**34, {}))
+    monkeypatch.setattr(
+        update, "read_machine", lambda: GpuMachine((), "", (13, 0), "2.13.0", (13, 0), 2**34, 2**40, {})
+    )
     monkeypatch.setattr(sys, "argv", ["update"])
     assert update.main() == 2
     assert capsys.readouterr().out.startswith("CUDA shows no GPU")

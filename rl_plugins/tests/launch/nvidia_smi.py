@@ -74,6 +74,7 @@ def machine(*names: str, mig: tuple[int, ...] = (), **facts: Any) -> GpuMachine:
             torch="2.13.0",
             torch_cuda=(13, 0),
             shm_bytes=16 * 2**30,
+            memory_bytes=2**40,
             variables={},
         ),
         **facts,

@@ -113,7 +113,7 @@ def test_check_engine_weights_compares_the_weights_with_the_share_of_an_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def check(*overrides: str, model: dict[str, Any] = QWEN_7B) -> str:
-        return message_of(lambda: check_engine_weights(configuration(*overrides), model, machine(H100).visible))
+        return message_of(lambda: check_engine_weights(configuration(*overrides), model, machine(H100)))
 
     assert check() == check("rollout.gpu_memory_utilization=0.2") == GOOD
     assert check("rollout.gpu_memory_utilization=0.15") == (
@@ -125,6 +125,12 @@ def test_check_engine_weights_compares_the_weights_with_the_share_of_an_engine(
     assert check("rollout.gpu_memory_utilization=0.15", model={"model_type": "unknown"}) == GOOD
     # The engine has no share.
     assert check("rollout.gpu_memory_utilization=0.15", "+rollout.vllm.kv_cache_memory_bytes=1073741824") == GOOD
+    lora = ("model.lora.rank=8", "rollout.lora=adapter")
+    small = machine(H100, H100, memory_bytes=28 * 2**30)
+    message = message_of(lambda: check_engine_weights(configuration(*lora), QWEN_7B, small))
+    assert "2 GPUs would keep 28.4 GiB of weights in the 28.0 GiB of host memory" in message
+    merged = configuration(lora[0], "rollout.lora=merged")
+    assert message_of(lambda: check_engine_weights(merged, QWEN_7B, small)) == GOOD
     # The preflight reads the file of the model, and asks for the GPUs of this machine.
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("rl_plugins.models.folder.check_model_folder", lambda option, path, **_: QWEN_7B)
