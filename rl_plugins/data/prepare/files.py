@@ -79,33 +79,45 @@ def _half_of_a_character(line: bytes, record: Record) -> str | None:
 
 
 def read_split(
-    folder: Path, split: str, keys: Sequence[str], make_row: Callable[[Record, str, int], dict[str, Any]]
+    folder: Path, split: str, keys: Sequence[str], make_row: Callable[[Record, str, int], dict[str, Any] | None]
 ) -> RowList:
     """Return `make_row(record, split, index)` for every record of the file `folder`/<split>.*.
+
+    The function prints the number of records without an answer, which are left out.
 
     Args:
         folder: folder with one file of the split.
         split: name of the split: `train` or `test`.
         keys: keys of texts every record must have.
-        make_row: function that makes a row; it raises a ValueError for a bad record.
+        make_row: function that makes a row, or None for a record without an answer; it raises a ValueError for a bad
+            record.
 
     Raises:
-        ConfigError: the file is missing or unreadable, a record lacks a text, or `make_row` raises a ValueError. The
-            message names the file and the line (or parquet row), counted from 1.
+        ConfigError: the file is missing or unreadable, no record has an answer, a record lacks a text, or `make_row`
+            raises a ValueError. The message names the file and the line (or parquet row), counted from 1.
     """
     found = sorted(path for suffix in ("jsonl", "parquet") for path in folder.glob(f"{split}*.{suffix}"))
     if len(found) != 1:
         names = ", ".join(path.name for path in found) or "none"
         raise ConfigError(f"{folder}: expected one {split}.jsonl or {split}.parquet, found {names}")
-    rows = []
+    rows: RowList = []
+    without_answer: list[str] = []
     for index, (location, record) in enumerate(read_records(found[0])):
         for key in keys:
             if not isinstance(record.get(key), str):
                 raise ConfigError(f"{location}: no text under {key!r}; the record has {', '.join(record)}")
         try:
-            rows.append(make_row(record, split, index))
+            row = make_row(record, split, index)
         except ValueError as error:
             raise ConfigError(f"{location}: {error}") from error
+        if row is None:
+            without_answer.append(location)
+        else:
+            rows.append(row)
+    if not rows:
+        raise ConfigError(f"{found[0]}: there is no record with an answer: write records, or name another folder")
+    if without_answer:
+        print(f"{len(without_answer)} records without an answer are left out, such as {without_answer[0]}")
     return rows
 
 

@@ -183,28 +183,35 @@ def _build_gsm8k(options: Namespace) -> dict[str, RowList]:
 def last_boxed(solution: str) -> str:
     """Return the content of the last `\\boxed{...}`, nested braces included.
 
+    A box without braces, as in `$\\boxed 2$`, ends at the end of the formula.
+
     Raises:
         ValueError: there is no box, or its braces do not match.
     """
-    marker = "\\boxed{"
-    start = solution.rfind(marker)
-    if start < 0:
+    _, marker, tail = solution.rpartition("\\boxed")
+    if not marker:
         raise ValueError(f"the solution has no \\boxed{{}}: {solution[-60:]!r}")
-    depth = 1
-    for position in range(start + len(marker), len(solution)):
-        depth += {"{": 1, "}": -1}.get(solution[position], 0)
+    content = tail.lstrip()
+    if not content.startswith("{"):
+        return content.partition("$")[0].strip()
+    depth = 0
+    for position, character in enumerate(content):
+        depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return solution[start + len(marker) : position]
-    raise ValueError(f"the braces of \\boxed do not match: {solution[start : start + 60]!r}")
+            return content[1:position]
+    raise ValueError(f"the braces of \\boxed do not match: {(marker + tail)[:60]!r}")
 
 
 def _build_math(options: Namespace) -> dict[str, RowList]:
-    def make_row(record: Record, split: str, index: int) -> dict[str, Any]:
+    def make_row(record: Record, split: str, index: int) -> dict[str, Any] | None:
         problem, solution = record["problem"], record["solution"]
+        answer = last_boxed(solution)
+        if not answer.strip():
+            return None
         described = {name: str(record[name]) for name in ("level", "type") if name in record}
         return prompt_row(
             f"{problem} {options.instruction}".strip(),
-            last_boxed(solution),
+            answer,
             data_source="DigitalLearningGmbH/MATH-lighteval",
             ability="math",
             split=split,

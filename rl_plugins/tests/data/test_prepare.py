@@ -105,7 +105,16 @@ def test_prepare_gsm8k_reads_jsonl_and_parquet(tmp_path):
     assert rows[0]["prompt"] == [{"role": "user", "content": "How many? Go."}]
 
 
-@for_each(("solution", "answer"), [(r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (r"\boxed{}", "")])
+@for_each(
+    ("solution", "answer"),
+    [
+        (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{}", ""),
+        (r"our answer is $\boxed 2$.", "2"),
+        (r"\boxed{1}, and then \boxed 9", "9"),
+        (r"$\boxed {3}$", "3"),
+    ],
+)
 def test_last_boxed_returns_the_last_boxed_answer(solution, answer):
     assert last_boxed(solution) == answer
 
@@ -118,6 +127,17 @@ def test_prepare_math_writes_rows(tmp_path):
     assert row["reward_model"]["ground_truth"] == "2"
     assert row["extra_info"]["level"] == "Level 1"
     assert row["prompt"][0]["content"].endswith(r"within \boxed{}.")
+
+
+def test_prepare_math_leaves_out_records_with_an_empty_box(tmp_path, capsys):
+    raw = write_raw(tmp_path / "raw", [{"problem": "1+1?", "solution": rf"\boxed{{{box}}}"} for box in ("2", " ", "")])
+    command = ["math", "--input", str(raw), "--output", str(tmp_path / "out")]
+    assert main(command) == 0
+    assert "2 records without an answer are left out, such as" in (printed := capsys.readouterr().out)
+    assert "train.jsonl, line 2\n" in printed and "train.parquet: 1 rows" in printed
+    (raw / "test.jsonl").write_text("")
+    assert main(command) == 2
+    assert "test.jsonl: there is no record with an answer" in capsys.readouterr().err
 
 
 @for_each(
