@@ -144,10 +144,11 @@ class Conversion:
         }
         for name in ("response", "chosen", "rejected"):
             if name in found:
-                found[name] = _last_content(found[name])
+                field = f"{_option_of(name)}={getattr(self.names, name)!r}"
+                found[name] = _response(found[name], field, location)
         truth = found.pop("ground_truth", found.get("response"))
         row = {
-            "prompt": self._messages(find(record, self.names.prompt, "--prompt", location)),
+            "prompt": self._messages(find(record, self.names.prompt, "--prompt", location), location),
             "data_source": self.data_source,
             "ability": self.ability,
             "reward_model": {"style": "rule", "ground_truth": None if truth is None else _text(truth)},
@@ -166,15 +167,15 @@ class Conversion:
             row["labels"] = [None if label is None else float(label) for label in row["labels"]]
         return row
 
-    def _messages(self, prompt: object) -> object:
+    def _messages(self, prompt: object, location: str) -> object:
         if isinstance(prompt, str):
             return [{"role": "user", "content": f"{prompt} {self.instruction}".strip()}]
         if not isinstance(prompt, list) or not all(isinstance(message, Mapping) for message in prompt):
             return prompt
-        messages = [{"role": message.get("role"), "content": message.get("content")} for message in prompt]
-        while messages and messages[-1]["role"] == "assistant":
-            # The policy is to give this response.
-            messages.pop()
+        # The policy is to give the response at the end.
+        asked = prompt[:-1] if prompt and prompt[-1].get("role") == "assistant" else prompt
+        field = f"--prompt={self.names.prompt!r}"
+        messages = [{"role": message.get("role"), "content": _text_of(message, field, location)} for message in asked]
         if messages and self.instruction:
             messages[-1]["content"] = f"{messages[-1]['content']} {self.instruction}"
         return messages
@@ -205,8 +206,37 @@ def _uniform_hash(prompt: object) -> float:
     return int.from_bytes(digest) / 2**64
 
 
-def _last_content(value: object) -> object:
-    return value[-1].get("content") if isinstance(value, list) and value and isinstance(value[-1], Mapping) else value
+def _response(value: object, field: str, location: str) -> object:
+    """Return the text of the last message, which is the policy's; a value without messages is returned unchanged.
+
+    Raises:
+        RowError: the last message has another role, or is more or other than a text.
+    """
+    if not isinstance(value, list) or not value or not isinstance(value[-1], Mapping):
+        return value
+    role = value[-1].get("role")
+    if role != "assistant":
+        reason = f"the last message has the role {role!r}, and a response has the role 'assistant': remove the record"
+        raise RowError(location, field, reason)
+    return _text_of(value[-1], field, location)
+
+
+def _text_of(message: Mapping[str, Any], field: str, location: str) -> str:
+    """Return the text of a message.
+
+    Raises:
+        RowError: the message is more or other than a text.
+    """
+    if message.get("tool_calls"):
+        raise RowError(
+            location, field, "a message has tool_calls, and a row keeps texts alone: write the calls into the content"
+        )
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise RowError(
+            location, field, f"a message has the content {str(content)[:40]!r}: write a text, or remove the record"
+        )
+    return content
 
 
 def _text(value: object) -> str:

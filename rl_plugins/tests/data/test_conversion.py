@@ -20,6 +20,7 @@ from rl_plugins.tests.loops import for_each
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "2+2?"}
 ASSISTANT = {"role": "assistant", "content": "4"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
 
 
 def write_lines(path: Path, *records: Any) -> str:
@@ -67,6 +68,10 @@ def test_prepare_jsonl_converts_responses_for_sft(tmp_path, tokenizer, capsys, p
 def test_prepare_jsonl_splits_a_conversation_into_prompt_and_response(tmp_path):
     (row,) = convert(tmp_path, [{"m": [SYSTEM, USER, ASSISTANT]}], "--prompt", "m", "--response", "m")
     assert row["prompt"] == [SYSTEM, USER] and row["response"] == "4"
+    # The response is the last message alone.
+    first = {"role": "assistant", "content": "Let me see."}
+    (row,) = convert(tmp_path, [{"m": [USER, first, ASSISTANT]}], "--prompt", "m", "--response", "m")
+    assert row["prompt"] == [USER, first] and row["response"] == "4"
 
 
 def test_prepare_jsonl_converts_pairs_judged_responses_and_steps(tmp_path, tokenizer, capsys):
@@ -141,6 +146,7 @@ def test_prepare_hf_converts_data_sets_of_save_to_disk(tmp_path, capsys):
 
 
 PROMPTS = ["--prompt", "q", "--ground-truth", "a"]
+CONVERSATION = ["--prompt", "m", "--response", "m"]
 
 
 @for_each(
@@ -162,6 +168,19 @@ PROMPTS = ["--prompt", "q", "--ground-truth", "a"]
             ["--prompt", "q", "--chosen", "a", "--rejected", "b"],
             "line 2, chosen_key='chosen' and rejected_key='rejected': they hold the same text",
         ),
+        ({"m": [USER, ASSISTANT, USER]}, CONVERSATION, "line 2, --response='m': the last message has the role 'user'"),
+        ({"m": [USER, CALL]}, CONVERSATION, "line 2, --response='m': a message has tool_calls"),
+        ({"m": [USER, CALL, ASSISTANT]}, CONVERSATION, "line 2, --prompt='m': a message has tool_calls"),
+        (
+            {"m": [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}, ASSISTANT]},
+            [*CONVERSATION, "--instruction", "Think."],
+            "line 2, --prompt='m': a message has the content \"[{'type': 'text'",
+        ),
+        (
+            {"m": [{"role": "user", "content": None}, ASSISTANT]},
+            [*CONVERSATION, "--instruction", "Think."],
+            "line 2, --prompt='m': a message has the content 'None': write a text",
+        ),
         ({}, ["--prompt", "q"], "no field makes no file: give --ground-truth for prompts; --response for sft"),
         ({}, ["--prompt", "q", "--chosen", "a"], "--chosen makes no file"),
         ({}, [*PROMPTS, "--margin", "m"], "--ground-truth, --margin makes no file"),
@@ -169,7 +188,7 @@ PROMPTS = ["--prompt", "q", "--ground-truth", "a"]
     ],
 )
 def test_prepare_jsonl_names_a_bad_record_and_writes_nothing(tmp_path, capsys, record, options, message):
-    good = {"q": "0?", "a": "0", "b": "1", "level": 1}
+    good = {"q": "0?", "a": "0", "b": "1", "level": 1, "m": [USER, ASSISTANT]}
     path = write_lines(tmp_path / "raw.jsonl", good, record)
     assert main(["jsonl", "--train", path, "--output", str(tmp_path / "out"), "--data-source", "m", *options]) == 2
     assert message in capsys.readouterr().err
