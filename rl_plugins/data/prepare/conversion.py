@@ -146,7 +146,8 @@ class Conversion:
             if name in found:
                 field = f"{_option_of(name)}={getattr(self.names, name)!r}"
                 found[name] = _response(found[name], field, location)
-        truth = found.pop("ground_truth", found.get("response"))
+        kind = self.names.kind
+        truth = found.pop("ground_truth", found["response"] if kind == "sft" else "")
         row = {
             "prompt": self._messages(find(record, self.names.prompt, "--prompt", location), location),
             "data_source": self.data_source,
@@ -159,7 +160,6 @@ class Conversion:
             },
             **found,
         }
-        kind = self.names.kind
         if kind == "prompts" and truth is None:
             raise RowError(location, f"--ground-truth={self.names.ground_truth!r}", "holds nothing (null)")
         FORMATS[kind].check(row, self._keys, location)

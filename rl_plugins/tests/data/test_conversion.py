@@ -14,6 +14,7 @@ from rl_plugins.data.prepare.files import read_records, write_rows
 from rl_plugins.data.process_rewards import ProcessRewardDataModule
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.errors import ConfigError
+from rl_plugins.tests.cases import case
 from rl_plugins.tests.data.prepare_command import main
 from rl_plugins.tests.loops import for_each
 
@@ -72,6 +73,21 @@ def test_prepare_jsonl_splits_a_conversation_into_prompt_and_response(tmp_path):
     first = {"role": "assistant", "content": "Let me see."}
     (row,) = convert(tmp_path, [{"m": [USER, first, ASSISTANT]}], "--prompt", "m", "--response", "m")
     assert row["prompt"] == [USER, first] and row["response"] == "4"
+
+
+def test_prepare_jsonl_takes_the_response_as_the_ground_truth_for_sft_alone(tmp_path):
+    record = {"p": "2+2?", "good": "4", "bad": "5", "ok": False, "steps": ["4"], "labels": [1]}
+    for options, truth in (
+        (["--response", "good"], "4"),
+        (["--response", "bad", "--ground-truth", "good"], "4"),
+        (["--response", "bad", "--label", "ok"], ""),
+        (["--chosen", "good", "--rejected", "bad"], ""),
+        (["--steps", "steps", "--labels", "labels"], ""),
+    ):
+        with case(" ".join(options)):
+            convert(tmp_path, [record], "--prompt", "p", *options)
+            (row,) = load_rows(tmp_path / "out" / "train.parquet")
+            assert row["reward_model"]["ground_truth"] == truth
 
 
 def test_prepare_jsonl_converts_pairs_judged_responses_and_steps(tmp_path, tokenizer, capsys):
