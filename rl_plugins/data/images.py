@@ -182,6 +182,27 @@ def _parts(text: str) -> Iterator[dict[str, str]]:
             yield {"type": "text", "text": part}
 
 
+def _in_rgb(image: Image) -> Image:
+    """Return an image in the mode RGB. Transparent pixels show a white background, as in vLLM.
+
+    Raises:
+        ValueError: the range of the pixels is unknown.
+    """
+    from PIL import Image
+
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of the mode {image.mode!r} have no known range, and 8 or 16 bits have")
+    if image.mode.startswith("I;16"):
+        # PIL would cut off the values above 255.
+        image = Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    opaque = image.convert("RGBA")
+    background = Image.new("RGB", image.size, "white")
+    background.paste(opaque, mask=opaque.getchannel("A"))
+    return background
+
+
 def _read(value: Any, row: LocatedRow, position: int) -> Image:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -198,8 +219,7 @@ def _read(value: Any, row: LocatedRow, position: int) -> Image:
             opened = Image.open(io.BytesIO(value)) if isinstance(value, bytes) else value
             if isinstance(opened, Image.Image) and opened.width and opened.height:
                 # PIL reads the pixels here, also of a file that a data set has opened.
-                upright: Image.Image = ImageOps.exif_transpose(opened)
-                return upright.convert("RGB")
+                return _in_rgb(ImageOps.exif_transpose(opened))
     except UnidentifiedImageError:
         raise RowError(row.location, COLUMN, f"{name} is no image that PIL knows: write it as PNG or JPEG") from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:

@@ -51,12 +51,29 @@ def test_read_images_of_a_parquet_file_starts_at_the_folder_of_the_file(tmp_path
     assert image.size == (32, 32)
 
 
-def test_read_images_turns_an_image_upright_and_drops_alpha() -> None:
+def test_read_images_turns_an_image_upright() -> None:
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
     turned = encoded(picture(size=(16, 32)).convert("RGBA"), exif=exif)
     (found,) = read_images(here("<image>", turned))
     assert found.mode == "RGB" and found.size == (32, 16)
+
+
+def test_read_images_shows_transparent_pixels_white_and_16_bits_as_8() -> None:
+    palette = Image.new("P", (2, 2))
+    palette.info["transparency"] = 0
+    cases: dict[str, tuple[Image.Image, tuple[int, int, int]]] = {
+        "transparent": (Image.new("RGBA", (2, 2), (0, 0, 0, 0)), (255, 255, 255)),
+        "half": (Image.new("LA", (2, 2), (0, 128)), (127, 127, 127)),
+        "palette": (palette, (255, 255, 255)),
+        "opaque": (Image.new("RGBA", (2, 2), (1, 2, 3, 255)), (1, 2, 3)),
+        "16 bits": (Image.new("I;16", (2, 2), 30_000), (117, 117, 117)),
+        "16 bits, white": (Image.new("I;16", (2, 2), 65_535), (255, 255, 255)),
+    }
+    for name, (image, pixel) in cases.items():
+        (found,) = read_images(here("<image>", encoded(image)))
+        with case(name):
+            assert found.mode == "RGB" and found.getpixel((0, 0)) == pixel
 
 
 def test_read_images_refuses_bad_images() -> None:
@@ -76,6 +93,7 @@ def test_read_images_refuses_bad_images() -> None:
         "number": (3, "image 0 is int: give a path"),
         "empty": (Image.new("RGB", (0, 5)), "image 0 has the size 0x5"),
         "huge": (encoded(huge), "image 0 is too large"),
+        "floats": (Image.new("F", (2, 2)), r"image 0 cannot be read \(pixels of the mode 'F' have no known range"),
     }
     for name, (value, message) in cases.items():
         with case(name), pytest.raises(RowError, match=rf"here, column 'images': {message}"):
