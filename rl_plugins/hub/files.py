@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NoReturn
 
 from rl_plugins.errors import ConfigError, DeadlineExceeded
 from rl_plugins.file_lock import FileLock
@@ -122,7 +123,7 @@ def download(
         left_out: patterns of unneeded files.
 
     Raises:
-        ConfigError: see `model_folder`.
+        ConfigError: see `model_folder`; or the hub does not give the list of the files of a data set.
         DeadlineExceeded: see `model_folder`.
     """
     from huggingface_hub import constants, snapshot_download
@@ -155,7 +156,25 @@ def download(
             return snapshot
         with only_download(str(name), folder):
             # Another process may have downloaded meanwhile.
-            return cached() or fetch(local_files_only=False)
+            snapshot = cached() or fetch(local_files_only=False)
+            if name.kind == "dataset" and not repository_files(name):
+                _refuse_part(name, option)
+            return snapshot
+
+
+def _refuse_part(name: HubName, option: str | None) -> NoReturn:
+    """Refuse a folder that may have a part of the files. A model with a part of its files cannot be loaded anyway.
+
+    The library returns such a folder if the hub did not give the list of all files.
+    """
+    from huggingface_hub import HfApi, constants
+
+    # Raises the error that the library has left out, if the hub still has this error.
+    next(iter(HfApi().list_repo_tree(name.repository, repo_type=name.kind, revision=name.revision)), None)
+    raise ConfigError(
+        f"{name.shown(option)}: the cache {constants.HF_HUB_CACHE} has no list of the repository's files, so files may "
+        "be missing: try again, or set HF_HOME to a folder that can be written"
+    )
 
 
 # One download ----------------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_hub_download
 
 from rl_plugins.errors import ConfigError, DeadlineExceeded
-from rl_plugins.hub.files import model_folder, only_download
+from rl_plugins.hub.files import download, model_folder, only_download
 from rl_plugins.hub.names import HubName, model_name, pin
 from rl_plugins.tests.hub.hub_server import TOKEN, StandIn, serving, use
 from rl_plugins.tests.loops import for_each
@@ -167,3 +167,30 @@ def test_model_folder_works_offline_with_the_files_of_the_cache(hub: StandIn, mo
     # A local folder comes first.
     shutil.copytree(model_folder("own/policy", weights=False), "own/other")
     assert model_folder("own/other") == "own/other"
+
+
+def test_download_never_takes_a_part_of_a_data_set_for_the_whole(hub: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = hub.add("datasets/own/rows", {"data/0.parquet": b"0", "data/1.parquet": b"1"})
+    # One file is in the cache, without the list of all files.
+    hf_hub_download("own/rows", "data/0.parquet", repo_type="dataset", revision=commit)
+    name = HubName("own/rows", commit, "dataset")
+
+    def fetch() -> Path:
+        return download(name, ["data/*.parquet"], "data.train_files", left_out=())
+
+    with (
+        monkeypatch.context() as offline,
+        pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE forbids requests.*hf down"),
+    ):
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        fetch()
+    # The library asks again after 500, 503 and 429, with waits between the requests.
+    hub.failing = 501
+    with pytest.raises(
+        ConfigError, match=r"data.train_files=hf://datasets/own/rows@.*does not answer \(Server error '501"
+    ):
+        fetch()
+    hub.failing = 0
+    assert files_in(str(fetch())) == ["data/0.parquet", "data/1.parquet"]
+    hub.failing = 501
+    assert len(files_in(str(fetch()))) == 2
