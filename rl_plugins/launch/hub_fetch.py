@@ -7,6 +7,7 @@ process needs the model.
 from __future__ import annotations
 
 import re
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -95,15 +96,16 @@ def _some(files: Sequence[str]) -> str:
 
 
 def _copied(file: Path, copy: Path) -> Path:
-    """Give a file of the cache a name in another folder. A copy that exists is of the same commit."""
-    if copy.is_file():
-        return copy
-    partial = copy.with_name(f".{copy.name}.partial")
+    """Give a file of the cache a name in another folder. A copy of the same size is of the same commit."""
     try:
+        if copy.is_file() and copy.stat().st_size == file.stat().st_size:
+            return copy
         copy.parent.mkdir(parents=True, exist_ok=True)
-        partial.unlink(missing_ok=True)
-        link_or_copy(file.resolve(), partial)
-        partial.replace(copy)
+        # Other runs may copy the same file now.
+        with tempfile.TemporaryDirectory(prefix=f".{copy.name}.", dir=copy.parent) as partial:
+            new = Path(partial, "copy")
+            link_or_copy(file.resolve(), new)
+            new.replace(copy)
     except OSError as error:
         raise StorageError(f"{copy} cannot be written ({error.strerror}): choose another run.output_dir") from None
     return copy

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from rl_plugins.commands.plan import read_shape
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.hub.names import HubName
-from rl_plugins.launch import local, pinned_versions, ray_train
+from rl_plugins.launch import hub_fetch, local, pinned_versions, ray_train
 from rl_plugins.launch.command_line import run_recipe
 from rl_plugins.launch.hub_fetch import fetch_data_files
 from rl_plugins.launch.pinned_versions import PinnedVersions
@@ -206,3 +206,27 @@ def test_fetch_data_files_takes_the_hubs_own_conversion(hub: StandIn, tmp_path: 
     address = "hf://datasets/own/rows@refs/convert/parquet/main/train"
     (file,) = fetch_data_files(PinnedVersions(), "data.train_files", address, tmp_path / "copies")
     assert Path(file).read_bytes() == b"rows" and file.endswith("/main/train/0.parquet")
+
+
+def test_fetch_data_files_makes_whole_copies_for_two_runs_at_once(hub: StandIn, tmp_path: Path, monkeypatch) -> None:
+    hub.add("datasets/own/one", {"a.parquet": b"whole"})
+    copied: list[Path] = []
+
+    def fetch() -> Path:
+        address = "hf://datasets/own/one/a.parquet"
+        return Path(*fetch_data_files(PinnedVersions(), "data.train_files", address, tmp_path / "copies"))
+
+    def copy_slowly(source: Path, target: Path) -> None:
+        with open(target, "xb") as file:
+            file.write(b"who")
+            if not copied:
+                copied.append(target)
+                # Another run comes while a half is written.
+                assert fetch().read_bytes() == b"whole"
+            file.write(b"le")
+
+    monkeypatch.setattr(hub_fetch, "link_or_copy", copy_slowly)
+    copy = fetch()
+    assert copied and copy.read_bytes() == b"whole" and list(copy.parent.iterdir()) == [copy]
+    copy.write_bytes(b"who")
+    assert fetch().read_bytes() == b"whole"
