@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Required, TypedDict, TypeVar, Un
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
@@ -296,8 +297,9 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         return {} if self._train_loader is None else {"train_loader": self._train_loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the position for the train loader, which does not exist yet."""
-        self._state_to_load = state_dict["train_loader"]
+        """Keep the position for the train loader, which does not exist yet. Only `Trainer.fit` continues training."""
+        if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
+            self._state_to_load = state_dict["train_loader"]
 
     def _processor_of_stage(self) -> Processor:
         processor: Processor | None = getattr(self.trainer and self.trainer.lightning_module, "processor", None)

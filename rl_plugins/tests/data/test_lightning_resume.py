@@ -16,6 +16,7 @@ from rl_plugins.data.loaders import StepLoader
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import CheckpointError
 from rl_plugins.tests.cases import case
+from rl_plugins.tests.quiet_trainer import quiet_trainer
 
 ROWS, PER_STEP, EPOCHS = 13, 4, 4
 STEPS = ROWS // PER_STEP
@@ -211,6 +212,15 @@ def test_reloading_the_train_dataloader_every_epoch_keeps_the_order(tmp_path, da
 def test_validation_serves_every_row_once(tmp_path, data):
     module = fit(tmp_path, data(validation=True), Recorder(), max_epochs=1)
     assert module.validated == [0, 1, 2, 3, 4]
+
+
+def test_validate_with_a_checkpoint_leaves_a_later_fit_at_the_first_batch(tmp_path, data):
+    saved = SaveAtEachHook(tmp_path)
+    whole = fit(tmp_path, data(validation=True), Recorder(), saved, max_epochs=2)
+    again, module = data(validation=True), Recorder()
+    trainer = quiet_trainer("auto", accelerator="cpu", devices=1)
+    trainer.validate(module, again, ckpt_path=saved.path("batch", 4), weights_only=True, verbose=False)
+    assert fit(tmp_path, again, module, max_epochs=2).seen == whole.seen
 
 
 def test_resume_with_another_seed_is_refused(tmp_path, data):
