@@ -149,15 +149,16 @@ def agent_task(summary: str, sizes: Mapping[str, int], make_splits: MakeSplits) 
 
 
 def gsm8k_answer(answer: str) -> str:
-    """Return the number after `####` in a worked answer, without thousands separators.
+    """Return the number after the last `####` in a worked answer, without thousands separators and a dollar sign.
 
     Raises:
         ValueError: there is no such number.
     """
-    match = re.search(r"####\s*(-?[0-9][0-9.,]*)", answer)
-    if match is None:
+    _, marker, tail = answer.rpartition("####")
+    match = re.match(r"\s*(-?)\$?(\.?[0-9][0-9.,]*)", tail)
+    if not marker or match is None:
         raise ValueError(f"the answer has no '#### number': {answer[-60:]!r}")
-    return match.group(1).replace(",", "").rstrip(".")
+    return "".join(match.groups()).replace(",", "").rstrip(".")
 
 
 def _build_gsm8k(options: Namespace) -> dict[str, RowList]:

@@ -88,7 +88,18 @@ def test_prepare_addition_prints_a_command_that_a_shell_accepts(tmp_path, capsys
     assert command.endswith(f" model.path=MODEL {plain}") is (folder == "add")
 
 
-@for_each(("answer", "number"), [("so\n#### 42", "42"), ("#### -1,234.5", "-1234.5"), ("#### 7.", "7")])
+@for_each(
+    ("answer", "number"),
+    [
+        ("so\n#### 42", "42"),
+        ("#### -1,234.5", "-1234.5"),
+        ("#### 7.", "7"),
+        ("#### 1\n#### 2", "2"),
+        ("#### $5", "5"),
+        ("#### -$1,000", "-1000"),
+        ("#### .5", ".5"),
+    ],
+)
 def test_gsm8k_answer_reads_gsm8k_answers(answer, number):
     assert gsm8k_answer(answer) == number
 
