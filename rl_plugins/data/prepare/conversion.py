@@ -190,14 +190,20 @@ def convert(
         records: location and record of every record of a split.
         conversion: conversion of records to rows.
         test_share: share of the prompts to put into the split `test`, if `records` has no such split.
+
+    Raises:
+        ConfigError: a split has no records, or a record makes no row.
     """
     held_out_share = test_share if "test" not in records else 0.0
     for split, entries in records.items():
+        index = -1
         for index, (location, record) in enumerate(entries):
             row = conversion.row(record, split, index, location)
             if held_out_share and _uniform_hash(row["prompt"]) < held_out_share:
                 row["extra_info"]["split"] = "test"
             yield row["extra_info"]["split"], row
+        if index < 0:
+            raise ConfigError(f"the input of the split {split!r} has no records: name other files or another split")
 
 
 def _uniform_hash(prompt: object) -> float:

@@ -217,6 +217,16 @@ def test_prepare_jsonl_names_a_missing_file(tmp_path, capsys):
     assert "absent.jsonl: there is no such file" in capsys.readouterr().err
 
 
+def test_prepare_jsonl_refuses_a_split_without_records_and_writes_nothing(tmp_path, capsys):
+    empty, good = (write_lines(tmp_path / f"{name}.jsonl", *rows) for name, rows in
+                   {"empty": [], "good": [{"q": "0?", "a": "0"}]}.items())  # fmt: skip
+    for train, test, split in ((empty, good, "train"), (good, empty, "test")):
+        files = ["--train", train, "--test", test, "--output", str(tmp_path / "out")]
+        assert main(["jsonl", *files, "--data-source", "m", *PROMPTS]) == 2
+        assert f"the input of the split '{split}' has no records" in capsys.readouterr().err
+        assert not list((tmp_path / "out").glob("*"))
+
+
 def test_write_rows_keeps_the_old_files_when_a_row_does_not_fit(tmp_path):
     schema = pa.schema({"a": pa.int64()})
     write_rows([("train", {"a": 1})], schema, tmp_path)
