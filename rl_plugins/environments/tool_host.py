@@ -2,8 +2,8 @@
 
 The process ends calls at their deadline by itself. Otherwise the process is killed after a grace period, and a new
 process takes its place. All calls of a lost process run again. The suspects, which may have caused the loss, run one at
-a time, and the next loss shows the culprit. A call may therefore run twice. Calls of a lost MCP server are suspects,
-too, and run once more.
+a time without other calls, and the next loss shows the culprit. A call may therefore run more than once. Calls of a
+lost MCP server are suspects, too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Call:
     name: str
     arguments: Mapping[str, Any]
     sent: float = 0.0
-    runs_again: bool = False
+    is_suspect: bool = False
 
 
 class ToolHost:
@@ -134,8 +134,8 @@ class ToolHost:
         self._listened = self._listening_since = self._started = time.monotonic()
 
     def _send(self) -> None:
-        """Send waiting calls; after the loss of a process, suspects come first, one at a time."""
-        if not self._ready:
+        """Send waiting calls; after the loss of a process, suspects come first, each without other calls."""
+        if not self._ready or any(call.is_suspect for call in self._running.values()):
             return
         queue = self._suspects or self._waiting
         while queue and not (queue is self._suspects and self._running):
@@ -184,9 +184,8 @@ class ToolHost:
                 f"the process of the tools was replaced, and the new process cannot load the tools: {message['error']}"
             )
         call = self._running.pop(message["number"], None)
-        if call is not None and message["kind"] == "died" and not call.runs_again:
-            call.runs_again = True
-            self._suspects.append(call)
+        if call is not None and message["kind"] == "died" and not call.is_suspect:
+            self._suspect(call)
         elif call is not None:
             # All processes of a machine have the same monotonic clock.
             work = Work(call.name, unix_time(message["start"]), message["seconds"])
@@ -219,6 +218,11 @@ class ToolHost:
             (number,) = calls
             self._results[number] = Result(kind, f"{calls[number].name}: {reason}")
         else:
-            self._suspects.extend(call for number, call in calls.items() if number in suspects)
             self._waiting.extendleft(call for number, call in reversed(calls.items()) if number not in suspects)
+            for number in sorted(suspects):
+                self._suspect(calls[number])
         self._start()
+
+    def _suspect(self, call: _Call) -> None:
+        call.is_suspect = True
+        self._suspects.append(call)

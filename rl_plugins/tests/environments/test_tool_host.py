@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from multiprocessing import Pipe
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from rl_plugins.environments import tool_host
 from rl_plugins.environments.tool_host import Result, ToolHost
 from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError
@@ -90,6 +94,60 @@ def test_late_call_ends_and_hanging_threads_are_left_with_their_process() -> Non
     assert host.starts == 2
     assert not psutil.pid_exists(with_hanging_threads)
     host.close()
+
+
+class BlockedProcess:
+    """Process and outbox without tools: each call has a result at once, up to the call `block`."""
+
+    pid = 0
+
+    def __init__(self, names: list[list[str]]) -> None:
+        self.connection, self._tools = Pipe()
+        self.ended, self._end = Pipe()
+        self._names: list[str] = []
+        names.append(self._names)
+        self._tools.send_bytes(b'{"schemas": []}')
+
+    def has_ended(self) -> bool:
+        return False
+
+    def put(self, message: bytes) -> None:
+        call = json.loads(message)
+        self._names.append(call["name"])
+        if "block" not in self._names:
+            result = {"number": call["number"], "kind": "", "text": call["name"], "reward": {"value": 0.0}}
+            self._tools.send_bytes(json.dumps({**result, "start": 0.0, "seconds": 0.0, "stuck": 0}).encode())
+
+    def close(self) -> None:
+        for end in (self.connection, self._tools, self.ended, self._end):
+            end.close()
+
+
+def test_suspect_runs_without_other_calls_and_blocks_only_one_more_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[list[str]] = []
+
+    def start(*_: Any) -> tuple[BlockedProcess, BlockedProcess]:
+        process = BlockedProcess(names)
+        return process, process
+
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(tool_host, "start_with_task", start)
+    monkeypatch.setattr(tool_host, "end_with_children", lambda process: None)
+    monkeypatch.setattr(tool_host, "time", clock)
+    host = ToolHost(ToolTask([], WorkerLimits(), 2.0, 100, 1.0), grace_s=1.0)
+    blocked = host.call("block", {})
+    clock.now += 0.5
+    added = [host.call("add", {}) for _ in range(2)]
+    found: dict[int, Result] = {}
+    for _ in range(50):
+        clock.now += 0.4
+        found |= host.results(0.0)
+    host.close()
+    assert found.pop(blocked) == Result("late", "block: no result within 2 s")
+    assert found == dict.fromkeys(added, Result("", "add"))
+    # The second process takes no call beside the suspect.
+    assert names == [["block", "add", "add"], ["block"], ["add", "add"]]
 
 
 @pytest.mark.extended
