@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import resource
+import threading
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
+from queue import SimpleQueue
 from typing import Any
 
 from rl_plugins.errors import ConfigError
 
 _THREADS = 1024
 """Largest number of calls of plain functions at once."""
+_STACK = 8 * 2**20
+"""Bytes of the stack of a thread."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +71,32 @@ class Tool:
 
 
 class Threads:
-    """Threads for plain functions. A call can be left, but a thread cannot be ended."""
+    """Threads for plain functions. A call can be left, but a thread cannot be ended.
+
+    Attributes:
+        stack_bytes: bytes of the stacks of all threads together.
+    """
+
+    stack_bytes = _THREADS * _STACK
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_THREADS)
-        self._left: set[Any] = set()
+        self._calls = SimpleQueue[tuple[Future[object], Callable[[], object]]]()
+        self._open: set[Future[object]] = set()
+        self._left: set[Future[object]] = set()
+        self._started = 0
+        threading.stack_size(_STACK)
 
     async def run(self, function: Callable[[], object]) -> object:
-        """Call a function in a thread. The thread goes on if the caller is cancelled."""
-        future = self._pool.submit(function)
+        """Call a function in a thread. The thread goes on if the caller is cancelled.
+
+        Raises:
+            RuntimeError: the first thread cannot start. Without a further thread, the call waits for an earlier one.
+        """
+        future: Future[object] = Future()
+        self._open = {future, *(earlier for earlier in self._open if not earlier.done())}
+        if self._started < min(len(self._open), _THREADS):
+            self._start_thread()
+        self._calls.put((future, function))
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -86,6 +108,31 @@ class Threads:
         """Number of running threads without a caller."""
         self._left = {future for future in self._left if not future.done()}
         return len(self._left)
+
+    def _start_thread(self) -> None:
+        limit, most = resource.getrlimit(resource.RLIMIT_DATA)
+        if limit != most:
+            # The kernel counts a stack in full, also without a use of its memory.
+            resource.setrlimit(resource.RLIMIT_DATA, (limit + _STACK, most))
+        try:
+            threading.Thread(target=self._work, name="tool", daemon=True).start()
+        except RuntimeError:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+            if not self._started:
+                raise
+        else:
+            self._started += 1
+
+    def _work(self) -> None:
+        while True:
+            future, function = self._calls.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                # The caller of the function gets any exception.
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, function
 
 
 def tool_of(name: str, function: Callable[..., Any], fixed: Mapping[str, Any], threads: Threads) -> Tool:

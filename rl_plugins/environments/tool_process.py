@@ -92,7 +92,7 @@ class _Server:
                 if tool.name in self._tools:
                     raise ConfigError(f"there are two tools of the name {tool.name!r}: rename one, or leave it out")
                 self._tools[tool.name] = tool
-        self._task.limits.limit_memory()
+        self._task.limits.limit_memory(self._threads.stack_bytes)
 
     async def _load(self, item: Any) -> list[Tool]:
         if isinstance(item, Mapping) and "mcp" in item:

@@ -90,11 +90,15 @@ class WorkerLimits:
                 f"{', '.join(missing)}: set the variable before the start, or leave it out"
             )
 
-    def limit_memory(self) -> None:
-        """Limit the memory of this process from now on. A larger allocation fails with a MemoryError."""
+    def limit_memory(self, later_bytes: int = 0) -> None:
+        """Limit the memory of this process from now on. A larger allocation fails with a MemoryError.
+
+        Args:
+            later_bytes: bytes by which the process may raise its limit later, for memory of its own.
+        """
         mib = self.memory_mb if self.memory_mb is not None else _free_bytes() // (2 * _MIB)
         limit = _private_bytes() + mib * _MIB
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit + later_bytes))
 
 
 def _private_bytes() -> int:

@@ -117,6 +117,22 @@ class Shop:
         return self.prices[item]
 
 
+class Crowd:
+    """Calls that all run at once."""
+
+    name = "gather"
+
+    def __init__(self, size: int) -> None:
+        self.here: list[int] = []
+        self.barrier = threading.Barrier(size)
+
+    def __call__(self) -> int:
+        """Wait until all calls run, and return the number of calls."""
+        self.here.append(1)
+        self.barrier.wait()
+        return len(self.here)
+
+
 def untyped(a, b):
     """Do nothing.
 

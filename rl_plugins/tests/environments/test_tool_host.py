@@ -22,15 +22,23 @@ from rl_plugins.tests.patience import patient, wait_until
 HERE = "rl_plugins.tests.environments.sample_tools"
 
 
-def host_of(*tools: Any, deadline_s: float = 60.0, grace_s: float = 5.0, max_characters: int = 100) -> ToolHost:
-    task = ToolTask(tools, WorkerLimits.of((), None), patient(deadline_s), max_characters, patient(30))
+def host_of(
+    *tools: Any,
+    deadline_s: float = 60.0,
+    grace_s: float = 5.0,
+    max_characters: int = 100,
+    memory_mb: int | None = None,
+) -> ToolHost:
+    limits = WorkerLimits.of((), memory_mb)
+    task = ToolTask(tools, limits, patient(deadline_s), max_characters, patient(30))
     return ToolHost(task, grace_s=patient(grace_s))
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[ToolHost]:
     names = [f"{HERE}.{name}" for name in ("add", "wait_long", "meet", "obey")]
-    started = host_of(*names, {"_target_": f"{HERE}.Shop", "prices": {"tea": 3}})
+    classes = [{"_target_": f"{HERE}.Shop", "prices": {"tea": 3}}, {"_target_": f"{HERE}.Crowd", "size": 100}]
+    started = host_of(*names, *classes, memory_mb=256)
     yield started
     started.close()
 
@@ -73,6 +81,11 @@ def test_call_reports_errors_without_places_in_files(host: ToolHost) -> None:
 
 def test_calls_of_plain_functions_run_at_once(host: ToolHost) -> None:
     assert results_of(host, *[("meet", {})] * 3) == [Result("", "met")] * 3
+
+
+def test_stacks_of_threads_take_no_memory_of_the_tools(host: ToolHost) -> None:
+    # Each call runs once.
+    assert results_of(host, *[("gather", {})] * 100) == [Result("", "100")] * 100
 
 
 def test_died_process_is_replaced_and_only_the_culprit_fails(host: ToolHost) -> None:
