@@ -197,7 +197,7 @@ class Judge(CompositeReward):
         return {name: value for name, value in body.items() if value is not None}
 
     def _read(self, answer: JudgeAnswer) -> float | None:
-        score = read_score(answer.text)
+        score = read_score(answer.text, was_cut=answer.was_cut)
         return score if score is not None and self.config.low <= score <= self.config.high else None
 
     def _fault_of(self, answer: JudgeAnswer) -> str:

@@ -21,7 +21,7 @@ _LINE = re.compile(
     r"""score["'*_\s]*(?:\([^()\n]*\))?["'*_\s]*(?:[:=]|\bis\b)["'*_\s]*([-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?)""",
     re.IGNORECASE,
 )
-_MAX_OBJECTS = 100
+_MAX_OBJECTS = 1000
 
 
 @dataclass(frozen=True)
@@ -41,22 +41,31 @@ class JudgeAnswer:
     was_cut: bool = False
 
 
-def read_score(text: str) -> float | None:
+def read_score(text: str, *, was_cut: bool = False) -> float | None:
     """Return the score in an answer, or None.
 
-    The score is the number `score` of the last JSON object with this key. Without such an object, the score is the last
-    number after the word "score", as in `Score: 7`.
+    The score is the number `score` of the last JSON object with this key, not of an object inside an object. Without
+    such an object, the score is the last number after the word "score", as in `Score: 7`.
+
+    Args:
+        text: text of the answer.
+        was_cut: True if the answer was longer than allowed. Its score must be in an object, and no object may be cut.
     """
-    decoder = json.JSONDecoder()
+    decoder, score, end = json.JSONDecoder(), None, 0
     starts = [position for position, character in enumerate(text) if character == "{"]
-    for start in reversed(starts[-_MAX_OBJECTS:]):
-        try:
-            value, _ = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
+    for start in starts[-_MAX_OBJECTS:]:
+        if start < end:
             continue
-        score = _number(value.get("score")) if isinstance(value, dict) else None
-        if score is not None:
-            return score
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            if was_cut:
+                return None
+            continue
+        found = _number(value.get("score"))
+        score = score if found is None else found
+    if score is not None or was_cut:
+        return score
     numbers = _LINE.findall(text)
     return float(numbers[-1]) if numbers else None
 

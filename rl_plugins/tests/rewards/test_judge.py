@@ -117,6 +117,7 @@ def test_judge_needs_more_than_half_of_the_votes(stub: JudgeStub) -> None:
         (Said('{"score": 11}'), "the score 11 is not from 0 to 10"),
         (Said('{"score": NaN}'), "the score nan is not from 0 to 10"),
         (Said('{"reason": "Well', reason="length"), "raise max_tokens (in a recipe: reward.judge.max_tokens)"),
+        (Said("The score is 10 if", reason="length"), "raise max_tokens (in a recipe: reward.judge.max_tokens)"),
     ],
 )
 def test_judge_counts_an_unreadable_answer_as_failure_with_an_example(said: Said, message: str) -> None:
@@ -162,11 +163,12 @@ def test_judge_takes_answers_from_the_cache(stub: JudgeStub, tmp_path: Path) -> 
         before = len(stub.requests)
         score(stub, "4", **{**cache, **change})
         assert len(stub.requests) > before
-    stub.say(Said("nothing"))
-    score(stub, "5", **cache)
-    before = len(stub.requests)
-    score(stub, "5", **cache)
-    assert len(stub.requests) == before + 2, "an unreadable answer is not kept"
+    for answer in (Said("nothing"), Said("The score is 10 if", reason="length")):
+        stub.say(answer)
+        score(stub, "5", **cache)
+        before = len(stub.requests)
+        score(stub, "5", **cache)
+        assert len(stub.requests) == before + 2, "an unreadable answer is not kept"
 
 
 def test_judge_that_is_away_fails_samples_and_scores_none_0(stub: JudgeStub) -> None:

@@ -29,6 +29,8 @@ QUESTION = {"url": "http://host", "body": {"messages": ["a"]}, "vote": 0}
         ('{"score": "7.5"}', 7.5),
         ('First {"score": 1}, then ```json\n{"score": 2, "why": {"a": 1}}\n```', 2.0),
         ('Score: 3, as JSON {"score": 4}', 4.0),
+        ('{"score": 9, "criteria": {"style": {"score": 2}}}', 9.0),
+        ('{not JSON} {"score": 3, "why": {"score": 2}} {"a": {"score": 1}}', 3.0),
         ("Reason first.\n**Score:** 7/10", 7.0),
         ("Score: 1. No, Score: 2", 2.0),
         ("score = -3.5", -3.5),
@@ -47,6 +49,19 @@ QUESTION = {"url": "http://host", "body": {"messages": ["a"]}, "vote": 0}
 )
 def test_read_score_reads_the_last_json_object_or_the_last_line(text: str, score: float | None) -> None:
     assert read_score(text) == score
+
+
+@for_each(
+    ("text", "score"),
+    [
+        ("The score is 10 if the answer is correct. Let me check the", None),
+        ('{"score": 3}. No, {"score": 10, "reason": "it', None),
+        ('{"criteria": {"style": {"score": 2}}, "sco', None),
+        ('{"reason": "right", "score": 7} and', 7.0),
+    ],
+)
+def test_read_score_of_a_cut_answer_reads_whole_objects_only(text: str, score: float | None) -> None:
+    assert read_score(text, was_cut=True) == score
 
 
 def test_answer_folder_returns_the_answer_to_the_same_question_only(tmp_path: Path) -> None:
