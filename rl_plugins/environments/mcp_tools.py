@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
     from mcp import Client
+    from mcp_types import ContentBlock
 
 KEYS = {"mcp", "env", "headers", "cwd"}
 
@@ -66,11 +68,11 @@ class ToolServer:
     closed by the task of its opening alone.
 
     Args:
-        make_client: function that returns a new client.
+        make_client: function that returns a new client, which opens as a context manager.
         wait_s: seconds for the start of the server.
     """
 
-    def __init__(self, make_client: Callable[[], Client], wait_s: float) -> None:
+    def __init__(self, make_client: Callable[[], AbstractAsyncContextManager[Client]], wait_s: float) -> None:
         self._make_client, self._wait_s = make_client, wait_s
         self._opened: asyncio.Future[Client] | None = None
         self._tasks: dict[asyncio.Future[Client], asyncio.Task[None]] = {}
@@ -126,7 +128,7 @@ class ToolServer:
                 self._opened = None
                 self._tasks[opened].cancel()
             raise ServerLost(error.message) from error
-        texts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
+        texts = [_text_of(block) for block in result.content]
         if result.is_error:
             raise ToolError("\n".join(texts))
         return "\n".join(texts) if texts or result.structured_content is None else result.structured_content
@@ -134,11 +136,11 @@ class ToolServer:
     def _open(self) -> asyncio.Future[Client]:
         """Return the client of the connection, which may not be open yet."""
         if self._opened is None:
-            client, self._opened = self._make_client(), asyncio.get_running_loop().create_future()
-            self._tasks[self._opened] = asyncio.ensure_future(self._hold(client, self._opened))
+            connection, self._opened = self._make_client(), asyncio.get_running_loop().create_future()
+            self._tasks[self._opened] = asyncio.ensure_future(self._hold(connection, self._opened))
         return self._opened
 
-    async def _hold(self, client: Client, opened: asyncio.Future[Client]) -> None:
+    async def _hold(self, connection: AbstractAsyncContextManager[Client], opened: asyncio.Future[Client]) -> None:
         """Open a client, and keep the client open until the loss of the connection."""
         import anyio
 
@@ -146,7 +148,7 @@ class ToolServer:
         try:
             # The deadline of asyncio could interrupt the end of a program a second time, and the end would hang.
             with anyio.fail_after(self._wait_s) as start:
-                async with client:
+                async with connection as client:
                     start.deadline = math.inf
                     opened.set_result(client)
                     await anyio.sleep_forever()
@@ -163,7 +165,9 @@ class ToolServer:
             opened.set_exception(ServerLost(reason))
 
 
-def _client_maker(item: Mapping[str, Any], passed: Mapping[str, str]) -> Callable[[], Client]:
+def _client_maker(
+    item: Mapping[str, Any], passed: Mapping[str, str]
+) -> Callable[[], AbstractAsyncContextManager[Client]]:
     """Return a function that makes a client of a server."""
     try:
         from mcp import Client, StdioServerParameters
@@ -174,12 +178,16 @@ def _client_maker(item: Mapping[str, Any], passed: Mapping[str, str]) -> Callabl
     if isinstance(place, str) and place.startswith(("http://", "https://")):
         import httpx2
 
-        # A call has the deadline of its tool. By default, a client ends a call whose server is silent for 300 s.
-        timeout, headers = httpx2.Timeout(30.0, read=None), dict(item.get("headers") or {})
+        # A call has the deadline of its tool. By default, a client ends a call whose server is silent for 300 s, and
+        # loses all calls if a call waits for one of 100 connections.
+        timeout, limits = httpx2.Timeout(30.0, read=None, pool=None), httpx2.Limits(max_connections=None)
+        headers = dict(item.get("headers") or {})
 
-        def over_http() -> Client:
-            http = httpx2.AsyncClient(headers=headers, timeout=timeout)
-            return Client(streamable_http_client(place, http_client=http))
+        @asynccontextmanager
+        async def over_http() -> AsyncIterator[Client]:
+            http = httpx2.AsyncClient(headers=headers, timeout=timeout, limits=limits)
+            async with http, Client(streamable_http_client(place, http_client=http)) as client:
+                yield client
 
         return over_http
     command = shlex.split(place) if isinstance(place, str) else [str(part) for part in place or ()]
@@ -188,6 +196,17 @@ def _client_maker(item: Mapping[str, Any], passed: Mapping[str, str]) -> Callabl
     environment = {**passed, **{name: str(value) for name, value in (item.get("env") or {}).items()}}
     program = StdioServerParameters(command=command[0], args=command[1:], env=environment, cwd=item.get("cwd"))
     return partial(Client, program)
+
+
+def _text_of(block: ContentBlock) -> str:
+    """Return the text of a block, the address of a link, or else the kind of the block."""
+    if block.type == "text":
+        return block.text
+    if block.type == "resource_link":
+        return block.uri
+    if block.type == "resource" and (text := getattr(block.resource, "text", None)) is not None:
+        return str(text)
+    return f"[{block.type}]"
 
 
 async def _answers(client: Client) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import uvicorn
 from mcp import Client
 from mcp.client import streamable_http
 from mcp.server.mcpserver import MCPServer
+from mcp_types import BlobResourceContents, EmbeddedResource, ResourceLink, TextContent, TextResourceContents
 
 from rl_plugins.environments import mcp_tools
 from rl_plugins.environments.mcp_tools import ServerLost, ToolServer
@@ -92,10 +93,11 @@ def test_program_of_mcp_that_ends_is_started_again_and_only_the_culprit_fails() 
 
 
 @asynccontextmanager
-async def served_over(listening: socket.socket) -> AsyncIterator[None]:
-    """Serve `multiply` in this process, and forget all sessions and connections at the end."""
+async def served_over(listening: socket.socket, *functions: Callable[..., Any]) -> AsyncIterator[None]:
+    """Serve functions in this process, and forget all sessions and connections at the end."""
     tools = MCPServer("tests")
-    tools.tool()(multiply)
+    for function in functions:
+        tools.tool()(function)
     server = uvicorn.Server(uvicorn.Config(tools.streamable_http_app(), log_config=None))
     running = asyncio.ensure_future(server.serve([listening.dup()]))
     yield
@@ -110,9 +112,9 @@ def test_call_over_http_reaches_a_server_that_has_started_again() -> None:
         address = f"http://127.0.0.1:{listening.getsockname()[1]}/mcp"
         server = ToolServer(lambda: Client(address, mode="legacy"), patient(60))
         with listening:
-            async with served_over(listening):
+            async with served_over(listening, multiply):
                 assert await server.call("multiply", {"a": 6, "b": 7}) == "42"
-            async with served_over(listening):
+            async with served_over(listening, multiply):
                 with pytest.raises(ServerLost, match="Session not found"):
                     await server.call("multiply", {"a": 6, "b": 7})
                 assert await server.call("multiply", {"a": 2, "b": 3}) == "6"
@@ -128,9 +130,52 @@ def test_call_over_http_waits_for_the_deadline_of_the_tool(
     monkeypatch: pytest.MonkeyPatch, headers: dict[str, Any]
 ) -> None:
     clients: list[httpx2.AsyncClient] = []
-    monkeypatch.setattr(streamable_http, "streamable_http_client", lambda _, http_client: clients.append(http_client))
-    mcp_tools._client_maker({"mcp": "http://localhost/mcp", **headers}, {})()
-    assert clients[0].timeout.read is None
+
+    def connect(_: str, http_client: httpx2.AsyncClient) -> Any:
+        clients.append(http_client)
+        raise ConnectionError
+
+    async def open_client() -> None:
+        async with mcp_tools._client_maker({"mcp": "http://localhost/mcp", **headers}, {})():
+            pass
+
+    monkeypatch.setattr(streamable_http, "streamable_http_client", connect)
+    with pytest.raises(ConnectionError):
+        asyncio.run(open_client())
+    (client,) = clients
+    assert client.timeout.read is client.timeout.pool is None and client.is_closed
+
+
+def test_calls_over_http_have_a_connection_each() -> None:
+    async def call_together() -> None:
+        barrier = asyncio.Barrier(101)
+
+        async def meet() -> str:
+            await barrier.wait()
+            return "met"
+
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
+            address = f"http://127.0.0.1:{listening.getsockname()[1]}/mcp"
+            server = ToolServer(mcp_tools._client_maker({"mcp": address}, {}), patient(60))
+            async with served_over(listening, meet), asyncio.timeout(patient(60)):
+                assert await asyncio.gather(*(server.call("meet", {}) for _ in range(101))) == ["met"] * 101
+
+    asyncio.run(call_together())
+
+
+def test_result_has_texts_of_resources_and_addresses_of_links() -> None:
+    def read() -> list[Any]:
+        text = TextResourceContents(uri="file:///a", text="content")
+        blob = BlobResourceContents(uri="file:///b", blob="AAAA")
+        resources = [EmbeddedResource(resource=text), EmbeddedResource(resource=blob)]
+        return [TextContent(text="hello"), *resources, ResourceLink(name="c", uri="file:///c")]
+
+    async def call() -> object:
+        tools = MCPServer("tests")
+        tools.tool()(read)
+        return await ToolServer(lambda: Client(tools), patient(60)).call("read", {})
+
+    assert asyncio.run(call()) == "hello\ncontent\n[resource]\nfile:///c"
 
 
 @pytest.mark.parametrize(
