@@ -21,7 +21,8 @@ try:
 except ImportError:
     raise ConfigError("GymnasiumText needs the package gymnasium: pip install 'rl-plugins[gymnasium]'") from None
 
-_INTEGER = re.compile(r"(?<![\w.])-?\d+(?![\w]|\.\d)")
+# `int` refuses numbers of thousands of digits.
+_INTEGER = re.compile(r"(?<![\w.])-?\d{1,18}(?![\w]|\.\d)")
 
 
 class GymnasiumText:

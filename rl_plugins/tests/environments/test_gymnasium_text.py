@@ -70,7 +70,7 @@ def test_default_texts_are_the_rendering_and_the_last_number_of_a_response() -> 
     async def play() -> tuple[Any, ...]:
         game = GymnasiumText("FrozenLake-v1", options={**ICE, "render_mode": "ansi"}, no_action_reward=-1.0)
         (first,) = await game.reset(ROW)
-        results = [await game.step({"content": text}) for text in ("1 or 2? I take 1.", "7", "no")]
+        results = [await game.step({"content": text}) for text in ("1 or 2? I take 1.", "7", "9" * 5000)]
         await game.close()
         return first["content"], *results
 
