@@ -207,6 +207,8 @@ class Trajectory:
         self._counts = Counter(dict.fromkeys(counted, 0))
         self._length = 0
         self._finish_reason = ""
+        # True if the environment limits the next response, or the last, to fewer tokens than are left.
+        self._is_shortened = False
         self.turns = 0
         self.ending: Ending | None = None
 
@@ -233,6 +235,7 @@ class Trajectory:
         self._start = replace(start, messages=_whole(start.messages))
         self._tokens[0] = list(start.tokens)
         self._request = replace(self._request, prompt=self._start.messages)
+        self._is_shortened = self._shortens(start)
         return self.room_of_each(start.num_responses) > 0
 
     def ask(self) -> None:
@@ -305,12 +308,16 @@ class Trajectory:
         self._answered(reply.work)
         copied = len(self._tokens.get(reply.sequence, ())) + len(reply.tokens)
         if len(reply.tokens) + (reply.num_responses - 1) * copied + reply.num_responses > self.room:
-            self._finish_reason = "length"
+            self._finish_reason, self._is_shortened = "length", False
             return False
         self._add_tokens(reply.tokens, reply.sequence)
         self._said += _whole(reply.messages)
         self._cut += reply.was_cut
+        self._is_shortened = self._shortens(reply)
         return True
+
+    def _shortens(self, answer: Start | Reply) -> bool:
+        return answer.max_tokens is not None and answer.max_tokens < self.room_of_each(answer.num_responses)
 
     def _add_tokens(self, tokens: Sequence[int], sequence: int) -> None:
         """Add tokens to a sequence that the policy does not learn."""
@@ -378,7 +385,8 @@ class Trajectory:
             log_probs=np.array(self._log_probs, dtype=np.float32),
             policy_versions=np.array(self._versions, dtype=np.int64),
             lengths=np.array([len(self._token_ids)], dtype=np.int64),
-            finish_reasons=[self._finish_reason],
+            # A limit of the environment for its last call cuts no conversation.
+            finish_reasons=["stop" if self._is_shortened and self._finish_reason == "length" else self._finish_reason],
             sampled=np.array(self._sampled, dtype=bool),
             endings=[self.ending],
             experts=self._routes(),

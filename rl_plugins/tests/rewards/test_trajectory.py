@@ -13,6 +13,7 @@ from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rewards.trajectory import Reply, ScoreWithMessages, Start, Trajectory
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.stages.sequence_rows import SequenceRows
+from rl_plugins.tests.loops import for_each
 
 
 def response(tokens: list[int], sequence: list[int]) -> Generations:
@@ -51,6 +52,18 @@ def test_each_turn_has_the_ids_of_all_sampled_tokens_so_far() -> None:
     trajectory.observe(Reply([], [5, 6]))
     second = trajectory.respond([response([7], trajectory.tokens)], [""], 9)
     assert [turn.request.token_ids for turn in (first, second)] == [array("i", [3, 4]), array("i", [3, 4, 7])]
+
+
+@for_each(("max_tokens", "reason"), [(1, "stop"), (37, "length"), (None, "length")])
+def test_response_cut_by_the_environment_cuts_no_trajectory(max_tokens: int | None, reason: str) -> None:
+    request = ScoringRequest(data_source="", solution_str="", ground_truth="", extra_info={}, prompt=[])
+    trajectory = Trajectory([1, 2], request, SamplingConfig(max_tokens=40), (), 0)
+    trajectory.respond([response([3], trajectory.tokens)], [""], 9)
+    trajectory.observe(Reply([], [4, 5], max_tokens=max_tokens))
+    cut = Generations.from_responses([[6]], [[0.0]], ["length"], 0)
+    assert trajectory.respond([cut], [""], 9).finish_reason == "length"
+    trajectory.end(Score(1.0))
+    assert trajectory.generations().finish_reasons == [reason]
 
 
 def test_messages_of_an_ending_have_whole_characters() -> None:
