@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl_plugins.data.chat_template import TemplateRefusal, check_chat_template, refused_messages
-from rl_plugins.data.tokenization import TurnTokenizer, encode_prompts
+from rl_plugins.data.tokenization import TokenizerRefusal, TurnTokenizer, encode_prompts
 from rl_plugins.environments.object_host import ObjectHost
 from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.step_result import Answer
@@ -124,6 +124,8 @@ class StatefulConversations:
             (tokens,) = encode_prompts([messages], self._tokenizer, self._limits.template_options)
         except TemplateRefusal as error:
             return failed("raised", refused_messages(self._tokenizer, messages, error))
+        except TokenizerRefusal as error:
+            return failed("raised", str(error))
         if len(tokens) > self._limits.max_prompt_tokens:
             return failed(
                 "raised",

@@ -21,12 +21,13 @@ from rl_plugins.errors import ConfigError, EngineLost, RewardError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.inline import InlineScorer
-from rl_plugins.rewards.records import ScoringRequest
-from rl_plugins.rewards.trajectory import Ending
+from rl_plugins.rewards.records import Score, ScoringRequest
+from rl_plugins.rewards.trajectory import Ending, EnvironmentAnswer
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.data.test_tokenization import digits_tokenizer
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient, wait_until
 from rl_plugins.tests.rewards.test_conversations import Scripted
@@ -221,6 +222,20 @@ def test_first_messages_for_which_the_chat_template_raises_any_exception_are_a_f
         ending = ending_of(environment, {})
     assert ending.score.failure == "raised"
     assert "refuses messages of the roles user, user: can only" in ending.score.message
+
+
+def test_first_messages_that_the_tokenizer_cannot_encode_are_a_failure(counting: StatefulEnvironment) -> None:
+    objects = StatefulConversations(counting.host, digits_tokenizer(), counting)
+    objects.start(0, opening("5").about, 5)
+    answers: dict[int, EnvironmentAnswer] = {}
+
+    def has_answer() -> bool:
+        answers.update(objects.answers(0.1))
+        return bool(answers)
+
+    wait_until(has_answer, "the object has answered")
+    score = answers[0]
+    assert isinstance(score, Score) and score.failure == "raised" and "cannot encode the text" in score.message
 
 
 def test_drop_closes_the_objects_of_conversations() -> None:
