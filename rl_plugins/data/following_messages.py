@@ -72,7 +72,7 @@ class FollowingMessages:
         Args:
             calls: calls of the response.
             messages: messages after the response. Special tokens in their texts are plain text.
-            last_token: last token of the response; an end-of-sequence token is not repeated.
+            last_token: last token of the response; a special token is not repeated.
 
         Raises:
             ConfigError: the chat template refuses the messages, or drops a part of the conversation.
@@ -84,9 +84,7 @@ class FollowingMessages:
             raise self._refused(calls, "its text leaves the policy's turn out")
         if end.has_token:
             text = text[text.index(self._end) :]
-        if last_token == self._tokenizer.eos_token_id:
-            text = text.removeprefix(self._end)
-        return self._texts.encode(text)
+        return self._texts.encode(self._texts.following(last_token, text))
 
     def end_of(self, calls: Sequence[ToolUse]) -> _EndOfTurn:
         """Return the end of a turn with calls.

@@ -195,6 +195,14 @@ class PlainTexts:
             return {key: self.hide(item) for key, item in value.items()}
         return [self.hide(item) for item in value] if isinstance(value, list | tuple) else value
 
+    def following(self, last_token: int, text: str) -> str:
+        """Return the text after a response, without the response's last token if this special token would come twice.
+
+        The last token may be another one than the end of the sequence, such as the end of a turn.
+        """
+        word = str(self._tokenizer.convert_ids_to_tokens(last_token))
+        return text.removeprefix(word) if word in self._special else text
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text of the chat template with marks.
 
@@ -345,7 +353,7 @@ class TurnTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any] | None = None) -> None:
         self._tokenizer, self._options = tokenizer, dict(template_options or {})
-        self._end, self._texts = str(tokenizer.eos_token), PlainTexts(tokenizer)
+        self._texts = PlainTexts(tokenizer)
         self._text_after_response([{"role": "user", "content": "and then?"}])
 
     def tokens(self, messages: Messages, last_token: int, max_tokens: int) -> tuple[list[int], bool]:
@@ -353,7 +361,7 @@ class TurnTokenizer:
 
         Args:
             messages: the messages with their roles.
-            last_token: last token of the response before the messages; an end-of-sequence token is not repeated.
+            last_token: last token of the response before the messages; a special token is not repeated.
             max_tokens: largest number of tokens of all texts of the messages; a text beyond is cut off.
 
         Returns:
@@ -369,9 +377,7 @@ class TurnTokenizer:
                 was_cut, message = True, {**message, "content": self._tokenizer.decode(content_ids[:room])}
             room -= min(room, len(content_ids))
             kept.append(self._texts.hide(message))
-        text = self._text_after_response(kept)
-        if last_token == self._tokenizer.eos_token_id:
-            text = text.removeprefix(self._end)
+        text = self._texts.following(last_token, self._text_after_response(kept))
         return self._texts.encode(text), was_cut
 
     def _text_after_response(self, messages: Messages) -> str:

@@ -14,6 +14,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from rl_plugins.data.datamodule import PromptDataModule
+from rl_plugins.data.following_messages import FollowingMessages
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.prompts import tokenize_rows
 from rl_plugins.data.sft import SFTDataModule
@@ -66,6 +67,14 @@ def test_turn_tokenizer_ends_a_response_without_end_token() -> None:
     t = tokenizer(LINES)
     said, _ = TurnTokenizer(t).tokens([REPLY], t.encode("7")[0], 99)
     assert t.decode(said) == "<|end|>\n<|user|>\ntoo low<|end|>\n<|assistant|>\n"
+
+
+def test_end_of_turn_that_is_no_end_of_sequence_comes_once() -> None:
+    t = tokenizer(LINES)
+    # As the tokenizer of Gemma: the chat template ends a turn with another token than the end of the sequence.
+    end, t.eos_token = t.eos_token_id, t.pad_token
+    for after in (TurnTokenizer(t).tokens([REPLY], end, 99)[0], FollowingMessages(t, {}).tokens((), [REPLY], end)):
+        assert t.decode(after) == "\n<|user|>\ntoo low<|end|>\n<|assistant|>\n"
 
 
 def test_turn_tokenizer_cuts_a_long_message() -> None:
