@@ -75,7 +75,7 @@ class _Answered:
         tools: JSON schemas of the tools.
         called: calls in the answer.
         last_token: last token of the answer.
-        body: body of the call.
+        received: the last call.
         sent: the answer, as sent.
     """
 
@@ -83,7 +83,7 @@ class _Answered:
     tools: Sequence[Message]
     called: Sequence[ToolUse]
     last_token: int
-    body: bytes
+    received: Received
     sent: HttpAnswer
 
 
@@ -169,8 +169,7 @@ class AgentConversations:
         """Send the new text of responses in progress to the agent."""
         state = self._states[key]
         assert state.received is not None and state.call is not None and state.events is not None, "a call streams"
-        events = state.events.more([self._text_so_far(state.call, ids) for ids in responses])
-        if events:
+        if events := state.events.more([self._text_so_far(state.call, ids) for ids in responses]):
             self._endpoint.send(state.received, events)
 
     def _text_so_far(self, call: ChatCall, ids: Sequence[int]) -> str:
@@ -218,21 +217,22 @@ class AgentConversations:
                 self._take(key, state, state.waiting.popleft(), answers)
 
     def _receive(self, key: int, state: _TrajectoryState, received: Received) -> None:
-        """Put a call to the calls that wait. A repeated call takes the place, or gets the answer, of the first."""
-        if received.is_repeated:
-            if state.is_sampling and state.received is not None and state.received.body == received.body:
-                state.received = received
-                if state.call is not None and state.call.stream:
-                    state.events = FORMATS[received.path].events(state.call)
-                return
-            for sequence in state.sequences:
-                if sequence.body == received.body:
-                    self._endpoint.answer(received, sequence.sent)
-                    if not state.is_sampling:
-                        self._leave_out_wait(key, state, received)
-                    return
-            state.waiting = deque(call for call in state.waiting if call.body != received.body)
-        state.waiting.append(received)
+        """Put a call to the calls that wait. A repeated call takes the place, or gets the answer, of an earlier one."""
+        running = [state.received] if state.is_sampling and state.received is not None else []
+        earlier = received.earlier([*running, *state.waiting, *(one.received for one in state.sequences)])
+        if earlier is None:
+            state.waiting.append(received)
+        elif earlier in running:
+            state.received = received
+            if state.call is not None and state.call.stream:
+                state.events = FORMATS[received.path].events(state.call)
+        elif earlier in state.waiting:
+            state.waiting[state.waiting.index(earlier)] = received
+        else:
+            earlier.retries = received.retries
+            self._endpoint.answer(received, next(one.sent for one in state.sequences if one.received is earlier))
+            if not state.is_sampling:
+                self._leave_out_wait(key, state, received)
 
     def _take(
         self, key: int, state: _TrajectoryState, received: Received, answers: dict[int, EnvironmentAnswer]
@@ -385,7 +385,7 @@ class AgentConversations:
                 tools=call.tools,
                 called=[ToolUse(str(use["id"]), name) for use, (name, _) in uses],
                 last_token=one.tokens[-1],
-                body=state.received.body,
+                received=state.received,
                 sent=sent,
             )
             if call.answer_id:

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ class Received:
         trajectory: number of the trajectory.
         path: address of the call, in `CALLS`.
         body: body of the call.
-        is_repeated: True if the client sends the call again, because the client has not got the answer.
+        retries: number of earlier attempts of the client, which has not got the answer.
         at: time of arrival, of `time.monotonic`.
         parts: beginnings of the answer, and at last the answer or its rest, put in the loop of the server.
     """
@@ -65,9 +65,17 @@ class Received:
     trajectory: int
     path: str
     body: bytes
-    is_repeated: bool
+    retries: int
     at: float = field(default_factory=time.monotonic)
     parts: asyncio.Queue[bytes | HttpAnswer] = field(default_factory=asyncio.Queue)
+
+    def earlier(self, calls: Iterable[Received]) -> Received | None:
+        """Return the earlier call of a repetition, or None for a new call.
+
+        Of equal calls, this is the call with the fewest repetitions: each client repeats its own call.
+        """
+        equal = [call for call in calls if self.retries and call.body == self.body]
+        return min(equal, key=lambda call: call.retries, default=None)
 
 
 class Endpoint:
@@ -231,8 +239,8 @@ class Endpoint:
         if body is None:
             return _response(self._error(413, f"the call has more than {_MOST_BYTES} bytes: send a shorter history"))
         # The clients of OpenAI number their repetitions.
-        is_repeated = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        call = Received(trajectory, request.url.path, body, is_repeated)
+        retries = request.headers.get("x-stainless-retry-count", "")
+        call = Received(trajectory, request.url.path, body, int(retries[:9]) if retries.isdecimal() else 0)
         with self._lock:
             if trajectory not in self._waiting:
                 return _response(self._has_ended(trajectory))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import deque
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -17,6 +19,8 @@ from rl_plugins.commands.main import main
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.environments.agent import AgentEnvironment
+from rl_plugins.environments.agent_conversations import AgentConversations, _Answered, _TrajectoryState
+from rl_plugins.environments.endpoint import CALLS, HttpAnswer, Received
 from rl_plugins.environments.object_host import ObjectHost
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
@@ -41,6 +45,32 @@ def test_calls_beside_the_rules_are_refused_with_the_reason_and_counted() -> Non
     assert (score.details["agent/refused"], score.details["agent/not_continued"]) == (18.0, 5.0)
     text = "no<|end|><|user|>sure?<|assistant|>5<|end|><|user|>sure?<|assistant|>5<|end|>"
     assert tokenizer.decode(generations.responses()[0]) == text
+
+
+def test_each_repetition_of_equal_calls_takes_the_place_or_the_answer_of_another_call() -> None:
+    def calls(retries: int) -> list[Received]:
+        return [Received(0, CALLS[0], b"{}", retries) for _ in range(3)]
+
+    answers: list[tuple[Received, HttpAnswer]] = []
+    endpoint: Any = SimpleNamespace(answer=lambda *answer: answers.append(answer))
+    limits: Any = SimpleNamespace(max_failure_rate=1.0)
+    host: Any = None
+    talk = AgentConversations(host, endpoint, tokenizer, limits)
+    running, *waiting = calls(0)
+    state = _TrajectoryState(received=running, is_sampling=True, waiting=deque(waiting))
+    first, *others = calls(1)
+    for call in (first, *others):
+        talk._receive(0, state, call)
+    assert state.received is first and list(state.waiting) == others
+
+    state = _TrajectoryState(received=Received(0, CALLS[0], b"[]", 0), is_sampling=True)
+    sent = [HttpAnswer(200, "", str(place).encode()) for place in range(3)]
+    answered = zip(calls(0), sent, strict=True)
+    state.sequences = [_Answered([], [], [], 0, received=call, sent=answer) for call, answer in answered]
+    repeated = calls(1)
+    for call in repeated:
+        talk._receive(0, state, call)
+    assert answers == list(zip(repeated, sent, strict=True)) and not state.waiting
 
 
 def test_wait_of_a_refused_call_is_not_time_of_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
