@@ -15,14 +15,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from rl_plugins.environments.task_process import GRACE_S, end_with_children, start_with_task
+from rl_plugins.environments.task_process import GRACE_S, children_of, end_with_children, start_with_task
 from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
 from rl_plugins.rewards.child_process import START_S
 from rl_plugins.rewards.records import Score
 from rl_plugins.rewards.turn_times import Work, unix_time
+
+if TYPE_CHECKING:
+    import psutil
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +125,7 @@ class ToolHost:
     def close(self) -> None:
         """End the process and its child processes."""
         # A program of MCP is the leader of a group of its own.
-        end_with_children(self._process)
+        end_with_children(self._process, self._programs)
         self._outbox.close()
 
     def _start(self) -> None:
@@ -131,6 +134,7 @@ class ToolHost:
         )
         self.starts += 1
         self._ready, self.schemas = False, list[Mapping[str, Any]]()
+        self._programs: Sequence[psutil.Process] = ()
         self._listened = self._listening_since = self._started = time.monotonic()
 
     def _send(self) -> None:
@@ -175,6 +179,7 @@ class ToolHost:
         """Take a message; return the number of threads of late calls."""
         if "schemas" in message:
             self._ready, self.schemas = True, message["schemas"]
+            self._programs = children_of(self._process)
             return 0
         if "error" in message:
             self.close()

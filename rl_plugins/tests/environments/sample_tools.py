@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 import zlib
@@ -131,6 +132,19 @@ class Crowd:
         self.here.append(1)
         self.barrier.wait()
         return len(self.here)
+
+
+class Program:
+    """A program that runs until somebody ends it, in a group of its own."""
+
+    name = "program"
+
+    def __init__(self) -> None:
+        self.program = subprocess.Popen(["sleep", "1000000"], start_new_session=True)
+
+    def __call__(self) -> int:
+        """Return the number of the program."""
+        return self.program.pid
 
 
 def untyped(a, b):

@@ -28,7 +28,7 @@ from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.tests.environments.mcp_server import multiply
-from rl_plugins.tests.environments.test_tool_host import results_of
+from rl_plugins.tests.environments.test_tool_host import has_ended, results_of
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient, wait_until
 
@@ -41,11 +41,6 @@ def task_of(item: dict[str, Any], load_timeout_s: float = 30.0) -> ToolTask:
 
 def host_of(item: dict[str, Any], load_timeout_s: float = patient(30)) -> ToolHost:
     return ToolHost(task_of(item, load_timeout_s))
-
-
-def has_ended(program: psutil.Process) -> bool:
-    # Nobody waits for the program, which may stay as a zombie.
-    return not program.is_running() or program.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture

@@ -37,8 +37,8 @@ def host_of(
 @pytest.fixture(scope="module")
 def host() -> Iterator[ToolHost]:
     names = [f"{HERE}.{name}" for name in ("add", "wait_long", "meet", "obey")]
-    classes = [{"_target_": f"{HERE}.Shop", "prices": {"tea": 3}}, {"_target_": f"{HERE}.Crowd", "size": 100}]
-    started = host_of(*names, *classes, memory_mb=256)
+    shop, crowd = {"_target_": f"{HERE}.Shop", "prices": {"tea": 3}}, {"_target_": f"{HERE}.Crowd", "size": 100}
+    started = host_of(*names, shop, crowd, {"_target_": f"{HERE}.Program"}, memory_mb=256)
     yield started
     started.close()
 
@@ -54,6 +54,11 @@ def results_of(host: ToolHost, *calls: tuple[str, Mapping[str, Any]]) -> list[Re
 
     wait_until(finish, "all calls have results")
     return [found[number] for number in numbers]
+
+
+def has_ended(program: psutil.Process) -> bool:
+    # Nobody waits for the program, which may stay as a zombie.
+    return not program.is_running() or program.status() == psutil.STATUS_ZOMBIE
 
 
 def test_call_returns_text_of_any_result(host: ToolHost) -> None:
@@ -89,13 +94,15 @@ def test_stacks_of_threads_take_no_memory_of_the_tools(host: ToolHost) -> None:
 
 
 def test_died_process_is_replaced_and_only_the_culprit_fails(host: ToolHost) -> None:
-    starts = host.starts
+    starts, programs = host.starts, psutil.Process(host.pid).children()
     first, culprit, last = results_of(
         host, ("wait_long", {"seconds": 0.5}), ("obey", {"act": "die"}), ("wait_long", {"seconds": 0.5})
     )
     assert first == last == Result("", "waited")
     assert culprit == Result("died", "obey: the process was ended by the signal SIGKILL")
     assert host.starts == starts + 2
+    assert len(programs) == 1
+    wait_until(lambda: has_ended(programs[0]), "the program of the lost process has ended")
 
 
 def test_late_call_ends_and_hanging_threads_are_left_with_their_process() -> None:
@@ -146,7 +153,8 @@ def test_suspect_runs_without_other_calls_and_blocks_only_one_more_process(monke
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(tool_host, "start_with_task", start)
-    monkeypatch.setattr(tool_host, "end_with_children", lambda process: None)
+    monkeypatch.setattr(tool_host, "children_of", lambda process: ())
+    monkeypatch.setattr(tool_host, "end_with_children", lambda process, earlier: None)
     monkeypatch.setattr(tool_host, "time", clock)
     host = ToolHost(ToolTask([], WorkerLimits(), 2.0, 100, 1.0), grace_s=1.0)
     blocked = host.call("block", {})
