@@ -136,9 +136,9 @@ def check_engine_weights(config: RecipeConfig, model: Mapping[str, Any], machine
     on_host, host = weights * len(gpus), machine.memory_bytes / 2**30
     if config.placement.rollout == "colocated" and config.rollout_sleep == "kv_cache" and on_host >= host:
         raise ConfigError(
-            f"rollout.sleep=kv_cache: sleeping engines of {len(gpus)} GPUs would keep {on_host:.1f} GiB of weights in the "
-            f"{host:.1f} GiB of host memory: raise rollout.tensor_parallel_size, or use rollout.sleep=all (of an adapter: "
-            "with rollout.lora=merged)"
+            f"rollout.sleep=kv_cache: engines of {len(gpus)} GPUs would keep {on_host:.1f} GiB of weights in the "
+            f"{host:.1f} GiB of host memory: raise rollout.tensor_parallel_size, or use rollout.sleep=all (for an "
+            "adapter, with rollout.lora=merged)"
         )
     # With `kv_cache_memory_bytes`, the engine has no share.
     if not rollout.vllm.get("kv_cache_memory_bytes") and weights >= share * total:
