@@ -53,7 +53,7 @@ def test_generate_returns_the_log_probs_of_a_plain_forward(
     for prompt, response, log_probs in zip(
         rows, generations.responses(), generations.response_log_probs(), strict=True
     ):
-        assert len(response) == 9 or response[-1] == model.config.eos_token_id
+        assert len(response) == 9 or response[-1] == engine._model.generation_config.eos_token_id
         expected = (next_token_logits(model, prompt, response) / temperature).log_softmax(-1)
         chosen = expected.gather(-1, torch.tensor(response)[:, None]).squeeze(-1)
         torch.testing.assert_close(torch.tensor(log_probs), chosen, rtol=0, atol=1e-5)

@@ -74,7 +74,8 @@ class Record(Callback):
         source: Any = trainer.strategy
         if isinstance(source, ZeroStrategy) and source.config["zero_optimization"]["stage"] > 1:  # type: ignore[index]
             for name in pl_module.optimizer_configs():
-                assert source.model_engine(name).optimizer.gradient_accumulation_dtype == torch.float32
+                optimizer: Any = source.model_engine(name).optimizer
+                assert optimizer.gradient_accumulation_dtype == torch.float32
         for engine in pl_module.named_models():
             self.weights[engine] = {name: tensor.clone() for name, tensor in source.weight_source(engine)}
 
