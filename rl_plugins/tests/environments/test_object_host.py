@@ -17,7 +17,7 @@ from rl_plugins.environments.step_result import Answer
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.tests.environments import sample_environments
-from rl_plugins.tests.patience import patient, wait_until
+from rl_plugins.tests.patience import is_running, patient, wait_until
 
 HERE = "rl_plugins.tests.environments.sample_environments"
 ROW = {"seed": 3, "ground_truth": "", "prompt": []}
@@ -100,7 +100,7 @@ def test_objects_of_a_group_have_equal_random_numbers(host: ObjectHost) -> None:
 
 def test_late_and_blocking_objects_end_alone() -> None:
     # The deadline is also the time of a slow machine for the third object.
-    with closing(host_of(deadline_s=1.0, grace_s=2.0)) as host:
+    with closing(host_of(deadline_s=1.5, grace_s=2.0)) as host:
         late, blocking, well = steps(host, "wait", "block", "hello")
     assert late.failure == blocking.failure == "timeout" and well.failure is None
     assert "step gave no result within" in late.fault and "blocked its process for more than" in blocking.fault
@@ -120,13 +120,11 @@ def test_objects_beyond_the_bound_wait_for_a_place() -> None:
 def test_leave_closes_objects_and_ends_programs_of_objects(tmp_path: Path) -> None:
     with closing(host_of(folder=str(tmp_path))) as host:
         first, _ = steps(host, "program", "hello")
-        program = psutil.Process(int(first.messages[0]["content"]))
+        program = int(first.messages[0]["content"])
         loader = psutil.Process(host.pid)
         wait_until(lambda: not host.answers(0.1) and not loader.children(), "all objects have closed")
         assert len(list(tmp_path.iterdir())) == 2
-        wait_until(
-            lambda: not program.is_running() or program.status() == psutil.STATUS_ZOMBIE, "the program has ended"
-        )
+        wait_until(lambda: not is_running(program), "the program has ended")
 
 
 def test_close_closes_objects_in_use_and_leaves_no_process_behind(
@@ -143,7 +141,7 @@ def test_close_closes_objects_in_use_and_leaves_no_process_behind(
     (copy,) = loader.children()
     host.close()
     assert len(list(tmp_path.iterdir())) == 1 and not loader.is_running()
-    wait_until(lambda: not copy.is_running() or copy.status() == psutil.STATUS_ZOMBIE, "the copy has ended")
+    wait_until(lambda: not is_running(copy.pid), "the copy has ended")
 
 
 def test_object_that_cannot_close_is_a_warning(

@@ -17,7 +17,7 @@ from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.tests.environments import sample_tools
-from rl_plugins.tests.patience import patient, wait_until
+from rl_plugins.tests.patience import is_running, patient, wait_until
 
 HERE = "rl_plugins.tests.environments.sample_tools"
 
@@ -57,8 +57,7 @@ def results_of(host: ToolHost, *calls: tuple[str, Mapping[str, Any]]) -> list[Re
 
 
 def has_ended(program: psutil.Process) -> bool:
-    # Nobody waits for the program, which may stay as a zombie.
-    return not program.is_running() or program.status() == psutil.STATUS_ZOMBIE
+    return not is_running(program.pid)
 
 
 def test_call_returns_text_of_any_result(host: ToolHost) -> None:

@@ -27,7 +27,7 @@ from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.environments import sample_tools
 from rl_plugins.tests.loops import for_each
-from rl_plugins.tests.patience import patient
+from rl_plugins.tests.patience import patient, wait_until
 from rl_plugins.tests.rewards.test_conversations import Scripted
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.stages.test_scheduled_sampler import Loader
@@ -212,7 +212,7 @@ def test_stage_trains_with_calls_that_hang_raise_flood_return_nothing_and_die(tm
     def next_acts(text: str) -> list[dict[str, Any]]:
         return [{"name": "obey", "arguments": {"act": act}} for act in next(acts, [])]
 
-    tools = ToolEnvironment([f"{HERE}.obey"], parser=next_acts, max_turns=3, deadline_s=patient(0.5), max_characters=40)
+    tools = ToolEnvironment([f"{HERE}.obey"], parser=next_acts, max_turns=3, deadline_s=patient(1.5), max_characters=40)
     stage = trained_with(tools, tmp_path)
     (experience,), (metrics,) = stage.trained_on, stage.metrics
     counts = {kind: metrics[f"train/{kind}"] for kind in KINDS}
@@ -223,7 +223,7 @@ def test_stage_trains_with_calls_that_hang_raise_flood_return_nothing_and_die(tm
     assert said[3].startswith("error: obey: no result within")
     assert said[5] == "error: obey: the process was ended by the signal SIGKILL"
     assert metrics["train/rollout_gap_max"] < 1e-4 and len(experience) == 6
-    assert child_processes() <= before
+    wait_until(lambda: child_processes() <= before, "the end of all processes")
 
 
 def child_processes() -> set[int]:
