@@ -31,7 +31,8 @@ from rl_plugins.json_text import read_foreign_json
 from rl_plugins.sandbox.records import SandboxResult
 from rl_plugins.sandbox.sandbox import CodeSandbox
 
-_FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+# A fence with the name of a language opens a block, also after a block without an end.
+_FENCED = re.compile(r"^[ \t]*```[^\n`]*\n((?:(?![ \t]*```).*\n)*)[ \t]*```[ \t\r]*$", re.MULTILINE)
 _FUNCTION_NAMES = ("fn_name", "func_name")
 
 # The program runs in a module of its own, so `if __name__ == "__main__"` is false, and later lines do not see the names
@@ -69,7 +70,7 @@ write(1, f"\\n{mark}".encode())
 
 
 def program_of(response: str) -> str | None:
-    """Return the text of the last fenced code block of a response, or None if there is none."""
+    """Return the text of the last whole fenced code block of a response, or None if there is none."""
     blocks = _FENCED.findall(response)
     return str(blocks[-1]) if blocks else None
 
