@@ -6,7 +6,7 @@ A ground truth is JSON, or the value itself, in one of these forms:
     {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}        arguments, and result of a function or a method
     [{"input": "1 2", "output": "3", "testtype": "stdin"}, ...]   one mapping for each test, as in LiveCodeBench
     ["assert add(1, 2) == 3", ...]                                statements, as in MBPP
-    {"test_list": [...], "test_setup_code": "..."}                statements after a set-up
+    {"test_list": [...], "test_setup_code": "..."}                statements after a set-up, also with "test_imports"
     {"test": "def check(candidate): ...", "entry_point": "add"}   a function with statements, as in HumanEval
 
 Each test is a run of its own in a CodeSandbox. Expected outputs and results stay outside the sandbox. Statements run
@@ -34,6 +34,7 @@ from rl_plugins.sandbox.sandbox import CodeSandbox
 # A fence with the name of a language opens a block, also after a block without an end.
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n((?:(?![ \t]*```).*\n)*)[ \t]*```[ \t\r]*$", re.MULTILINE)
 _FUNCTION_NAMES = ("fn_name", "func_name")
+_SET_UPS = ("test_imports", "test_setup_code")
 
 # The program runs in a module of its own, so `if __name__ == "__main__"` is false, and later lines do not see the names
 # of the driver. `write` is fetched before the program can replace it.
@@ -259,14 +260,19 @@ def read_tests(ground_truth: object, extra_info: Mapping[str, Any]) -> list[_Tes
         entry_point = _text(value["entry_point"], "the entry point")
         tests.append(_AssertTest([_text(value["test"], "the test"), f"check({entry_point})"]))
     elif _has(value, "test_list"):
-        setup = [_text(value["test_setup_code"], "the set-up")] if _has(value, "test_setup_code") else []
+        setup = [_text(part, "the set-up") for key in _SET_UPS for part in _listed(value.get(key) or [])]
         tests += [_AssertTest([*setup, _text(text, "the test")]) for text in _listed(value["test_list"])]
     elif isinstance(value, list) and all(isinstance(item, str) for item in value):
         tests += [_AssertTest([text]) for text in value]
     elif isinstance(value, list) and all(_has(item, "input") and _has(item, "output") for item in value):
         for item in value:
-            function = None if item.get("testtype") == "stdin" else name
-            tests.append(_pair_test(item["input"], item["output"], function))
+            kind = item.get("testtype")
+            if kind not in (None, "stdin") and name is None:
+                raise ValueError(
+                    f"the ground truth has a test with testtype={kind!r} and no name of a function: add fn_name to the "
+                    "first test, or to extra_info"
+                )
+            tests.append(_pair_test(item["input"], item["output"], None if kind == "stdin" else name))
     if not tests:
         shown = str(ground_truth)
         raise ValueError(

@@ -62,6 +62,7 @@ def test_program_of_takes_the_last_whole_block() -> None:
         (ADD, STATEMENTS, 1.0),
         ("def add(a, b): return 3", STATEMENTS, 0.5),
         (ADD, {"test_list": STATEMENTS, "test_setup_code": "import math"}, 1.0),
+        (ADD, {"test_list": ["assert math.pi > add(1, 2)"], "test_imports": ["import math"]}, 1.0),
         (ADD, {"test": "def check(f):\n    assert f(1, 2) == 3", "entry_point": "add"}, 1.0),
         (ADD, "assert add(1, 2) == 3", 1.0),
     ],
@@ -73,6 +74,13 @@ def test_code_tests_scores_each_form_of_tests(reward: CodeTests, program: str, t
 def test_code_tests_finds_the_name_of_the_function_in_extra_info(reward: CodeTests) -> None:
     truth = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
     assert reward(answer(ADD), truth, {"func_name": "add"})["score"] == 1.0
+
+
+def test_read_tests_refuses_a_function_without_a_name() -> None:
+    for key in ("functional", "call_based"):
+        with pytest.raises(ValueError, match=f"the ground truth has a test with testtype='{key}' and no name"):
+            read_tests([{"input": "1\n2", "output": "3", "testtype": key}], {})
+    read_tests([{"input": "1\n2", "output": "3"}], {})
 
 
 def test_code_tests_counts_timeouts_errors_and_missing_programs(reward: CodeTests) -> None:
