@@ -54,6 +54,8 @@ def test_program_of_takes_the_last_whole_block() -> None:
         (SUM, [{"input": "1 2", "output": "3", "testtype": "stdin"}], 1.0),
         (ADD, CALLS, 1.0),
         (METHOD, CALLS, 1.0),
+        (f"{ADD}print(add(1, 2))", CALLS, 1.0),
+        (f"{ADD}print(add(1, 2))", STATEMENTS, 1.0),
         ("def add(a, b): return (a, b)", {"inputs": [[1, 2]], "outputs": [[1, 2]], "fn_name": "add"}, 1.0),
         (ADD, {"inputs": ["1\n2", '"a"\n"b"'], "outputs": ["3", '"ab"'], "fn_name": "add"}, 1.0),
         (ADD, [{"input": "1\n2", "output": "3", "testtype": "functional", "func_name": "add"}], 1.0),
