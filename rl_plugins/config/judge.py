@@ -1,4 +1,4 @@
-"""Settings of a language model as judge, and the places of judges in the configuration of rewards."""
+"""Settings of a language model as judge, the places of judges in the configuration of rewards, and times of rewards."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ from rl_plugins.redaction import REMOVED, without_password
 
 JUDGES = ("rl_plugins.rewards.judge.Judge", "rl_plugins.Judge")
 """Values of `_target_` for a judge."""
+CODE_TESTS = ("rl_plugins.rewards.code_tests.CodeTests",)
+"""Values of `_target_` for tests of programs."""
+TOTAL_S = 20.0
+"""Default of `total_s`: seconds for all tests of a program."""
 ENGINE_KEY = "RL_PLUGINS_JUDGE_KEY"
 """Environment variable with the key of the run's own engines of a judge (`placement.judge`)."""
 JUDGE_FILES = ("template_file", "cache")
@@ -178,17 +182,12 @@ def judge_config(options: JudgeConfig | Mapping[str, Any]) -> JudgeConfig:
 
 
 def judges_of(reward: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the nodes of all judges in the configuration of rewards, also of judges inside a sum.
+    """Return the nodes of all judges in the configuration of rewards, also of judges inside a sum.
 
     Args:
         reward: one reward, or a mapping from data source to reward.
     """
-    if isinstance(reward, Mapping):
-        if _is_judge(reward):
-            yield reward
-        else:
-            for child in reward.values():
-                yield from judges_of(child)
+    return _nodes_of(reward, JUDGES)
 
 
 def with_judges(reward: Any, judge: JudgeConfig, processes: int) -> Any:
@@ -241,7 +240,7 @@ def longest_timeout(reward: object) -> float:
 
 
 def check_deadline(reward: object, deadline_s: float, option: str) -> None:
-    """Check for time in one call of a reward for the wait for a judge, and for an answer after it.
+    """Check for time in one call of a reward: for all tests of a program, or for the wait for a judge and an answer.
 
     Args:
         reward: configuration of rewards, with the settings of each judge.
@@ -258,21 +257,38 @@ def check_deadline(reward: object, deadline_s: float, option: str) -> None:
                 f"{option}={deadline_s:g} is below the {wait_s + timeout_s:g} s of reward.judge.wait_s={wait_s:g} and "
                 f"reward.judge.timeout_s={timeout_s:g}: raise {option}, or lower reward.judge.wait_s"
             )
+    for node in _nodes_of(reward, CODE_TESTS):
+        total_s = node.get("total_s", TOTAL_S)
+        if isinstance(total_s, int | float) and total_s >= deadline_s:
+            raise ConfigError(
+                f"{option}={deadline_s:g} is not above total_s={total_s:g} of the reward CodeTests, so a slow program "
+                f"would be a failure instead of a score: raise {option}, or lower total_s"
+            )
 
 
 def _with_nodes(reward: Any, changed: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Any:
     """Return the configuration of rewards, with a change of the node of each judge."""
     if not isinstance(reward, Mapping):
         return reward
-    if _is_judge(reward):
+    if _has_target(reward, JUDGES):
         return changed(reward)
     return {name: _with_nodes(child, changed) for name, child in reward.items()}
 
 
-def _is_judge(reward: Mapping[Any, Any]) -> bool:
+def _nodes_of(reward: object, targets: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield the nodes with one of the values of `_target_`, also inside a sum."""
+    if isinstance(reward, Mapping):
+        if _has_target(reward, targets):
+            yield reward
+        else:
+            for child in reward.values():
+                yield from _nodes_of(child, targets)
+
+
+def _has_target(reward: Mapping[Any, Any], targets: Sequence[str]) -> bool:
     target = reward.get("_target_")
     name = f"{target.__module__}.{target.__qualname__}" if isinstance(target, type) else target
-    return name in JUDGES
+    return name in targets
 
 
 def _option(node: Mapping[str, Any], name: str) -> Any:

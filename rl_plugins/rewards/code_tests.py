@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl_plugins.config.judge import TOTAL_S
 from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE, SECONDS, check_ranges
 from rl_plugins.errors import ConfigError
 from rl_plugins.json_text import read_foreign_json
@@ -149,7 +150,7 @@ class CodeTests:
         folders: further folders that programs may read.
         all_or_nothing: score 1 if all tests pass, else 0.
         max_tests: number of tests from the start that count; None is all.
-        total_s: seconds for all tests of a program. Further tests count as timeouts.
+        total_s: seconds for all tests of a program, less than `reward.deadline_s`. Further tests count as timeouts.
         tolerance: relative and absolute tolerance of numbers with a point or an exponent.
 
     Raises:
@@ -166,7 +167,7 @@ class CodeTests:
         folders: Sequence[str] = (),
         all_or_nothing: bool = False,
         max_tests: int | None = None,
-        total_s: float = 20.0,
+        total_s: float = TOTAL_S,
         tolerance: float = 1e-6,
     ) -> None:
         check_ranges(float, SECONDS, total_s=total_s)

@@ -19,6 +19,7 @@ from rl_plugins.config.judge import (
 )
 from rl_plugins.config.recipe import changed_options, parse_config, written
 from rl_plugins.errors import ConfigError
+from rl_plugins.rewards.code_tests import CodeTests
 from rl_plugins.rewards.judge import TEMPLATE, Judge
 from rl_plugins.tests.launch.configurations import configured
 from rl_plugins.tests.loops import for_each
@@ -101,6 +102,18 @@ def test_check_deadline_needs_time_for_the_wait() -> None:
         check_deadline(rewards, 30, "--deadline")
     with pytest.raises(ConfigError, match="config of a judge: urll: a judge has no such option"):
         check_deadline({"default": {**NODE, "config": {"urll": ""}}}, 30, "--deadline")
+
+
+def test_check_deadline_needs_time_for_all_tests_of_a_program() -> None:
+    tests = {"_target_": "rl_plugins.rewards.code_tests.CodeTests"}
+    check_deadline({"default": {"_target_": "sum", "rewards": {"x": tests}}}, 21, "--deadline")
+    for node, deadline_s in (({"_target_": CodeTests}, 20), ({**tests, "total_s": 90}, 60)):
+        with pytest.raises(
+            ConfigError, match=rf"--deadline={deadline_s} is not above total_s=\d0 of the reward CodeTests"
+        ):
+            check_deadline({"default": {"_target_": "sum", "rewards": {"x": node}}}, deadline_s, "--deadline")
+    with pytest.raises(ConfigError, match=r"^reward\.deadline_s=20 is not above total_s=20"):
+        check_options(configured("grpo", "model.path=m", "reward=code_tests", "reward.deadline_s=20"))
 
 
 def test_recipe_gives_the_judge_to_rewards_and_writes_options_once() -> None:
