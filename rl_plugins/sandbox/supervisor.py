@@ -109,7 +109,7 @@ class Pipes:
         stdin: standard input.
         stdout: standard output.
         stderr: standard error.
-        status: report of the reaper. The program never has this pipe.
+        status: report of the reaper: a line at the start, and the exit status. The program never has this pipe.
     """
 
     stdin: tuple[int, int]
@@ -145,6 +145,7 @@ class Pipes:
 def become_program(pipes: Pipes) -> None:
     """Fork the program from this process, which becomes the reaper. Only the program returns."""
     pipes.close_supervisor_ends()
+    os.write(pipes.status[1], b"\n")
     child = os.fork()
     if child == 0:
         return
@@ -304,7 +305,8 @@ class Supervision:
             now = time.monotonic()
             if now >= deadline and not ended:
                 self._limit = "wall"
-            elif now >= next_count and not ended:
+            # Before its report, a reaper may still mount its own /proc: the number would be another process.
+            elif now >= next_count and self._status and not ended:
                 self._count()
                 next_count = time.monotonic() + _TICK_S
         seconds = time.monotonic() - start
@@ -363,7 +365,7 @@ class Supervision:
 
     def _outcome(self, seconds: float) -> Outcome:
         stdout, stderr = map(bytes, self._outputs.values())
-        status = self._status.decode(errors="replace")
+        status = self._status.decode(errors="replace").strip()
         if status.startswith("fault "):
             return Outcome({"fault": status[len("fault ") :].splitlines()[0]}, b"", b"")
         # Without a status, the program ended its reaper, or a limit ended both.
