@@ -34,7 +34,7 @@ OWN_PROCESSES = "own-processes"
 _TICK_S = 0.02
 _CHUNK = 65536
 _MIB = 2**20
-_CHILD_SUBREAPER, _SET_DUMPABLE = 36, 4
+_CHILD_SUBREAPER, _SET_DUMPABLE, _PARENT_DEATH_SIGNAL = 36, 4, 1
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -145,15 +145,24 @@ class Pipes:
 def become_program(pipes: Pipes) -> None:
     """Fork the program from this process, which becomes the reaper. Only the program returns."""
     pipes.close_supervisor_ends()
+    _end_with_parent()
     os.write(pipes.status[1], b"\n")
     child = os.fork()
     if child == 0:
+        _end_with_parent()
         return
+    # The end of a killed supervisor is the end of its answer.
+    os.closerange(0, 3)
     while True:
         ended, status = os.wait()
         if ended == child:
             os.write(pipes.status[1], b"%d" % os.waitstatus_to_exitcode(status))
             os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """Let the kernel end this process with its parent, also if the program has killed its supervisor."""
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 def report_fault(pipes: Pipes, error: OSError) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from rl_plugins.sandbox import external, namespaces
 from rl_plugins.sandbox.records import SandboxError, SandboxLimits
 from rl_plugins.sandbox.sandbox import CodeSandbox
 from rl_plugins.tests.loops import for_each
-from rl_plugins.tests.patience import wait_until
+from rl_plugins.tests.patience import patient, wait_until
 from rl_plugins.tests.sandbox.machine import skip_without_namespaces
 from rl_plugins.tests.sandbox.test_attacks import running_below
 
@@ -177,6 +178,24 @@ def test_command_runs_programs_with_limits(sandbox: str | list[str]) -> None:
     wait_until(
         lambda: not any(name.startswith("sandbox-") for name in set(os.listdir("/tmp")) - before), "no folder is left"
     )
+
+
+def test_program_that_kills_its_supervisor_has_no_outcome_and_leaves_no_process(tmp_path: Path) -> None:
+    program = (
+        "import os, time\nfolder, reaper = input(), os.getppid()\n"
+        "supervisor = open(f'/proc/{reaper}/stat').read().split()[3]\n"
+        "with open(f'{folder}/numbers', 'w') as file: file.write(f'{os.getpid()} {reaper} {os.getcwd()}')\n"
+        "os.kill(int(supervisor), 9)\nwhile not os.path.exists(f'{folder}/end'): time.sleep(0.01)"
+    )
+    with CodeSandbox("none", limits=PATIENT) as box, ThreadPoolExecutor(1) as pool:
+        try:
+            with pytest.raises(SandboxError, match="the command ended with -9"):
+                pool.submit(box.run, program, str(tmp_path)).result(patient(20))
+            *numbers, folder = (tmp_path / "numbers").read_text(encoding="utf-8").split()
+            shutil.rmtree(folder)
+            wait_until(lambda: not any(_runs(int(number)) for number in numbers), "the end of program and reaper")
+        finally:
+            (tmp_path / "end").touch()
 
 
 class _Server(BaseHTTPRequestHandler):
