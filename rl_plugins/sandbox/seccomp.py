@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import platform
+import socket
 import struct
 from dataclasses import dataclass
 
@@ -16,9 +17,11 @@ from rl_plugins.sandbox.kernel import NO_NEW_PRIVILEGES, SET_SECCOMP, process_co
 
 _FILTER_MODE = 2
 _INSTRUCTION = "HBBI"
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _KILL, _ALLOW, _FAIL = 0x80000000, 0x7FFF0000, 0x00050000
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+_KIND_OF_SOCKET = 15
+"""Bits of a socket's type without its flags."""
 _NEW_NAMESPACES = 0x7E020000
 _OTHER_NUMBERS = 0x40000000
 """Numbers of a second set of calls on x86-64 (x32)."""
@@ -37,17 +40,20 @@ class _Machine:
         architecture: number of the processor in the kernel's audit records.
         clone: number of `clone`.
         prlimit: number of `prlimit64`.
+        socketpair: number of `socketpair`.
         denied: numbers of the refused calls.
     """
 
     architecture: int
     clone: int
     prlimit: int
+    socketpair: int
     denied: dict[str, int]
 
 
 _X86 = {
-    "socket": 41, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "unshare": 272,
+    "socket": 41, "connect": 42, "bind": 49, "listen": 50, "accept": 43, "accept4": 288,
+    "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "unshare": 272,
     "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "keyctl": 250, "add_key": 248,
     "request_key": 249, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "memfd_create": 319, "shmget": 29,
     "shmat": 30, "msgget": 68, "semget": 64, "mq_open": 240, "name_to_handle_at": 303, "open_by_handle_at": 304,
@@ -59,7 +65,8 @@ _X86 = {
     "uselib": 134, "vmsplice": 278,
 }  # fmt: skip
 _ARM = {
-    "socket": 198, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "unshare": 97,
+    "socket": 198, "connect": 203, "bind": 200, "listen": 201, "accept": 202, "accept4": 242,
+    "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "unshare": 97,
     "setns": 268, "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "keyctl": 219, "add_key": 217,
     "request_key": 218, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282, "memfd_create": 279, "shmget": 194,
     "shmat": 196, "msgget": 186, "semget": 190, "mq_open": 180, "name_to_handle_at": 264, "open_by_handle_at": 265,
@@ -69,7 +76,7 @@ _ARM = {
     "sethostname": 161, "setdomainname": 162, "lookup_dcookie": 18, "move_pages": 239, "migrate_pages": 238,
     "mbind": 235, "set_mempolicy": 237, "personality": 92, "vhangup": 58, "vmsplice": 75,
 }  # fmt: skip
-_MACHINES = {"x86_64": _Machine(0xC000003E, 56, 302, _X86), "aarch64": _Machine(0xC00000B7, 220, 261, _ARM)}
+_MACHINES = {"x86_64": _Machine(0xC000003E, 56, 302, 53, _X86), "aarch64": _Machine(0xC00000B7, 220, 261, 199, _ARM)}
 
 
 def has_filter() -> bool:
@@ -109,6 +116,10 @@ def _instructions(machine: _Machine) -> list[tuple[int, int, int, int]]:
     first = (_LOAD, 0, 0, _FIRST_ARGUMENT)
     code += [(_EQUAL, 0, 4, machine.clone), first, (_ANY_BIT, 0, 1, _NEW_NAMESPACES), refuse]
     code += [(_RETURN, 0, 0, _ALLOW)]
+    # Pairs of streams only, as of multiprocessing and asyncio: a socket of datagrams sends to any address.
+    code += [(_EQUAL, 0, 7, machine.socketpair), first, (_EQUAL, 0, 3, socket.AF_UNIX)]
+    code += [(_LOAD, 0, 0, _SECOND_ARGUMENT), (_AND, 0, 0, _KIND_OF_SOCKET), (_EQUAL, 1, 0, socket.SOCK_STREAM)]
+    code += [refuse, (_RETURN, 0, 0, _ALLOW)]
     # Limits of the own process only: the number 0 is the own process.
     code += [(_EQUAL, 0, 3, machine.prlimit), first, (_EQUAL, 1, 0, 0), refuse]
     return [*code, (_RETURN, 0, 0, _ALLOW)]

@@ -166,6 +166,15 @@ ATTACKS = {
     ),
     "unix socket without a path": Attack(_CONNECT + "attempt(socket.AF_UNIX, socket.SOCK_STREAM, chr(0) + '{name}')"),
     "unix socket with a path": Attack(_CONNECT + "attempt(socket.AF_UNIX, socket.SOCK_STREAM, '{folder}/socket')"),
+    "pairs of sockets": Attack(
+        "import os, socket\nfor kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET, socket.SOCK_STREAM):\n"
+        "    for call in ('connect', 'bind', 'sendto', 'listen'):\n        try:\n"
+        "            peer, _ = socket.socketpair(socket.AF_UNIX, kind)\n"
+        "            address = '{datagrams}' if call != 'bind' else '/tmp/socket'\n"
+        "            arguments = {{'sendto': (b'secret', address), 'listen': ()}}.get(call, (address,))\n"
+        "            getattr(peer, call)(*arguments)\n            print('ESCAPED', kind, call)\n"
+        "        except OSError:\n            pass"
+    ),
     "raw sockets": Attack(
         _CONNECT + "for family, kind in ((socket.AF_INET, socket.SOCK_RAW), (socket.AF_PACKET, socket.SOCK_RAW), "
         "(socket.AF_NETLINK, socket.SOCK_RAW), (38, socket.SOCK_SEQPACKET)):\n    try:\n"

@@ -22,11 +22,22 @@ _LIST = "import os\nprint(6 * 7, sorted(os.listdir('/tmp')))"
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Iterator[CodeSandbox]:
+def datagrams(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Socket of this machine in a folder that programs see."""
+    folder = tmp_path_factory.mktemp("visible")
+    folder.chmod(0o755)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(str(folder / "socket"))
+        (folder / "socket").chmod(0o777)
+        yield folder / "socket"
+
+
+@pytest.fixture(scope="module")
+def sandbox(datagrams: Path) -> Iterator[CodeSandbox]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SANDBOX_TEST_KEY", SECRET)
         skip_without_namespaces()
-        sandbox = CodeSandbox("namespaces", limits={"wall_s": patient(20)})
+        sandbox = CodeSandbox("namespaces", limits={"wall_s": patient(20)}, folders=[str(datagrams.parent)])
     with sandbox:
         yield sandbox
 
@@ -40,7 +51,7 @@ def listing(sandbox: CodeSandbox) -> str:
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
+def places(tmp_path_factory: pytest.TempPathFactory, datagrams: Path) -> Iterator[dict[str, object]]:
     """Places of this machine that attacks look for: sockets, a secret, and a process."""
     folder = tmp_path_factory.mktemp("places")
     folder.chmod(0o777)
@@ -62,6 +73,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, objec
             "tcp": tcp.getsockname()[1],
             "udp": udp.getsockname()[1],
             "name": name,
+            "datagrams": datagrams,
             "folder": folder,
             "secret": folder / "secret",
             "home": Path.home(),
