@@ -5,7 +5,8 @@
      weights: {rule: 1.0, model: 0.5}}
 
 The value of each part becomes a detail of the sample's score, under the name of the part. If a part fails, the sample
-fails, because a sum without the part would be another reward. Rewards of tokens are added in the same way.
+fails, because a sum without the part would be another reward. Rewards of tokens are added in the same way. Counts and
+costs of judges keep their names, are added, and stay in a failure.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.python_file import nearest
 from rl_plugins.rewards.calling import CompositeReward, RewardFunction
-from rl_plugins.rewards.records import Score, ScoringRequest, failed
+from rl_plugins.rewards.records import SUMMED_DETAILS, Score, ScoringRequest, failed
 
 _MIN_DEADLINE_S = 1e-3
 
@@ -71,6 +73,17 @@ class WeightedSum(CompositeReward):
         return [None if score is not None and score.failure == "timeout" else score for score in scores]
 
     def _sum(self, parts: Mapping[str, Score | None]) -> Score | None:
+        score = self._sum_of_parts(parts)
+        if score is None:
+            return None
+        sums: dict[str, float] = {}
+        for part in filter(None, parts.values()):
+            for name in part.details.keys() & SUMMED_DETAILS:
+                sums[name] = sums.get(name, 0.0) + part.details[name]
+        return replace(score, details={**score.details, **sums})
+
+    def _sum_of_parts(self, parts: Mapping[str, Score | None]) -> Score | None:
+        """Return the sum without the details that are added."""
         value, details = 0.0, {}
         token_rewards: list[float] | None = None
         for name, score in parts.items():
@@ -84,7 +97,7 @@ class WeightedSum(CompositeReward):
                 return None
             value += self.weights[name] * score.value
             details[name] = score.value
-            details |= {f"{name}.{key}": detail for key, detail in score.details.items()}
+            details |= {f"{name}.{key}": detail for key, detail in score.details.items() if key not in SUMMED_DETAILS}
             if (rewards := score.token_rewards) is not None:
                 before = [0.0] * len(rewards) if token_rewards is None else token_rewards
                 if len(before) != len(rewards):

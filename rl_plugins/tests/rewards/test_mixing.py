@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards import mixing
-from rl_plugins.rewards.calling import RewardFunction
+from rl_plugins.rewards.calling import CompositeReward, RewardFunction
 from rl_plugins.rewards.inline import InlineScorer
-from rl_plugins.rewards.records import Score, ScoringRequest
+from rl_plugins.rewards.records import Failure, Score, ScoringRequest
 from rl_plugins.tests.patience import patient
 
 HERE = "rl_plugins.tests.rewards.sample_rewards"
@@ -104,6 +105,31 @@ def test_weighted_sum_does_not_time_out_samples_that_are_slow_only_together(
     config["rewards"]["slow"] = {"_target_": slow}
     results = score(config, *["slow"] * 4, deadline_s=7000.0)
     assert [result.value for result in results] == [5.0] * 4
+
+
+class CountingJudge(CompositeReward):
+    """Stand-in of a judge with metrics of its own."""
+
+    batched, is_async = False, True
+
+    def __init__(self, failure: Failure | None = None) -> None:
+        self.failure = failure
+
+    def __call__(self, requests: Sequence[ScoringRequest], deadline_s: float | None) -> list[Score | None]:
+        """Return the same score for each request."""
+        details = {"judge/calls": 2.0, "judge/cost": 0.5, "judge/latency_s": 3.0}
+        return [Score(None if self.failure else 1.0, details, self.failure)] * len(requests)
+
+
+def test_weighted_sum_adds_the_calls_and_costs_of_judges_also_in_a_failure() -> None:
+    config = mixed(size="length")
+    config["rewards"] |= {"a": {"_target_": CountingJudge}, "b": {"_target_": CountingJudge}}
+    (result,) = score(config, "xyz")
+    parts = {"size": 3.0, "a": 1.0, "a.judge/latency_s": 3.0, "b": 1.0, "b.judge/latency_s": 3.0}
+    assert result == Score(5.0, {**parts, "judge/calls": 4.0, "judge/cost": 1.0})
+    config["rewards"]["b"]["failure"] = "raised"
+    (result,) = score(config, "xyz")
+    assert result == Score(None, {"judge/calls": 4.0, "judge/cost": 1.0}, "raised", "b: ")
 
 
 def test_weighted_sum_fails_a_sum_that_is_not_finite() -> None:
