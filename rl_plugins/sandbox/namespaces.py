@@ -146,10 +146,11 @@ class Namespaces:
         Raises:
             SandboxError: the sandbox failed.
         """
+        server = self._process
         try:
             return self._attempt(job)
         except EOFError:
-            if not self._server_has_ended():
+            if not self._has_ended(server):
                 raise SandboxError("the sandbox ended in the run of a program") from None
         try:
             return self._attempt(job)
@@ -189,10 +190,11 @@ class Namespaces:
                 self._start()
                 socket.send_fds(self._control, [b"job"], [channel.fileno()])
 
-    def _server_has_ended(self) -> bool:
+    def _has_ended(self, server: subprocess.Popen[bytes]) -> bool:
+        """Return True if a server has ended, also if another thread has already started the next one."""
         with self._lock:
             try:
-                return self._closed or not self._control.recv(1, socket.MSG_DONTWAIT)
+                return self._closed or server is not self._process or not self._control.recv(1, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return False
             except OSError:

@@ -195,10 +195,17 @@ def _accept_jobs(connection: socket.socket, caller: int, temporary: Sequence[str
         _, channels, _, _ = socket.recv_fds(connection, 16, 1)
         if not channels:
             os._exit(0)
-        if os.fork() == 0:
-            os.close(connection.detach())
-            os.close(caller)
-            return _supervise(channels[0], temporary)
+        try:
+            supervisor = os.fork()
+        except OSError as error:
+            # Other programs go on.
+            with suppress(BrokenPipeError):
+                write_answer(channels[0], {"fault": f"no process for the program: {error.strerror}"}, b"", b"")
+        else:
+            if supervisor == 0:
+                os.close(connection.detach())
+                os.close(caller)
+                return _supervise(channels[0], temporary)
         os.close(channels[0])
         _forget_ended_children()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,8 +22,8 @@ from typing import Any
 import pytest
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.sandbox import external, namespaces
-from rl_plugins.sandbox.records import SandboxError, SandboxLimits
+from rl_plugins.sandbox import external, namespaces, server
+from rl_plugins.sandbox.records import SandboxError, SandboxJob, SandboxLimits, SandboxResult
 from rl_plugins.sandbox.sandbox import CodeSandbox
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient, wait_until
@@ -109,6 +111,64 @@ def test_sandbox_starts_again_after_the_end_of_the_server() -> None:
         os.kill(launcher, signal.SIGKILL)
         wait_until(lambda: not running_below(launcher), "the end of the server")
         assert sandbox.run("print(1)").stdout == "1\n"
+
+
+def test_threads_run_their_programs_again_after_the_end_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    skip_without_namespaces()
+    tmp_path.chmod(0o755)
+    attempt, restarted = namespaces.Namespaces._attempt, threading.Event()
+
+    def late_attempt(self: namespaces.Namespaces, job: SandboxJob) -> SandboxResult:
+        """Let one thread see the end of the server after another thread has started the next server."""
+        try:
+            return attempt(self, job)
+        except EOFError:
+            if job.stdin == "0":
+                assert restarted.wait(patient(60))
+            raise
+
+    def run(number: int) -> str:
+        program = f"import os, time\nwhile not os.path.exists('{tmp_path}/end'): time.sleep(0.01)\nprint(input())"
+        printed = sandbox.run(program, str(number)).stdout
+        restarted.set()
+        return printed
+
+    monkeypatch.setattr(namespaces.Namespaces, "_attempt", late_attempt)
+    before = set(running_below(os.getpid()))
+    with (
+        CodeSandbox("namespaces", limits=PATIENT, folders=[str(tmp_path)], parallel=4) as sandbox,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        launcher = min(set(running_below(os.getpid())) - before)
+        printed = pool.map(run, range(4))
+        # A server, and three processes for each program.
+        wait_until(lambda: len(running_below(launcher)) == 13, "the start of all programs")
+        os.kill(launcher, signal.SIGKILL)
+        (tmp_path / "end").touch()
+        assert list(printed) == ["0\n", "1\n", "2\n", "3\n"]
+
+
+def test_server_without_a_process_for_a_program_fails_this_program_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    caller, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own, channel = socket.socketpair()
+    watched = os.pidfd_open(os.getpid())
+    with caller, own:
+        socket.send_fds(caller, [b"job"], [channel.fileno()])
+        channel.close()
+        caller.shutdown(socket.SHUT_WR)
+        monkeypatch.setattr(server.os, "fork", fail)
+        # The next message is the end of the caller.
+        monkeypatch.setattr(server.os, "_exit", sys.exit)
+        with connection, pytest.raises(SystemExit):
+            server._accept_jobs(connection, watched, [])
+        with own.makefile("rb") as file, pytest.raises(SandboxError, match="no process for the program: Resource temp"):
+            namespaces.read_answer(file.read)
+    os.close(watched)
 
 
 def test_close_ends_running_programs() -> None:
