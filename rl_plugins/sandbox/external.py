@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import IO, get_args
 
@@ -194,10 +195,10 @@ class RemoteSandbox:
                 with urllib.request.urlopen(request, timeout=job.limits.wall_s + GRACE_S) as response:
                     return self._result(response.read())
             except urllib.error.HTTPError as error:
-                reason = f"status {error.code}: {error.read(_SHOWN).decode(errors='replace')}"
+                reason = f"status {error.code}: {_fault_of(error)}"
                 if error.code not in (429, 503):
                     break
-            except OSError as error:
+            except (OSError, HTTPException) as error:
                 reason = str(getattr(error, "reason", error)) or type(error).__name__
         raise SandboxError(f"{self._address}: {' '.join(reason.split())}")
 
@@ -217,3 +218,11 @@ class RemoteSandbox:
 
     def close(self) -> None:
         """Do nothing: there is no connection to close."""
+
+
+def _fault_of(error: urllib.error.HTTPError) -> str:
+    """Return the first characters of a server's fault; nothing if the connection ended before."""
+    try:
+        return error.read(_SHOWN).decode(errors="replace")
+    except (OSError, HTTPException):
+        return ""

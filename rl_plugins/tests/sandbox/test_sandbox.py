@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -15,9 +16,12 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from email.message import Message
+from http.client import BadStatusLine, IncompleteRead
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 
@@ -325,6 +329,33 @@ def test_remote_sandbox_sends_program_input_and_limits(monkeypatch: pytest.Monke
 def test_remote_sandbox_refuses_a_server_without_outcomes(answer: tuple[int, Any], message: str) -> None:
     with served(answer) as (address, _), pytest.raises(ConfigError, match=f"a first program did not run.*{message}"):
         CodeSandbox(address)
+
+
+class _CutAnswer(io.BytesIO):
+    """Answer of a server that ends its connection too early."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Fail."""
+        raise IncompleteRead(b"{")
+
+
+def test_remote_sandbox_sends_a_request_again_after_a_cut_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = {"stdout": "ready\n", "stderr": "", "exit_status": 0, "limit": "", "seconds": 0.1}
+    answers: list[io.BytesIO | Exception] = [
+        _CutAnswer(), HTTPError("", 503, "", Message(), _CutAnswer()), io.BytesIO(json.dumps(answer).encode()),
+        BadStatusLine("x"), BadStatusLine("y"), BadStatusLine("z"),
+    ]  # fmt: skip
+
+    def urlopen(request: object, timeout: float) -> io.BytesIO:
+        if isinstance(given := answers.pop(0), Exception):
+            raise given
+        return given
+
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr(external.urllib.request, "urlopen", urlopen)
+    sandbox = CodeSandbox("http://server")
+    with pytest.raises(SandboxError, match="http://server: z"):
+        sandbox.run("print(1)")
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------
