@@ -16,7 +16,6 @@ from __future__ import annotations
 import gc
 import io
 import os
-import resource
 import select
 import signal
 import socket
@@ -34,6 +33,7 @@ from rl_plugins.sandbox.supervisor import (
     Pipes,
     Supervision,
     become_program,
+    highest_descriptor,
     limit_resources,
     read_job,
     report_fault,
@@ -86,7 +86,8 @@ def serve(control: int, caller: int, visible: Sequence[str], root_path: str) -> 
         for name in _WARM:
             import_module(name)
         _enter_namespaces(connection)
-        _end_with_parent(os.fork())
+        highest = highest_descriptor()
+        _end_with_parent(os.fork(), highest)
         _prepare_root(visible)
         connection.send(b"ready")
     except OSError as error:
@@ -109,14 +110,15 @@ def _enter_namespaces(connection: socket.socket) -> None:
     kernel.unshare(names | kernel.NEW_CGROUP)
 
 
-def _end_with_parent(server: int) -> None:
+def _end_with_parent(server: int, highest: int) -> None:
     """Let the launcher wait for the server, and let the server end with the launcher.
 
     Args:
         server: result of `os.fork`.
+        highest: highest open descriptor.
     """
     if server:
-        os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        os.closerange(3, highest + 1)
         os._exit(os.waitstatus_to_exitcode(os.waitpid(server, 0)[1]) & 0xFF)
     kernel.process_control(kernel.PARENT_DEATH_SIGNAL, signal.SIGKILL)
 

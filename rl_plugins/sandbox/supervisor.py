@@ -74,6 +74,11 @@ def write_answer(descriptor: int, answer: Mapping[str, Any], stdout: bytes, stde
     write_all(descriptor, sizes + text + stdout + stderr)
 
 
+def highest_descriptor() -> int:
+    """Return the highest open descriptor of this process. The limit of open files may be a billion."""
+    return max(map(int, os.listdir("/proc/self/fd")))
+
+
 def limit_resources(limits: Mapping[str, float], processes: int | None) -> None:
     """Set the limits of this process and its children.
 
@@ -129,7 +134,7 @@ class Pipes:
             os.dup2(program_end, number)
         status = self.status[1]
         os.closerange(3, status)
-        os.closerange(status + 1, max(status + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+        os.closerange(status + 1, highest_descriptor() + 1)
 
     def close_program_ends(self) -> None:
         """Close the program's ends."""

@@ -1,4 +1,4 @@
-"""Supervision of a program: counting begins when the reaper is ready."""
+"""Supervision of a program: the begin of counting, and descriptors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from rl_plugins.sandbox import supervisor
 from rl_plugins.sandbox.records import SandboxJob, SandboxLimits
-from rl_plugins.sandbox.supervisor import Pipes, Supervision, Usage
+from rl_plugins.sandbox.supervisor import Pipes, Supervision, Usage, highest_descriptor
 from rl_plugins.tests.loops import for_each
 
 
@@ -38,3 +38,14 @@ def test_supervision_counts_nothing_before_the_report_of_the_reaper(
     assert outcome is not None and outcome.answer["limit"] == limit
     for supervisor_end, _ in (pipes.stdout, pipes.stderr, pipes.status):
         os.close(supervisor_end)
+
+
+def test_become_standard_closes_open_descriptors_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges, pipes = list[tuple[int, int]](), Pipes.new()
+    with monkeypatch.context() as patch:
+        patch.setattr(supervisor.os, "dup2", lambda *numbers: None)
+        patch.setattr(supervisor.os, "closerange", lambda first, end: ranges.append((first, end)))
+        pipes.become_standard()
+    assert ranges == [(3, pipes.status[1]), (pipes.status[1] + 1, highest_descriptor() + 1)]
+    pipes.close_program_ends()
+    pipes.close_supervisor_ends()
