@@ -117,7 +117,7 @@ def test_sandbox_starts_again_after_the_end_of_the_server() -> None:
         assert sandbox.run("print(1)").stdout == "1\n"
 
 
-def test_threads_run_their_programs_again_after_the_end_of_the_server(
+def test_threads_run_the_programs_again_after_the_end_of_the_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     skip_without_namespaces()
@@ -135,14 +135,14 @@ def test_threads_run_their_programs_again_after_the_end_of_the_server(
 
     def run(number: int) -> str:
         program = f"import os, time\nwhile not os.path.exists('{tmp_path}/end'): time.sleep(0.01)\nprint(input())"
-        printed = sandbox.run(program, str(number)).stdout
+        printed = box.run(program, str(number)).stdout
         restarted.set()
         return printed
 
     monkeypatch.setattr(namespaces.Namespaces, "_attempt", late_attempt)
     before = set(running_below(os.getpid()))
     with (
-        CodeSandbox("namespaces", limits=PATIENT, folders=[str(tmp_path)], parallel=4) as sandbox,
+        CodeSandbox("namespaces", limits=PATIENT, folders=[str(tmp_path)], parallel=4) as box,
         ThreadPoolExecutor(4) as pool,
     ):
         launcher = min(set(running_below(os.getpid())) - before)
@@ -244,7 +244,7 @@ def test_command_runs_programs_with_limits(sandbox: str | list[str]) -> None:
     )
 
 
-def test_program_that_kills_its_supervisor_has_no_outcome_and_leaves_no_process(tmp_path: Path) -> None:
+def test_program_that_kills_the_supervisor_has_no_outcome_and_leaves_no_process(tmp_path: Path) -> None:
     program = (
         "import os, time\nfolder, reaper = input(), os.getppid()\n"
         "supervisor = open(f'/proc/{reaper}/stat').read().split()[3]\n"
