@@ -19,6 +19,7 @@ from rl_plugins.errors import ConfigError
 
 # Last number of a seed: its purpose.
 _STEP, _PASS = 1, 2
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 class Order(Protocol):
@@ -174,7 +175,10 @@ class Mixture:
 
     def _order(self, epoch: int) -> np.ndarray:
         if self._epoch[0] != epoch:
-            places = [(np.arange(count) + 0.5) / count for count in self._counts]
+            # Parts begin at different places: parts of the same size would otherwise all come after the same rows. The
+            # golden ratio spreads the beginnings of any number of parts.
+            begins = [(0.5 + number * _GOLDEN_RATIO) % 1 for number in range(len(self._counts))]
+            places = [(np.arange(count) + begin) / count for count, begin in zip(self._counts, begins, strict=True)]
             rows = [passes.take(epoch * count, count) for passes, count in zip(self._passes, self._counts, strict=True)]
             self._epoch = (epoch, np.concatenate(rows)[np.argsort(np.concatenate(places), kind="stable")])
         return self._epoch[1]

@@ -96,19 +96,22 @@ def test_blend_weights_adds_up_small_moves_of_a_bfloat16_reference(monkeypatch: 
     torch.testing.assert_close(models["reference"].weight, torch.full((2, 2), 2 - 0.999**100, dtype=torch.bfloat16))
 
 
-def test_average_of_a_bfloat16_reference_survives_a_resume(tmp_path: Path) -> None:
-    policy = str(save_tiny_policy(tmp_path / "policy", **SIZES))
+def average_on_ranks(rank: int, folder: Path) -> None:
     seen: list[Weights] = []
-    for folder, resume in (tmp_path / "run", None), (tmp_path / "resumed", RunFolder(tmp_path / "run").checkpoint(2)):
-        stage = build_stage(3, policy=policy, algorithm=Algorithm(kl=KLConfig(0.1)))
+    for own, resume in (folder / "run", None), (folder / "resumed", RunFolder(folder / "run").checkpoint(2)):
+        stage = build_stage(3, policy=str(folder / "policy"), algorithm=Algorithm(kl=KLConfig(0.1)))
         update = ReferenceUpdate(keep=0.999)
-        callbacks = [update, PolicyCheckpoint(folder, every=1, keep_last=9)]
-        train(stage, callbacks, strategy=sharded("fsdp"), resume=resume, accelerator="cpu", precision="bf16-true")
+        callbacks: list[Any] = [update, PolicyCheckpoint(own, every=1, keep_last=9)]
+        options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_nodes": 2, "precision": "bf16-true"}
+        train(stage, callbacks, strategy=sharded("fsdp"), resume=resume, **options)
         seen.append(update.rank_state())
     assert seen[0] and all(torch.equal(seen[1][name], average) for name, average in seen[0].items())
-    line = RunFolder(tmp_path / "resumed").resumes.read_text()
-    assert "average of the reference" in line
-    assert (
-        update.load_rank_state({"other": torch.zeros(1)}) == "the average of the reference starts again (other shards)"
-    )
+    said = "the average of the reference starts again (other shards)"
+    assert update.load_rank_state({"other": torch.zeros(1)}) == said
     assert update.load_rank_state({}) == "" and not update.rank_state()
+
+
+def test_average_of_a_bfloat16_reference_survives_a_resume(tmp_path: Path) -> None:
+    save_tiny_policy(tmp_path / "policy", **SIZES)
+    run_ranks(average_on_ranks, tmp_path)
+    assert "average of the reference" in RunFolder(tmp_path / "resumed").resumes.read_text()

@@ -37,6 +37,14 @@ def test_mixture_batches_have_the_shares_of_the_parts():
     assert abs(total[0] - 1600) <= 5 and abs(total[1] - 800) <= 5
 
 
+def test_mixture_batches_have_the_shares_of_many_small_parts():
+    weights, rows = [100, *[1] * 50], [3000, *[60] * 50]
+    order = mixture(rows, [weight / sum(weights) for weight in weights], 60, 0)
+    for step in range(100):
+        of_step = Counter(part_of(row, rows) for row in order.batch(step))
+        assert abs(of_step[0] - 40) <= 2 and max(of_step[part] for part in range(1, 51)) <= 2
+
+
 @settings(max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(2, 12), st.integers(0, 5), st.data())
 def test_mixture_batches_hold_no_row_twice_and_passes_are_whole(weights, per_step, seed, data):

@@ -201,7 +201,7 @@ def test_judge_is_a_part_of_a_sum(stub: JudgeStub) -> None:
     }
     scorer = InlineScorer({"_target_": "rl_plugins.rewards.mixing.WeightedSum", "rewards": parts})
     (result,) = scorer.score([request("four")])
-    assert result.value == 1.8 and result.details["judge.judge/calls"] == 1.0
+    assert result.value == 1.8 and result.details["judge/calls"] == 1.0
 
 
 @for_each(
