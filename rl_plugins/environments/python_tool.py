@@ -15,7 +15,7 @@ class RunPython:
 
     Args:
         sandbox: way to isolate programs; see CodeSandbox.
-        limits: limits of a program; see SandboxLimits.
+        limits: limits of a program; see SandboxLimits. The wait for other programs counts for `wall_s`.
         headers: headers of requests to a server with the sandbox.
         folders: further folders that programs may read.
 
@@ -42,7 +42,7 @@ class RunPython:
         Args:
             code: the program. A result is shown only if the program prints it.
         """
-        result = self._sandbox.run(code)
+        result = self._sandbox.run(code, within_s=self._sandbox.limits.wall_s)
         texts = [result.stdout, result.stderr]
         if result.limit:
             texts.append(f"[ended by the limit: {result.limit}]")

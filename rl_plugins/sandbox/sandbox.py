@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 _DEFAULT = SandboxLimits()
 _PATIENT = SandboxLimits(cpu_s=30, wall_s=60)
 """Limits of the first program, also on a busy machine."""
+_LEAST_S = 1e-3
 _WAY_OUT = (
     "allow user namespaces, install bubblewrap, or set sandbox to the address of a server, or to the command of a "
     "container (docs/code.md)"
@@ -87,7 +89,12 @@ class CodeSandbox:
         self._backend = _backend_of(sandbox, list(folders), headers or {})
 
     def run(
-        self, program: str, stdin: str = "", *, limits: SandboxLimits | Mapping[str, float] | None = None
+        self,
+        program: str,
+        stdin: str = "",
+        *,
+        limits: SandboxLimits | Mapping[str, float] | None = None,
+        within_s: float | None = None,
     ) -> SandboxResult:
         """Run a program.
 
@@ -95,13 +102,23 @@ class CodeSandbox:
             program: text of the program.
             stdin: standard input.
             limits: limits of this program that differ from the limits of the sandbox.
+            within_s: seconds for the program and for the wait until fewer than `parallel` programs run; None waits
+                without end.
 
         Raises:
             SandboxError: the sandbox failed. There is no outcome, also no bad one.
         """
         own = self.limits if limits is None else _limits_of(limits, self.limits)
-        with self._places:
+        start = time.monotonic()
+        if not self._places.acquire(timeout=within_s):
+            raise SandboxError(f"the program did not start within {within_s:g} s: other programs ran all the time")
+        try:
+            if within_s is not None:
+                left_s = max(within_s - (time.monotonic() - start), _LEAST_S)
+                own = replace(own, wall_s=min(own.wall_s, left_s))
             return self._backend.run(SandboxJob(program, stdin, own, self._interpreter, self._file_name))
+        finally:
+            self._places.release()
 
     def close(self) -> None:
         """End the sandbox and all of its programs."""

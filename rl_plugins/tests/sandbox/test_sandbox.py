@@ -262,6 +262,13 @@ def test_program_that_kills_the_supervisor_has_no_outcome_and_leaves_no_process(
             (tmp_path / "end").touch()
 
 
+def test_run_fails_if_other_programs_take_all_the_time() -> None:
+    with CodeSandbox("none", limits=PATIENT, parallel=1) as box:
+        with box._places, pytest.raises(SandboxError, match=r"the program did not start within 0\.01 s"):
+            box.run("print(1)", within_s=0.01)
+        assert box.run("print(1)", within_s=60).stdout == "1\n"
+
+
 class _Server(BaseHTTPRequestHandler):
     """Server of the protocol in docs/code.md, with the answers of a test."""
 
