@@ -59,6 +59,9 @@ class PolicyAverage(Callback):
         if divides_experts(pl_module.named_models()[pl_module.trained]):
             # The ranks' shards of experts are in another order than their rows; see `read_average`.
             raise ConfigError("PolicyAverage has not been tried with expert_parallel: leave one of them out")
+        self._start_again(trainer)
+
+    def _start_again(self, trainer: Trainer) -> None:
         self._average = {name: shard.float().clone() for name, shard in _trained_shards(trainer)}
 
     @override
@@ -108,11 +111,14 @@ class PolicyAverage(Callback):
         """Return this rank's shards of the average, on the CPU."""
         return {name: tensor.cpu() for name, tensor in self._average.items()}
 
-    def load_rank_state(self, state: dict[str, Tensor]) -> str:
+    @torch.no_grad()
+    def load_rank_state(self, trainer: Trainer, state: dict[str, Tensor]) -> str:
         """Restore `rank_state` if the shards have the same names and shapes; return the outcome, in words."""
         shapes = {name: tensor.shape for name, tensor in self._average.items()}
         if shapes != {name: tensor.shape for name, tensor in state.items()}:
-            return "the average starts again (other shards)"
+            # After a roll-back, the average has weights of bad steps.
+            self._start_again(trainer)
+            return "the average starts again (other shards)" if state else ""
         for name, tensor in state.items():
             self._average[name].copy_(tensor)
         return "average"
@@ -200,7 +206,6 @@ class ReferenceUpdate(Callback):
         self._model, self._every, self._keep = model, every, keep
         self._last_step = -1
         self._averages: dict[str, Tensor] = {}
-        self._shapes: dict[str, torch.Size] = {}
 
     @property
     @override
@@ -225,7 +230,6 @@ class ReferenceUpdate(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_step = clock(pl_module)
         self._averages = {}
-        self._shapes = {name: shard.shape for name, shard in strategy_of(trainer).shards(self._model)}
         # This move changes nothing, but from now on checkpoints hold the reference. A roll-back needs the reference in
         # checkpoints from before the first real move, too.
         self._move(trainer, keep=1.0)
@@ -246,9 +250,10 @@ class ReferenceUpdate(Callback):
         """Return this rank's shards of the average of a model in low precision, on the CPU."""
         return {name: tensor.cpu() for name, tensor in self._averages.items()}
 
-    def load_rank_state(self, state: dict[str, Tensor]) -> str:
+    def load_rank_state(self, trainer: Trainer, state: dict[str, Tensor]) -> str:
         """Restore `rank_state` if the shards have the same names and shapes; return the outcome, in words."""
-        same = all(self._shapes.get(name) == tensor.shape for name, tensor in state.items())
+        shapes = {name: shard.shape for name, shard in strategy_of(trainer).shards(self._model)}
+        same = all(shapes.get(name) == tensor.shape for name, tensor in state.items())
         # `blend_weights` moves the shards to the device of the model.
         self._averages = dict(state) if same else {}
         if not state:

@@ -65,8 +65,12 @@ class HasRankState(Protocol):
     def rank_state(self) -> dict[str, Any]:
         """Return this rank's state, as plain values."""
 
-    def load_rank_state(self, state: dict[str, Any]) -> str:
-        """Restore this rank's state; return the restored parts, in words. No words stand for an empty state."""
+    def load_rank_state(self, trainer: Trainer, state: dict[str, Any]) -> str:
+        """Restore this rank's state, or start again from an empty state.
+
+        Returns:
+            The restored parts, in words; no words for an empty state.
+        """
 
 
 class PolicyCheckpoint(Callback):
@@ -309,13 +313,13 @@ def _load_rank_shares(trainer: Trainer, checkpoint: Path) -> list[str]:
 def load_rank_states(trainer: Trainer, checkpoint: Path) -> list[str]:
     """Restore the states of callbacks on this rank; return the restored parts, in words."""
     files = list(checkpoint.glob("callbacks_*.pt"))
-    if not files:
-        return []
-    if len(files) != trainer.world_size:
+    own = len(files) == trainer.world_size
+    states = load_plain(checkpoint / f"callbacks_{trainer.global_rank}.pt") if own else {}
+    words = [
+        callback.load_rank_state(trainer, states.get(name, {})) for name, callback in _with_rank_state(trainer).items()
+    ]
+    if files and not own:
         return [f"averages start again (saved by {len(files)} workers, now {trainer.world_size})"]
-    states = load_plain(checkpoint / f"callbacks_{trainer.global_rank}.pt")
-    stateful = _with_rank_state(trainer)
-    words = [stateful[name].load_rank_state(state) for name, state in states.items() if name in stateful]
     return [word for word in words if word]
 
 

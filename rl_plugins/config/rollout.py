@@ -50,6 +50,7 @@ OWN_ARGUMENTS = {
     "enable_prefix_caching": "rollout.prefix_caching",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "enable_sleep_mode": "rollout.sleep",
+    "sleep_preserve_parameter_names": None,
     "enable_lora": "model.lora.rank and rollout.lora",
     "max_lora_rank": "model.lora.rank",
     "enable_return_routed_experts": "model.router_replay",

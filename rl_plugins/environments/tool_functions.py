@@ -93,9 +93,10 @@ class Threads:
             RuntimeError: the first thread cannot start. Without a further thread, the call waits for an earlier one.
         """
         future: Future[object] = Future()
-        self._open = {future, *(earlier for earlier in self._open if not earlier.done())}
-        if self._started < min(len(self._open), _THREADS):
+        self._open = {earlier for earlier in self._open if not earlier.done()}
+        if self._started < min(len(self._open) + 1, _THREADS):
             self._start_thread()
+        self._open.add(future)
         self._calls.put((future, function))
         try:
             return await asyncio.wrap_future(future)

@@ -133,10 +133,11 @@ def check_engine_weights(config: RecipeConfig, model: Mapping[str, Any], machine
     size, share = rollout.tensor_parallel_size, config.engine_limits["gpu_memory_utilization"]
     width = 4 if config.rollout_dtype == "float32" else 2
     weights, total = parameters * width / size / 2**30, gpus[0].memory_mib / 2**10
-    on_host, host = weights * len(gpus), machine.memory_bytes / 2**30
+    sleeping, host = min(len(gpus), config.placement.num_workers), machine.memory_bytes / 2**30
+    on_host = weights * sleeping
     if config.placement.rollout == "colocated" and config.rollout_sleep == "kv_cache" and on_host >= host:
         raise ConfigError(
-            f"rollout.sleep=kv_cache: engines of {len(gpus)} GPUs would keep {on_host:.1f} GiB of weights in the "
+            f"rollout.sleep=kv_cache: engines of {sleeping} GPUs would keep {on_host:.1f} GiB of weights in the "
             f"{host:.1f} GiB of host memory: raise rollout.tensor_parallel_size, or use rollout.sleep=all (for an "
             "adapter, with rollout.lora=merged)"
         )

@@ -89,7 +89,7 @@ def failed_on_error(loggers: Sequence[object]) -> Iterator[None]:
     """Give the ended MLflow runs of loggers the status FAILED after an error in the block."""
     try:
         yield
-    except BaseException:
+    except Exception:
         for tracking in mlflow_loggers(loggers):
             tracking.fail()
         raise

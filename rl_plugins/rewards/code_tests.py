@@ -33,7 +33,7 @@ from rl_plugins.sandbox.records import SandboxResult
 from rl_plugins.sandbox.sandbox import CodeSandbox
 
 # A fence with the name of a language opens a block, also after a block without an end.
-_FENCED = re.compile(r"^[ \t]*```[^\n`]*\n((?:(?![ \t]*```).*\n)*)[ \t]*```[ \t\r]*$", re.MULTILINE)
+_FENCED = re.compile(r"^[ \t]*```[^\n`]*\n((?:(?![ \t]*```).*\n)*)[ \t]*```(?!\w)", re.MULTILINE)
 _FUNCTION_NAMES = ("fn_name", "func_name")
 _SET_UPS = ("test_imports", "test_setup_code")
 

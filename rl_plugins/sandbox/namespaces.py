@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rl_plugins.errors import ConfigError
@@ -170,7 +171,9 @@ class Namespaces:
                 self._send(supervisor_socket)
             own_socket.settimeout(job.limits.wall_s + GRACE_S)
             try:
-                own_socket.sendall(job_bytes(job))
+                # A server without a process for the program has answered, and closed the connection.
+                with suppress(BrokenPipeError):
+                    own_socket.sendall(job_bytes(job))
                 with own_socket.makefile("rb") as file:
                     return read_answer(file.read)
             except TimeoutError:

@@ -201,7 +201,7 @@ def _accept_jobs(connection: socket.socket, caller: int, temporary: Sequence[str
             supervisor = os.fork()
         except OSError as error:
             # Other programs go on.
-            with suppress(BrokenPipeError):
+            with suppress(BrokenPipeError, ConnectionResetError):
                 write_answer(channels[0], {"fault": f"no process for the program: {error.strerror}"}, b"", b"")
         else:
             if supervisor == 0:
@@ -289,10 +289,7 @@ def _reap(job: Mapping[str, Any], pipes: Pipes) -> Program:
         for name, value in _WATCHES.items():
             _write(f"/proc/sys/user/{name}", str(value))
         kernel.set_mount_attributes("/proc", kernel.READ_ONLY_ATTRIBUTE, recursive=False)
-    except OSError as error:
-        report_fault(pipes, error)
-    become_program(pipes)
-    try:
+        become_program(pipes)
         return _become_job(job, pipes)
     except OSError as error:
         report_fault(pipes, error)

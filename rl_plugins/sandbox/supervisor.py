@@ -409,7 +409,10 @@ def main() -> None:
         if reaper == 0:
             libc.prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
             os.setsid()
-            become_program(pipes)
+            try:
+                become_program(pipes)
+            except OSError as error:
+                report_fault(pipes, error)
             _execute(job, folder, pipes, libc)
         pipes.close_program_ends()
         outcome = Supervision(pipes, reaper, job["limits"], stdin, 0).run(lambda: _end_all(reaper))

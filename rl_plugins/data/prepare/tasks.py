@@ -155,7 +155,7 @@ def gsm8k_answer(answer: str) -> str:
         ValueError: there is no such number.
     """
     _, marker, tail = answer.rpartition("####")
-    match = re.match(r"\s*(-?)\$?(\.?[0-9][0-9.,]*)", tail)
+    match = re.match(r"\s*(-?)\$?(-?\.?[0-9][0-9.,]*)", tail)
     if not marker or match is None:
         raise ValueError(f"the answer has no '#### number': {answer[-60:]!r}")
     return "".join(match.groups()).replace(",", "").rstrip(".")
@@ -194,7 +194,7 @@ def last_boxed(solution: str) -> str:
         raise ValueError(f"the solution has no \\boxed{{}}: {solution[-60:]!r}")
     content = tail.lstrip()
     if not content.startswith("{"):
-        return content.partition("$")[0].strip()
+        return re.split(r"\$|\\\]|\\\)|\n", content, maxsplit=1)[0].strip()
     depth = 0
     for position, character in enumerate(content):
         depth += {"{": 1, "}": -1}.get(character, 0)

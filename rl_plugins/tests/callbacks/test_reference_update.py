@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.regularization import KLConfig
 from rl_plugins.callbacks.averages import ReferenceUpdate
-from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint, load_rank_states
 from rl_plugins.callbacks.divergence_guard import DivergenceGuard
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.run import Bounds
@@ -103,12 +103,14 @@ def average_on_ranks(rank: int, folder: Path) -> None:
         update = ReferenceUpdate(keep=0.999)
         callbacks: list[Any] = [update, PolicyCheckpoint(own, every=1, keep_last=9)]
         options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_nodes": 2, "precision": "bf16-true"}
-        train(stage, callbacks, strategy=sharded("fsdp"), resume=resume, **options)
+        trainer, _ = train(stage, callbacks, strategy=sharded("fsdp"), resume=resume, **options)
         seen.append(update.rank_state())
     assert seen[0] and all(torch.equal(seen[1][name], average) for name, average in seen[0].items())
     said = "the average of the reference starts again (other shards)"
-    assert update.load_rank_state({"other": torch.zeros(1)}) == said
-    assert update.load_rank_state({}) == "" and not update.rank_state()
+    assert update.load_rank_state(trainer, {"other": torch.zeros(1)}) == said
+    assert update.load_rank_state(trainer, seen[0]) == "average of the reference" and update.rank_state()
+    # As at a roll-back to a checkpoint of another number of workers.
+    assert load_rank_states(trainer, folder) == [] and not update.rank_state()
 
 
 def test_average_of_a_bfloat16_reference_survives_a_resume(tmp_path: Path) -> None:

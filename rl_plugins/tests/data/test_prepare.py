@@ -97,6 +97,7 @@ def test_prepare_addition_prints_a_command_that_a_shell_accepts(tmp_path, capsys
         ("#### 1\n#### 2", "2"),
         ("#### $5", "5"),
         ("#### -$1,000", "-1000"),
+        ("#### $-5", "-5"),
         ("#### .5", ".5"),
     ],
 )
@@ -124,6 +125,7 @@ def test_prepare_gsm8k_reads_jsonl_and_parquet(tmp_path):
         (r"our answer is $\boxed 2$.", "2"),
         (r"\boxed{1}, and then \boxed 9", "9"),
         (r"$\boxed {3}$", "3"),
+        (r"\[ \boxed 2 \]. Thus $x$ is", "2"),
     ],
 )
 def test_last_boxed_returns_the_last_boxed_answer(solution, answer):

@@ -126,7 +126,7 @@ def test_check_engine_weights_compares_the_weights_with_the_share_of_an_engine(
     # The engine has no share.
     assert check("rollout.gpu_memory_utilization=0.15", "+rollout.vllm.kv_cache_memory_bytes=1073741824") == GOOD
     lora = ("model.lora.rank=8", "rollout.lora=adapter")
-    small = machine(H100, H100, memory_bytes=28 * 2**30)
+    small = machine(H100, H100, H100, memory_bytes=28 * 2**30)
     message = message_of(lambda: check_engine_weights(configuration(*lora), QWEN_7B, small))
     assert "2 GPUs would keep 28.4 GiB of weights in the 28.0 GiB of host memory" in message
     merged = configuration(lora[0], "rollout.lora=merged")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
+import psutil
 import pytest
 
 from rl_plugins.errors import ConfigError
@@ -111,7 +112,7 @@ def test_sandbox_starts_again_after_the_end_of_the_server() -> None:
     skip_without_namespaces()
     before = set(running_below(os.getpid()))
     with CodeSandbox("namespaces", limits=PATIENT) as sandbox:
-        launcher = min(set(running_below(os.getpid())) - before)
+        launcher = next(child.pid for child in psutil.Process().children() if child.pid not in before)
         os.kill(launcher, signal.SIGKILL)
         wait_until(lambda: not running_below(launcher), "the end of the server")
         assert sandbox.run("print(1)").stdout == "1\n"
@@ -145,7 +146,7 @@ def test_threads_run_the_programs_again_after_the_end_of_the_server(
         CodeSandbox("namespaces", limits=PATIENT, folders=[str(tmp_path)], parallel=4) as box,
         ThreadPoolExecutor(4) as pool,
     ):
-        launcher = min(set(running_below(os.getpid())) - before)
+        launcher = next(child.pid for child in psutil.Process().children() if child.pid not in before)
         printed = pool.map(run, range(4))
         # A server, and three processes for each program.
         wait_until(lambda: len(running_below(launcher)) == 13, "the start of all programs")
