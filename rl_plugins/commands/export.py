@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     import torch
     from peft import PeftModel
     from torch import Tensor
-    from torch.nn import Parameter
     from transformers import PreTrainedModel
 
     from rl_plugins.config.models import LoraConfig
@@ -148,7 +148,7 @@ def _write_folder(
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from rl_plugins.callbacks.averages import read_average
     from rl_plugins.launch.terminal import quiet_libraries
-    from rl_plugins.models.export import save_adapter, save_policy, write_policy
+    from rl_plugins.models.export import save_adapter, save_policy, saved_buffers, write_policy
 
     quiet_libraries()
     read_weights = _read_sharded_weights if state.is_dir() else _read_unsharded_weights
@@ -157,7 +157,8 @@ def _write_folder(
     description, processor = f"{trained.path} ({state})", trained.load_processor()
     if lora_config is None:
         policy = _build_architecture(trained)
-        weights = _select_weights(weights, dict(policy.named_parameters()), description)
+        tensors = {**dict(policy.named_parameters()), **saved_buffers(policy)}
+        weights = _select_weights(weights, tensors, description)
         write_policy(policy, weights, processor, out)
         return
     adapted, source = _build_adapted_model(trained, lora_config, weights, description)
@@ -305,29 +306,30 @@ def _build_adapted_model(
     return model, MergedWeightSource(ModuleWeightSource(model), model)
 
 
-def _select_weights(
-    weights: dict[str, Tensor], parameters: dict[str, Parameter], description: str
-) -> dict[str, Tensor]:
-    """Return the weights of the parameters, each in the dtype of the parameter. Tied weights appear once.
+def _select_weights(weights: dict[str, Tensor], tensors: Mapping[str, Tensor], description: str) -> dict[str, Tensor]:
+    """Return the weights of parameters and buffers. Tied weights appear once.
+
+    A weight has the dtype of its parameter; a buffer keeps the dtype of the checkpoint.
 
     Raises:
-        ConfigError: a parameter has no weight, or a weight of another shape.
+        ConfigError: a parameter or a buffer is missing, or has another shape.
         CheckpointError: a weight is NaN or infinite.
     """
+    from torch.nn import Parameter
+
     from rl_plugins.models.finite import not_finite
 
-    wrong = [
-        name for name, parameter in parameters.items() if name not in weights or weights[name].shape != parameter.shape
-    ]
+    wrong = [name for name, tensor in tensors.items() if name not in weights or weights[name].shape != tensor.shape]
     if wrong:
         raise ConfigError(
-            f"the checkpoint is not of the model {description}: {len(wrong)} of {len(parameters)} parameters are "
+            f"the checkpoint is not of the model {description}: {len(wrong)} of {len(tensors)} parameters are "
             f"missing or have another shape, {wrong[0]} first"
         )
+    parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Parameter)}
     selected = {name: weights[name].to(parameter.dtype) for name, parameter in parameters.items()}
     if bad := not_finite(selected.items()):
         raise CheckpointError(
             f"the checkpoint {description} has weights that are NaN or infinite: {len(bad)} of {len(selected)} "
             f"parameters, {bad[0]} first: export another checkpoint"
         )
-    return selected
+    return selected | {name: weights[name] for name in tensors if name not in parameters}

@@ -61,13 +61,15 @@ def save_policy(
         if is_writer:
             weights[name] = tensor.detach().to("cpu", copy=True)
     if is_writer:
-        # Every rank has whole buffers. A file of the start has them, such as the correction bias of a router.
-        write_policy(model, weights | _saved_buffers(model), processor, folder)
+        # Every rank has whole buffers.
+        buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in saved_buffers(model).items()}
+        write_policy(model, weights | buffers, processor, folder)
 
 
-def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that the files of a model contain, such as the correction bias of a router, by name."""
     return {
-        f"{prefix}.{name}" if prefix else name: buffer.detach().to("cpu", copy=True)
+        f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set

@@ -1,4 +1,4 @@
-"""save_policy: tensors of an exported policy that are no parameters."""
+"""save_policy and export_checkpoint: tensors of an exported policy that are no parameters."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.tiny_families import save_tiny_family
+from rl_plugins.commands.export import export_checkpoint
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.export import save_adapter, save_policy
 from rl_plugins.models.lora import add_adapter, plain_weights
 from rl_plugins.models.tiny import build_model, build_tokenizer
+from rl_plugins.tests.files import rewrite_manifest
 from rl_plugins.weights.source import ModuleWeightSource
 
 
@@ -32,6 +34,21 @@ def test_save_policy_keeps_the_buffers_of_a_router(tmp_path: Path) -> None:
         assert all(torch.equal(files[key], start[key]) for key in start)
         (bias,) = [tensor for key, tensor in files.items() if key.endswith("e_score_correction_bias")]
         assert (bias == 0.25).all() and any(key.endswith("e_score_correction_bias") for key in before)
+
+
+def test_export_checkpoint_keeps_the_buffers_of_a_router(tmp_path: Path) -> None:
+    model: Any = save_tiny_family("glm4_moe", tmp_path / "start")
+    model.model.layers[1].mlp.gate.e_score_correction_bias.fill_(0.25)
+    checkpoint = tmp_path / "run" / "checkpoint_00000001"
+    checkpoint.mkdir(parents=True)
+    weights = {f"policy.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({"state_dict": weights}, checkpoint / "state")
+    rewrite_manifest(checkpoint)
+    export_checkpoint(checkpoint, tmp_path / "out", str(tmp_path / "start"))
+    model.save_pretrained(tmp_path / "trained")
+    files, trained = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "trained"))
+    assert files.keys() == trained.keys()
+    assert all(torch.equal(files[key], trained[key]) for key in trained)
 
 
 def test_save_policy_takes_a_folder_as_text(tmp_path: Path) -> None:
