@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.tracking.provenance import describe_file
 from rl_plugins.tracking.run import TrackedRun
 from rl_plugins.tracking.store import check_store, import_mlflow, open_client, use_store
 
 if TYPE_CHECKING:
+    from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
     from mlflow.models.model import ModelInfo
 
 CHAMPION = "champion"
 _DATA_TAG = "evaluated_on"
+_WEIGHTS_TAG = "weights"
 _REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
 _IN_RUN = re.compile(r"runs:/(?P<run>\w+)/(?P<path>.+)")
 _DIGEST_LENGTH = 8
@@ -49,6 +52,8 @@ class Evaluation:
 def register_policy(run: TrackedRun, policy: Path, name: str, evaluation: Evaluation, example: str) -> str:
     """Log a Hugging Face folder as a model of the run, and register the model.
 
+    A policy that the run has registered with the same evaluation gets no second version, also with tags of a user.
+
     Args:
         run: run of the policy.
         policy: folder of the policy.
@@ -62,7 +67,7 @@ def register_policy(run: TrackedRun, policy: Path, name: str, evaluation: Evalua
     from mlflow.exceptions import MlflowException
 
     client = run.client
-    tags = {_DATA_TAG: evaluation.data}
+    tags = {_DATA_TAG: evaluation.data, _WEIGHTS_TAG: _digest(policy)}
     if evaluation.value is not None:
         tags[evaluation.metric] = repr(evaluation.value)
     try:
@@ -70,13 +75,15 @@ def register_policy(run: TrackedRun, policy: Path, name: str, evaluation: Evalua
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    # After an interrupted call, the store can already have the version.
-    versions = client.search_model_versions(f"name='{name}'")
-    version = next((found for found in versions if found.run_id == run.run_id and found.tags == tags), None)
+    # After an interrupted call or another call, the store can already have the version.
+    versions = client.search_model_versions(f"name='{name}' and run_id='{run.run_id}'")
+    version = next((found for found in versions if tags.items() <= found.tags.items()), None)
     if version is None:
         logged = _log_model(run, policy, example)
         version = client.create_model_version(name, logged.model_uri, run.run_id, tags=tags, model_id=logged.model_id)
     champion = _champion(run, name)
+    if champion is not None and champion.version == version.version:
+        return f"{name} version {version.version}, the champion: registered before"
     wins, reason = compare(evaluation, None if champion is None else champion.tags)
     if wins:
         client.set_registered_model_alias(name, CHAMPION, version.version)
@@ -104,6 +111,12 @@ def compare(evaluation: Evaluation, champion: Mapping[str, str] | None) -> tuple
         return False, f"the champion's {metric} is of other data"
     best = float(champion[metric])
     return value > best, f"{metric} {value:.4g} against {best:.4g}"
+
+
+def _digest(policy: Path) -> str:
+    """Return a digest of the weights: a run that goes on exports another policy, perhaps with an equal evaluation."""
+    digests = [f"{file.name} {describe_file(file).digest}" for file in sorted(policy.glob("*.safetensors"))]
+    return sha256(" ".join(digests).encode()).hexdigest()[:_DIGEST_LENGTH]
 
 
 def _champion(run: TrackedRun, name: str) -> ModelVersion | None:
@@ -137,9 +150,10 @@ def fetch_model(option: str, uri: str, store: str, cache: Path) -> Path:
     """Return the local folder of a model in MLflow; download a model missing in the cache.
 
     The model is a registered model (`models:/NAME@ALIAS`, `models:/NAME/VERSION`) or an artifact of a run
-    (`runs:/ID/FOLDER`), in MLflow's transformers flavour or as a Hugging Face folder. A version or an artifact does not
-    change, so one download is enough. The folder's name ends with a digest of the store and of the origin of the
-    version: other stores use the same names and versions, and so does a model created again under a deleted name.
+    (`runs:/ID/FOLDER`), in MLflow's transformers flavour or as a Hugging Face folder. A version does not change, so one
+    download is enough. The folder's name ends with a digest of the store and of the origin: other stores use the same
+    names and versions, a model created again under a deleted name does too, and a run that logs another model gives
+    the newest model. Files of a run that belong to no model count as unchanged.
 
     Args:
         option: name of the option with the URI, for error messages.
@@ -155,14 +169,25 @@ def fetch_model(option: str, uri: str, store: str, cache: Path) -> Path:
     with _answers(option, uri, store):
         # The URI without its scheme is a version or an artifact, as a path.
         folder = cache / uri.partition(":/")[2]
-        origin: str | None = None
+        client = open_client(store)
+        origin: str | None
         if (registered := _REGISTERED.fullmatch(uri)) is not None:
-            origin = open_client(store).get_model_version(registered["name"], registered["version"]).source
+            origin = client.get_model_version(registered["name"], registered["version"]).source
+        else:
+            origin = _models_of_run(client, uri)
         digest = sha256(f"{store} {uri} {origin}".encode()).hexdigest()[:_DIGEST_LENGTH]
         folder = folder.with_name(f"{folder.name}-{digest}")
         if not folder.is_dir():
             _download(f"{option}={uri}", uri, folder)
     return folder
+
+
+def _models_of_run(client: MlflowClient, uri: str) -> str:
+    """Return the ids of the models that the run of a URI has logged."""
+    in_run = _IN_RUN.fullmatch(uri)
+    assert in_run is not None, "`resolve_alias` has checked the URI"
+    outputs = client.get_run(in_run["run"]).outputs
+    return " ".join(sorted(model.model_id for model in outputs.model_outputs)) if outputs else ""
 
 
 def resolve_alias(option: str, uri: str, store: str) -> str:

@@ -85,6 +85,19 @@ def test_register_policy_and_fetch_model_of_the_champion(store, experiment, poli
     shutil.rmtree(tmp_path / "cache")
 
 
+def test_register_policy_and_fetch_model_of_a_run_with_two_policies(store, experiment, run, policies, tmp_path):
+    weights, fetched = "model.safetensors", []
+    for name in ("first", "first", "second", "second"):
+        shutil.copytree(policies / name, tmp_path / "policy", dirs_exist_ok=True)
+        register_policy(run, tmp_path / "policy", experiment, GOOD, "1+1=")
+        folder = fetch_model("policy", f"runs:/{run.run_id}/policy", store, tmp_path / "cache")
+        assert (folder / weights).read_bytes() == (policies / name / weights).read_bytes()
+        fetched.append(folder)
+    versions = run.client.search_model_versions(f"name='{experiment}'")
+    assert len(versions) == 2
+    assert fetched[0] == fetched[1] and fetched[2] == fetched[3] != fetched[0]
+
+
 def test_fetch_model_of_a_folder_among_the_artifacts_of_a_run(store, run, policies, tmp_path):
     run.client.log_artifacts(run.run_id, str(policies / "first"), "models/first")
     run.client.log_text(run.run_id, "no model", "notes/read.me")
