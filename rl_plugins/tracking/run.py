@@ -6,7 +6,6 @@ Every function of this module can be called again: the sender repeats an interru
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.text_file import read_text
 from rl_plugins.tracking.provenance import describe_file
 from rl_plugins.tracking.store import DELETED, find_experiment, open_client, use_store
-from rl_plugins.tracking.unsent_metrics import Point
+from rl_plugins.tracking.unsent_metrics import Point, name_in_mlflow
 from rl_plugins.whole_file import write_whole_text
 
 if TYPE_CHECKING:
@@ -26,9 +25,8 @@ if TYPE_CHECKING:
 
 # MLflow limits the length of the tag with the list of tables.
 _MAX_SHOWN_TABLES = 64
-# MLflow's limits of a parameter's value, of a batch of parameters, and of names.
+# MLflow's limits of a parameter's value and of a batch of parameters.
 _MAX_VALUE, _MAX_PARAMS = 6000, 100
-_NOT_IN_NAMES = re.compile(r"[^\w.\-/: ]")
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ def _log_description(client: MlflowClient, run: Run, description: RunDescription
 
     run_id = run.info.run_id
     # MLflow does not change a parameter. New options of a resumed run are in the configuration artifact.
-    named = {_NOT_IN_NAMES.sub("_", key): str(value)[:_MAX_VALUE] for key, value in description.params.items()}
+    named = {name_in_mlflow(key): str(value)[:_MAX_VALUE] for key, value in description.params.items()}
     params = [Param(key, value) for key, value in named.items() if key not in run.data.params]
     tags = [RunTag(key, value) for key, value in description.tags.items()]
     for start in range(0, len(params), _MAX_PARAMS):

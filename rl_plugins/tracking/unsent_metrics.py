@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from rl_plugins.run_folder import parse_row
@@ -26,6 +27,9 @@ _READ_BYTES = 2**16
 _ROLLBACKS = "guard/rollbacks"
 """Metric of `DivergenceGuard`: logged alone in a line, at the step of the restored checkpoint."""
 _NOT_IN_NAMES = re.compile(r"[^\w/. -]+")
+_MAX_NAME = 250
+"""MLflow's limit on the length of a name."""
+_DIGEST_LENGTH = 8
 FIRST_CHARTS = {
     "train/reward": "reward",
     "val/reward": "reward_validation",
@@ -41,12 +45,25 @@ FIRST_CHARTS = {
 """Second names in MLflow: its page shows the charts of names without a slash before all others, by name."""
 
 
+def name_in_mlflow(name: str) -> str:
+    """Return a name that MLflow takes for a metric or a parameter.
+
+    A name is like the path of a file: without other characters, without empty parts, `.` and `..`, and not too long. A
+    part of a name can come from data, such as the data source `hf://datasets/math`.
+    """
+    parts = _NOT_IN_NAMES.sub("_", name).split("/")
+    path = "/".join(part for part in parts if part.strip(".")).lstrip(".") or "_"
+    if len(path) <= _MAX_NAME:
+        return path
+    return f"{path[: _MAX_NAME - _DIGEST_LENGTH - 1]}-{sha256(name.encode()).hexdigest()[:_DIGEST_LENGTH]}"
+
+
 @dataclass(frozen=True)
 class Point:
     """One value of a metric.
 
     Attributes:
-        name: name of the metric, without the characters of `_NOT_IN_NAMES`.
+        name: name of the metric in MLflow; see `name_in_mlflow`.
         value: value of the metric.
         step: step of the stage's clock.
         time_ms: time of the measurement in milliseconds since 1970.
@@ -146,7 +163,7 @@ class UnsentMetrics:
                 last_steps = {name: min(last, step) for name, last in last_steps.items() if name != _ROLLBACKS}
             row |= {first: row[metric] for metric, first in FIRST_CHARTS.items() if metric in row}
             for metric, value in row.items():
-                name = _NOT_IN_NAMES.sub("_", metric)
+                name = name_in_mlflow(metric)
                 if step <= last_steps.get(name, -1):
                     continue
                 last_steps[name] = step

@@ -80,7 +80,7 @@ def test_tracking_records_long_and_many_params_with_strange_names(store, folder,
     trained.steps(1, 1)
     trained.tracking.finalize("success")
     run = run_of(store, folder)
-    assert len(run.data.params) == 131 and run.data.params["reward.functions._a__b"] == "x" * 6000
+    assert len(run.data.params) == 131 and run.data.params["reward.functions._a_b"] == "x" * 6000
     experiment = MlflowClient(store).get_experiment(run.info.experiment_id)
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
 

@@ -60,6 +60,20 @@ def test_batches_give_the_points_of_a_failed_call_again(log, unsent):
     assert take(unsent) == [("a", 1, 1.0)]
 
 
+def test_batches_give_names_that_the_store_takes(log, unsent, run):
+    sources = ["hf://datasets/x", "/data/math", "math/", "a/../b", "..", "./c", "...d", "x" * 300, f"y/{'z' * 300}"]
+    for step in (1, 2):
+        log.log_metrics(dict.fromkeys([*sources, *(f"{source}/mean" for source in sources)], 0.5), step)
+    log.log_metrics({"train/loss": 1.0}, 3)
+    for points in unsent.batches():
+        run.log_points(points)
+    stored = run.last_steps()
+    assert stored.pop("train/loss") == 3 and len(stored) == 2 * len(sources) and set(stored.values()) == {2}
+    assert {"hf_/datasets/x", "data/math", "math", "math/mean", "a/b/mean", "_", "mean", "c", "d"} <= stored.keys()
+    unsent.reset(run.last_steps())
+    assert take(unsent) == []
+
+
 def test_reset_skips_the_steps_that_the_store_has(log, unsent):
     for step in (1, 2, 3, 2, 3, 4):
         log.log_metrics({"a": float(step)}, step)
