@@ -162,6 +162,10 @@ class RunFolder:
         """File with the error of a failed run."""
         return self.path / "error.txt"
 
+    def failed(self) -> bool:
+        """Return True if an error ended the run before the run was finished or stopped."""
+        return self.error.is_file() and not (self.finished.is_file() or self.stopped.is_file())
+
     @property
     def report(self) -> Path:
         """Page with the report of the run."""

@@ -158,10 +158,9 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
     registered = threading.Event()
     _submit_files(config, folder, tracking)
     if must_register:
-        tracking.submit(partial(_register_once, config, folder, registered))
+        tracking.submit(partial(_register, config, folder, registered))
     steps = _last_step(read_metrics(folder.metrics))
-    is_finished = steps >= config.run.steps or folder.finished.is_file()
-    tracking.finalize("FINISHED" if is_finished else "KILLED", deadline_s)
+    tracking.finalize(_status(config, folder, steps), deadline_s)
     # The tracking logger has logged the refused calls.
     complete = tracking.all_sent() and registered.is_set() == must_register
     if damaged := count_damaged_lines(folder.metrics):
@@ -169,6 +168,14 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
     if complete:
         print(f"{without_password(tracking_uri(config))} has all of {path}, {steps} steps", flush=True)
     return complete
+
+
+def _status(config: RecipeConfig, folder: RunFolder, steps: int) -> str:
+    """Return MLflow's status of a run that has made a number of steps."""
+    if folder.failed():
+        return "FAILED"
+    has_all = steps >= config.run.steps and (not config.run.export or folder.exported() is not None)
+    return "FINISHED" if has_all or folder.finished.is_file() else "KILLED"
 
 
 def _check_is_mlflow(uri: str) -> None:
@@ -208,9 +215,6 @@ def _submit_files(config: RecipeConfig, folder: RunFolder, tracking: MLflowTrack
         tracking.submit(lambda run: run.client.log_artifact(run.run_id, str(write_report(folder))))
 
 
-def _register_once(config: RecipeConfig, folder: RunFolder, registered: threading.Event, run: TrackedRun) -> None:
-    """Register the policy, unless the run has registered the policy."""
-    versions_of_run = f"name='{config.tracking.register_as}' and run_id='{run.run_id}'"
-    if not run.client.search_model_versions(versions_of_run):
-        registration(config, folder)(run)
+def _register(config: RecipeConfig, folder: RunFolder, registered: threading.Event, run: TrackedRun) -> None:
+    registration(config, folder)(run)
     registered.set()

@@ -329,7 +329,11 @@ class ParentRun:
         complete = [name for name, stage in self.stages.items() if stage.exported() is not None]
         for name in complete:
             self.log_validation(name)
-        sent = self.finish("FINISHED" if len(complete) == len(self.stages) else "KILLED", deadline_s)
+        if any(stage.failed() for stage in self.stages.values()):
+            status = "FAILED"
+        else:
+            status = "FINISHED" if len(complete) == len(self.stages) else "KILLED"
+        sent = self.finish(status, deadline_s)
         return sent and self.sync_stages(deadline_s)
 
     def sync_stages(self, deadline_s: float) -> bool:

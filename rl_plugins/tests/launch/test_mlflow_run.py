@@ -66,21 +66,26 @@ def folder(store: str, tmp_path: Path) -> RunFolder:
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Collect the examples of registered policies, without MLflow's transformers flavour, which is slow."""
+    """Collect the examples of registered policies, without MLflow's transformers flavour, which is slow.
+
+    As in `register_policy`, a policy that a run has registered gets no second version.
+    """
     examples: list[str] = []
 
     def register_policy(run: TrackedRun, policy: Path, name: str, evaluation: Evaluation, example: str) -> str:
-        examples.append(f"{example} {evaluation.value}")
-        if not run.client.search_registered_models(f"name='{name}'"):
-            run.client.create_registered_model(name)
-        run.client.create_model_version(name, policy.as_uri(), run.run_id)
+        known = f"{example} {evaluation.value}"
+        if known not in examples:
+            examples.append(known)
+            if not run.client.search_registered_models(f"name='{name}'"):
+                run.client.create_registered_model(name)
+            run.client.create_model_version(name, policy.as_uri(), run.run_id)
         return "registered"
 
     monkeypatch.setattr(mlflow_run, "register_policy", register_policy)
     return examples
 
 
-def test_sync_sends_all_of_a_run_and_registers_the_policy_once(
+def test_sync_sends_all_of_a_run_and_registers_each_policy_once(
     store: str, folder: RunFolder, registered: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
@@ -94,6 +99,10 @@ def test_sync_sends_all_of_a_run_and_registers_the_policy_once(
     assert run.info.status == "FINISHED" and run.data.tags["checkpoint.step"] == "2"
     assert len(client.get_metric_history(run_id, "train/loss")) == 2
     assert registered == [f"{PROMPT} 0.5"]
+    # A resumed run has another policy.
+    append_metrics(folder.metrics, {"val/reward": 0.75}, 3)
+    assert sync(folder.path, None, DEADLINE_S)
+    assert registered == [f"{PROMPT} 0.5", f"{PROMPT} 0.75"]
 
 
 def test_registration_takes_no_value_of_an_earlier_step(folder: RunFolder, registered: list[str]) -> None:
@@ -110,6 +119,15 @@ def test_sync_gives_the_status_of_the_end_of_training(store: str, folder: RunFol
         assert sync(folder.path, None, DEADLINE_S)
         assert MlflowClient(store).get_run(folder.tracking_run.read_text()).info.status == status
         folder.finished.write_text("{}")
+
+
+def test_sync_gives_the_status_of_a_run_without_an_export(store: str, folder: RunFolder) -> None:
+    shutil.rmtree(folder.export)
+    folder.error.write_text("no room for the export")
+    for status in ("FAILED", "KILLED"):
+        assert sync(folder.path, None, DEADLINE_S)
+        assert MlflowClient(store).get_run(folder.tracking_run.read_text()).info.status == status
+        folder.error.unlink(missing_ok=True)
 
 
 def test_sync_is_not_complete_if_the_policy_could_not_be_registered(

@@ -16,7 +16,14 @@ from rl_plugins.config.recipe import RecipeConfig, written
 from rl_plugins.errors import ConfigError, RunStopped
 from rl_plugins.launch import pipeline
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.pipeline import PipelineConfig, pipeline_main, register_schema, run_pipeline, stage_configs
+from rl_plugins.launch.pipeline import (
+    ParentRun,
+    PipelineConfig,
+    pipeline_main,
+    register_schema,
+    run_pipeline,
+    stage_configs,
+)
 from rl_plugins.run_folder import RunFolder
 
 DATA = ["model=/no/model", "data.sft=[a]", "data.pairs=[b]", "data.prompts=[c]"]
@@ -274,3 +281,35 @@ def test_run_pipeline_copies_a_complete_stage_and_refuses_to_begin_anew_in_stora
     shutil.rmtree(tmp_path / "stored")
     with pytest.raises(ConfigError, match=r"stage ppo: the run \S+/there/stored/ppo exists"):
         run(*options)
+
+
+def test_sync_of_a_pipeline_gives_the_status_of_the_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sender:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def send_metrics(self) -> None:
+            pass
+
+        def finish(self, status: str, _: float) -> None:
+            given.append(status)
+
+        def all_sent(self) -> bool:
+            return False
+
+    given: list[str] = []
+    monkeypatch.setattr(pipeline, "RunSender", Sender)
+    stages = "{first: {}, second: {}}"
+    store = f"sqlite:///{tmp_path}/a.db"
+    RunFolder(tmp_path).pipeline.write_text(f"experiment: own\ntracking_uri: {store}\nstages: {stages}\n")
+    parent = ParentRun(tmp_path)
+    first, second = parent.stages.values()
+    first.export.mkdir(parents=True)
+    parent.sync(1)
+    second.path.mkdir()
+    second.error.write_text("out of memory")
+    parent.sync(1)
+    second.error.unlink()
+    second.export.mkdir()
+    parent.sync(1)
+    assert given == ["KILLED", "FAILED", "FINISHED"]
