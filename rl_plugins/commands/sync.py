@@ -11,11 +11,14 @@ becomes a new run in another store, and belongs to the other store from then on.
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 
 from rl_plugins.commands.main import number
 from rl_plugins.config.settings import SECONDS
 from rl_plugins.errors import ConfigError
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.run_lock import owned
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
         0 if the store has everything, else 1.
 
     Raises:
-        ConfigError: the folder is not the folder of a run or pipeline, or the store does not answer.
+        ConfigError: the folder is not the folder of a run or pipeline, the run or a stage is running, or the store does
+            not answer.
     """
     folder = arguments.folder.absolute()
     if (folder / "pipeline.yaml").is_file():
@@ -44,9 +48,15 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--uri {arguments.uri}: {folder} is a pipeline: send its stages to another store one by one"
             )
-        return 0 if ParentRun(folder).sync(arguments.deadline) else 1
+        parent = ParentRun(folder)
+        with ExitStack() as stack:
+            for stage in parent.stages.values():
+                if stage.path.is_dir():
+                    stack.enter_context(owned(stage))
+            return 0 if parent.sync(arguments.deadline) else 1
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is not the folder of a run: it has no config.yaml")
     from rl_plugins.launch.mlflow_run import sync
 
-    return 0 if sync(folder, arguments.uri, arguments.deadline) else 1
+    with owned(RunFolder(folder)):
+        return 0 if sync(folder, arguments.uri, arguments.deadline) else 1
