@@ -191,6 +191,15 @@ def test_check_import_imports_a_package_in_another_process(monkeypatch, tmp_path
     assert good.state == "good" and good.found.startswith("imported in ")
 
 
+def test_doctor_counts_a_vllm_that_cannot_be_imported_as_absent(monkeypatch, tmp_path, capsys):
+    (tmp_path / "vllm.py").write_text("raise ImportError('libcuda.so.1: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "_IMPORTS", {"vllm": doctor._IMPORTS["vllm"]})
+    monkeypatch.setattr(doctor, "_REPORTS", {})
+    assert main(["doctor", "--imports"]) == 0
+    assert "no     vllm                 ImportError: libcuda.so.1: cannot open" in capsys.readouterr().out
+
+
 def test_doctor_with_imports_prints_the_reports_of_pytorch_and_deepspeed(monkeypatch, capsys):
     def run_python(*arguments):
         return subprocess.CompletedProcess(arguments, 0, f"ran {arguments[1]}\n", "")
