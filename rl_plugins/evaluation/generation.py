@@ -62,7 +62,7 @@ class SampleFile:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Lock the file for this process and write the settings.
+        """Lock the file for this process and write the settings. A complete file ends without its parts.
 
         Raises:
             ConfigError: the file or its parts have other settings, the file was not made by `rl-plugins generate`, or
@@ -80,6 +80,9 @@ class SampleFile:
             yield
         finally:
             lock.close()
+            if self.complete:
+                # On NFS, the folder of an open file cannot be removed.
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def check(self) -> None:
         """Compare the settings with the settings of an existing file, or of its parts.
@@ -118,7 +121,7 @@ class SampleFile:
         write_whole(self._part(number), lambda file: pq.write_table(rows, file))
 
     def finish(self) -> None:
-        """Join the parts, one in memory at a time, and remove the parts."""
+        """Join the parts, one in memory at a time."""
 
         def join(file: Path) -> None:
             schema = pq.read_schema(self._part(0)).with_metadata({_KEY: json.dumps(self._settings)})
@@ -127,7 +130,6 @@ class SampleFile:
                     writer.write_table(pq.ParquetFile(self._part(number)).read().replace_schema_metadata(None))
 
         write_whole(self.path, join)
-        shutil.rmtree(self._folder)
 
     @property
     def _settings_file(self) -> Path:

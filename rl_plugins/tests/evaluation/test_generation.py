@@ -13,7 +13,9 @@ import pytest
 
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.errors import ConfigError
+from rl_plugins.evaluation import generation
 from rl_plugins.evaluation.generation import Job, SampleFile, fingerprint, generate, open_samples
+from rl_plugins.file_lock import FileLock
 from rl_plugins.rollout.engine import Generations
 
 JOB = Job("name", "transformers", "cpu", "float32", 3, 8, 1.0, 1.0, seed=7, prompts_per_part=4)
@@ -88,6 +90,19 @@ def test_generate_resumes_a_killed_run_to_the_same_file(tmp_path, rows):
     assert broken.read_bytes() == whole.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.parquet", "whole.parquet"]
     assert make(broken, rows, Engine(calls=0)) == []
+
+
+def test_open_closes_the_lock_before_the_parts_are_removed(tmp_path, rows, monkeypatch):
+    def remove(folder, **options):
+        lock = FileLock(folder / "lock")
+        free.append(lock.take())
+        lock.close()
+        rmtree(folder, **options)
+
+    free, rmtree = [], generation.shutil.rmtree
+    monkeypatch.setattr(generation.shutil, "rmtree", remove)
+    make(tmp_path / "s.parquet", rows, Engine())
+    assert free == [True] and [path.name for path in tmp_path.iterdir()] == ["s.parquet"]
 
 
 def test_generate_writes_rows_with_responses(tmp_path, rows):
