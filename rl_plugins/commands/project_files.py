@@ -28,6 +28,7 @@ NEVER_SENT = (
 """Patterns for the names of files and folders that are left out: data, results, checkpoints and environments."""
 
 _GIT_TIMEOUT_S = 60
+_TRACKED_OR_NEW = ("--cached", "--others", "--exclude-standard")
 _PRIVATE_KEY = re.compile(rb"\s*(-----BEGIN [A-Z ]*PRIVATE KEY|PuTTY-User-Key-File)")
 _KEY_HEADER_BYTES = 100
 _NUM_LISTED = 10
@@ -118,25 +119,36 @@ def describe_largest(sizes: Mapping[PurePath, int]) -> list[str]:
 def _listed_by_git(root: Path, include: Sequence[str]) -> list[PurePath] | None:
     """Return the tracked files, new files that git does not ignore, and ignored files that match `include`.
 
-    None without git or a repository.
+    The files of a submodule, or of another repository in the folder, are among them. None without git or a repository.
 
     Raises:
         ConfigError: git fails or lists no file. Returning all files instead would send ignored files, such as
             secrets.
     """
-    known = _git_files(root, "--cached", "--others", "--exclude-standard")
+    known = _git_files(root, *_TRACKED_OR_NEW)
     if known is None:
         return None
     if include:
         ignored = _git_files(root, "--others", "--ignored", "--exclude-standard") or []
         known += [path for path in ignored if _matches(path, include)]
-    files = [path for path in known if os.path.lexists(root / path)]
+    files = [path for path in _with_repositories(root, known) if os.path.lexists(root / path)]
     if not files:
         raise ConfigError(
             f"git lists no file of {root}: the folder is empty, or the repository around it ignores it: name the files "
             "with --include PATTERN, make the folder a repository of its own with git init, or send another --folder"
         )
     return files
+
+
+def _with_repositories(root: Path, paths: Iterable[PurePath]) -> Iterator[PurePath]:
+    """Yield the paths, with the files of a repository in place of its folder: git lists the folder of a submodule."""
+    for path in paths:
+        place = root / path
+        if place.is_symlink() or not os.path.lexists(place / ".git"):
+            yield path
+        else:
+            files = _with_repositories(place, _git_files(place, *_TRACKED_OR_NEW) or ())
+            yield from (path / below for below in files)
 
 
 def _git_files(root: Path, *options: str) -> list[PurePath] | None:

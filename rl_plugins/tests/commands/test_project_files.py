@@ -59,6 +59,19 @@ def test_files_to_send_leaves_out_a_tracked_file_that_is_deleted(project: Path) 
     assert "train.py" not in sent(project)
 
 
+def test_files_to_send_has_the_files_of_submodules(project: Path) -> None:
+    before = sent(project)
+    write(project, "library/code.py", "library/run.log")
+    git(project / "library", "init", "-q")
+    (project / "library" / ".gitignore").write_text("*.log\n")
+    git(project / "library", "add", ".")
+    git(project / "library", "commit", "-qm", "start")
+    write(project, "library/new.py")
+    for _ in range(2):
+        assert sent(project) == before | {"library/.gitignore", "library/code.py", "library/new.py"}
+        git(project, "add", "library")
+
+
 def test_files_to_send_without_a_repository_are_all_light_files(project: Path, tmp_path: Path) -> None:
     (project / ".git").rename(tmp_path / "gone")
     light = {".gitignore", "train.py", "new.py", "package/data/rows.py", "package/model.py", "secret/key", "run.log"}
