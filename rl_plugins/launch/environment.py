@@ -108,8 +108,7 @@ class ConversationSampler:
     def __call__(self, rows: Sequence[Row], requests: list[GroupRequest], sampling: SamplingConfig) -> Generations:
         """Hold `num_samples` conversations with each prompt, and return the conversations prompt by prompt.
 
-        Raises:
-            RewardError: too many conversations failed.
+        A failed conversation has its failure in place of a score. `rl-plugins evaluate` checks the share of failures.
         """
         from rl_plugins.rewards.conversations import Opening
         from rl_plugins.rewards.records import scoring_request
@@ -122,9 +121,7 @@ class ConversationSampler:
         groups = self._conversations.by(self._engine)
         groups.submit(openings, sampling)
         ended = groups.collect([opening.ticket for opening in openings], 0)
-        generations = Generations.concat([ended[opening.ticket] for opening in openings])
-        groups.scores(generations.endings)
-        return generations
+        return Generations.concat([ended[opening.ticket] for opening in openings])
 
 
 @contextmanager

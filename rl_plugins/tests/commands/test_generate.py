@@ -92,6 +92,24 @@ def test_generate_holds_conversations_that_evaluate_measures(
     assert "was made with other settings: environment was" in capsys.readouterr().err
 
 
+def test_generate_completes_a_file_with_failed_conversations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path, environment={"stateful": f"{OBJECTS}.Even", "max_turns": 1, "max_objects": 4})
+    command = generate_command(tmp_path, recipe)
+    samples = tmp_path / "a.parquet"
+    assert main([*command, str(samples), "--max-tokens", "4"]) == 0, capsys.readouterr().err
+    odd = 0
+    for row in pq.read_table(samples).to_pylist():
+        failed = int(row["reward_model"]["ground_truth"]) % 2 == 1
+        assert all((failure is not None) == failed for failure in row["failures"])
+        odd += failed
+    assert 0 < odd < 4
+    assert main(["evaluate", str(samples)]) == 2
+    assert "rewards failed, more than max_failure_rate=0.1 allows" in capsys.readouterr().err
+    assert main(["evaluate", str(samples), "--max-failure-rate", "1"]) == 0
+
+
 @pytest.mark.extended
 def test_generate_holds_conversations_with_tools_that_evaluate_measures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -122,6 +140,9 @@ def test_generate_holds_conversations_with_tools_that_evaluate_measures(
 def test_evaluate_asks_for_the_reward_of_a_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "policy", "--data", "a.parquet", "--output", "b"]) == 2
     assert "name the reward of single responses with --reward" in capsys.readouterr().err
+    two_rewards = ["--reward", "exact_match", "--recipe", "config.yaml"]
+    assert main(["evaluate", "policy", "--data", "a.parquet", "--output", "b", *two_rewards]) == 2
+    assert "conversations have the scores of their environment: leave --reward out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

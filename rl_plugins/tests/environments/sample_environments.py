@@ -153,6 +153,15 @@ class Lengths(Endless):
         return StepResult("more", reward=1.0 + len(message["content"]))
 
 
+class Even(Lengths):
+    """Fails to begin with an odd right answer."""
+
+    async def reset(self, row: Mapping[str, Any]) -> Any:
+        if int(row["ground_truth"]) % 2:
+            raise ValueError("odd")
+        return await super().reset(row)
+
+
 class WithoutClose:
     async def reset(self, row: Mapping[str, Any]) -> str:
         return ""
