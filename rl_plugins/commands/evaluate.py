@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from rl_plugins.data.parquet import PromptRows, Row
     from rl_plugins.evaluation.measures import Summary
-    from rl_plugins.evaluation.results import PolicyComparison, Results, Samples
+    from rl_plugins.evaluation.results import PolicyComparison, Results
     from rl_plugins.rewards.inline import InlineScorer
     from rl_plugins.rewards.pool import RewardPool
     from rl_plugins.rewards.records import Score, ScoringRequest
@@ -101,27 +102,38 @@ def run(arguments: Namespace) -> int:
         ConfigError: an argument is wrong, or too many rewards failed.
     """
     from rl_plugins.commands.terminal import Terminal
+    from rl_plugins.data.parquet import COLUMNS, load_rows
     from rl_plugins.evaluation.results import compare, evaluate, load_samples
 
     if len(arguments.inputs) > 2:
         raise ConfigError(f"there are {len(arguments.inputs)} inputs: give one, or two to compare")
-    if arguments.reward is None and not (
-        arguments.recipe or all(name.endswith(".parquet") for name in arguments.inputs)
-    ):
+    has_policy = not all(name.endswith(".parquet") for name in arguments.inputs)
+    if arguments.reward is None and arguments.recipe is None and has_policy:
         raise ConfigError(_NO_REWARD)
+    if arguments.reward is not None and arguments.recipe is not None and has_policy:
+        raise ConfigError(
+            "--recipe and --reward: conversations have the scores of their environment: leave --reward out"
+        )
     reward = None if arguments.reward is None else reward_config(arguments.reward)
     answer_of = _answer_function(arguments.answer)
-    files = [_samples_file(name, arguments) for name in arguments.inputs]
-    console, results = Terminal(), []
-    all_samples = [load_samples(path) for path in files]
-    for samples in all_samples:
+    given = {name: load_samples(Path(name)) for name in arguments.inputs if name.endswith(".parquet")}
+    for samples in given.values():
         if samples.is_scored and reward is not None:
             raise ConfigError(
                 f"{samples.path} has conversations with the scores of their environment: leave --reward out"
             )
         if not samples.is_scored and reward is None:
             raise ConfigError(f"{samples.path}: {_NO_REWARD}")
-    with nullcontext() if reward is None else closing(_scorer(reward, all_samples, arguments)) as scorer:
+    if has_policy and (not arguments.data or arguments.output is None):
+        name = next(name for name in arguments.inputs if name not in given)
+        raise ConfigError(f"{name} is no parquet file, so it is a policy: give --data and --output to sample from it")
+    if reward is not None:
+        rows = [samples.rows for samples in given.values()]
+        # Sampling may take hours.
+        reward = _checked_reward(reward, [*rows, load_rows(arguments.data, COLUMNS)] if has_policy else rows, arguments)
+    all_samples = [given.get(name) or load_samples(_sampled_file(name, arguments)) for name in arguments.inputs]
+    console, results = Terminal(), []
+    with nullcontext() if reward is None else closing(_build_scorer(reward, arguments)) as scorer:
         for samples in all_samples:
             try:
                 result = evaluate(
@@ -138,11 +150,11 @@ def run(arguments: Namespace) -> int:
     comparison = compare(*results) if len(results) == 2 else None
     if comparison is not None:
         _print_comparison(console, comparison, arguments.inputs)
-    for path, result in zip(files, results, strict=True):
+    for result in results:
         content = {"reward": arguments.reward or "environment", **result.plain()}
         if comparison is not None and result is results[-1]:
-            content["against"] = {"samples": str(files[0]), **comparison.plain()}
-        target = path.with_suffix(".evaluation.json")
+            content["against"] = {"samples": str(results[0].path), **comparison.plain()}
+        target = result.path.with_suffix(".evaluation.json")
         write_whole_text(target, json_without_controls(content) + "\n")
         print(f"written: {target}")
     return 0
@@ -214,17 +226,13 @@ def _answer_function(name: str | None) -> Callable[[str], str]:
     return final_answer if name is None else load_reward(_function(name))[1]
 
 
-def _samples_file(name: str, arguments: Namespace) -> Path:
-    """Return the file of samples, after sampling from a policy.
+def _sampled_file(name: str, arguments: Namespace) -> Path:
+    """Sample from a policy, and return the file of samples.
 
     Args:
-        name: parquet file of samples, or policy.
+        name: name of the policy.
         arguments: arguments of the command.
     """
-    if name.endswith(".parquet"):
-        return Path(name)
-    if not arguments.data or arguments.output is None:
-        raise ConfigError(f"{name} is no parquet file, so it is a policy: give --data and --output to sample from it")
     stem = "-".join(part for part in name.replace(":", "/").split("/")[-3:] if part not in ("", ".", ".."))
     path: Path = arguments.output / f"{stem}.parquet"
     with storing(arguments.output):
@@ -245,12 +253,11 @@ def _samples_file(name: str, arguments: Namespace) -> Path:
     return path
 
 
-def _try_reward(reward: Mapping[str, Any], all_samples: Sequence[Samples], arguments: Namespace) -> None:
+def _try_reward(reward: Mapping[str, Any], sources: Mapping[str, Row], arguments: Namespace) -> None:
     """Call the reward for the right answer of one row of each data source, as a recipe does before its start."""
     from rl_plugins.rewards.records import scoring_request
     from rl_plugins.rewards.trial import RewardTrial, trial_deadline_s
 
-    rows = {row["data_source"]: row for samples in all_samples for row in samples.rows}
     with RewardTrial(
         reward,
         deadline_s=trial_deadline_s(reward, arguments.deadline),
@@ -259,7 +266,7 @@ def _try_reward(reward: Mapping[str, Any], all_samples: Sequence[Samples], argum
         pass_env=arguments.pass_env,
         in_process=not arguments.workers,
     ) as trial:
-        for row in rows.values():
+        for row in sources.values():
             trial.score(scoring_request(str(row["reward_model"]["ground_truth"]), row))
 
 
@@ -267,17 +274,22 @@ def _score_nothing(_: Sequence[ScoringRequest]) -> Sequence[Score]:
     raise AssertionError("conversations have scores")
 
 
-def _scorer(
-    reward: Mapping[str, Any], all_samples: Sequence[Samples], arguments: Namespace
-) -> InlineScorer | RewardPool:
-    """Check and try a reward, and return its scorer."""
+def _checked_reward(reward: Mapping[str, Any], files: Sequence[PromptRows], arguments: Namespace) -> Mapping[str, Any]:
+    """Check and try a reward, and return the reward with its judges.
+
+    Args:
+        reward: value of `reward.functions`.
+        files: rows of each file of samples or prompts.
+        arguments: arguments of the command.
+    """
     from rl_plugins.rewards.calling import check_routes
 
     reward = with_judges(reward, JudgeConfig(), max(1, arguments.workers))
     check_deadline(reward, arguments.deadline, "--deadline")
-    check_routes(reward, frozenset().union(*(samples.sources for samples in all_samples)))
-    _try_reward(reward, all_samples, arguments)
-    return _build_scorer(reward, arguments)
+    sources = {row["data_source"]: row for rows in files for row in rows}
+    check_routes(reward, sources.keys())
+    _try_reward(reward, sources, arguments)
+    return reward
 
 
 def _build_scorer(reward: Mapping[str, Any], arguments: Namespace) -> InlineScorer | RewardPool:

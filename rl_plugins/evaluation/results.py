@@ -52,14 +52,12 @@ class Samples:
         path: path of the file.
         rows: one row per prompt, with the lists of its samples.
         size: number of samples per prompt.
-        sources: data sources of the prompts.
         is_scored: True for conversations, which their environment has scored.
     """
 
     path: Path
     rows: PromptRows
     size: int
-    sources: frozenset[str]
     is_scored: bool
 
 
@@ -104,7 +102,8 @@ def load_samples(path: Path) -> Samples:
     """Open a file of `generate`, or a file with the same columns.
 
     Raises:
-        ConfigError: a column is missing, a row is malformed, or rows differ in the number of responses.
+        ConfigError: a column is missing, a row is malformed, rows differ in the number of responses, or one of several
+            data sources has the name of all together.
     """
     rows = load_rows(path, (*COLUMNS, *SAMPLE_COLUMNS))
     is_scored = set(SCORED_COLUMNS) <= set(rows.columns)
@@ -114,7 +113,11 @@ def load_samples(path: Path) -> Samples:
         if not size or any(len(row[name] or ()) != size for name in lists):
             raise ConfigError(f"{path}, row {number}: every row must have as many responses as the first, {size}")
         sources.add(row["data_source"])
-    return Samples(path, rows, size, frozenset(sources), is_scored)
+    if ALL in sources and len(sources) > 1:
+        raise ConfigError(
+            f"{path}: the data source {ALL!r} has the name of all prompts together: give the data source another name"
+        )
+    return Samples(path, rows, size, is_scored)
 
 
 def evaluate(

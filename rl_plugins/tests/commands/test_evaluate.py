@@ -6,8 +6,11 @@ import json
 
 import pytest
 
+from rl_plugins.commands import evaluate
 from rl_plugins.commands.evaluate import reward_config
 from rl_plugins.commands.main import main
+from rl_plugins.data.prepare.files import write_splits
+from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.rewards.judge_stub import Said, judge_stub
 
@@ -101,10 +104,33 @@ def test_evaluate_names_a_data_source_without_a_reward(write_samples, tmp_path, 
     assert "no reward for data_source 'words'" in capsys.readouterr().err
 
 
+def test_evaluate_checks_the_reward_before_sampling_from_a_policy(tmp_path, monkeypatch, capsys):
+    def sample(command):
+        raise AssertionError(command)
+
+    monkeypatch.setattr(evaluate.subprocess, "run", sample)
+    write_splits(addition_rows(below=9, num_train=2, num_test=1, seed=0), tmp_path / "data")
+    command = ["evaluate", "policy", "--data", str(tmp_path / "data/test.parquet"), "--output", str(tmp_path / "out")]
+    rewards, config = tmp_path / "rewards.py", tmp_path / "config.yaml"
+    rewards.write_text("def score(reply):\n    return 0.0\n")
+    config.write_text("reward: {functions: {sums: {_target_: rl_plugins.rewards.scorers.exact_match}}}")
+    for reward, message in ((config, "no reward for data_source 'addition'"), (f"{rewards}:score", "asks for 'reply'")):
+        assert main([*command, "--workers", "0", "--reward", str(reward)]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_evaluate_refuses_rows_with_different_numbers_of_responses(write_samples, capsys):
     rows = {("s", "a", "1"): ["1", "2"], ("s", "b", "1"): ["1"]}
     assert main(["evaluate", str(write_samples("uneven.parquet", rows)), "--reward", "exact_match"]) == 2
     assert "uneven.parquet, row 1: every row must have as many responses as the first, 2" in capsys.readouterr().err
+
+
+def test_evaluate_refuses_a_data_source_with_the_name_of_all_prompts(write_samples, capsys):
+    one = {("all", "1+1=", "2"): ["2", "3"]}
+    assert main(["evaluate", str(write_samples("one.parquet", one)), "--reward", "exact_match"]) == 0
+    two = write_samples("two.parquet", {**one, ("sums", "2+2=", "4"): ["5", "4"]})
+    assert main(["evaluate", str(two), "--reward", "exact_match"]) == 2
+    assert "the data source 'all' has the name of all prompts together" in capsys.readouterr().err
 
 
 def test_reward_config_takes_every_kind_of_name(tmp_path):
