@@ -176,7 +176,8 @@ class PlacementConfig(Settings):
         judge: engines of the judge.
         wait_for_nodes_s: seconds until a growing cluster must have room for all processes; 0 refuses a cluster without
             room.
-        max_restarts: number of restarts of the workers by Ray Train, from the last checkpoint, after failures.
+        max_restarts: number of restarts of the workers by Ray Train, from the last checkpoint, after failures. Restarts
+            after the loss of a preempted machine do not count, and have no limit.
         peak_tflops: dense peak of a training device in the precision of the run, for the metric `throughput/mfu`; null
             is the known peak of the device.
     """

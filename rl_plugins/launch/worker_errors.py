@@ -29,6 +29,8 @@ _SHOWN = 300
 class WorkerFailures(UserCallback):
     """Callback in Ray Train's controller: no restart after a `UserError`, and a message for every other restart.
 
+    Ray Train restarts the workers without a limit after the loss of a preempted machine, so such a loss does not count.
+
     Args:
         folder: folder of the run.
         max_restarts: number of failures with a restart. Ray Train raises the error of the next failure.
@@ -36,6 +38,8 @@ class WorkerFailures(UserCallback):
 
     def __init__(self, folder: RunFolder, max_restarts: int) -> None:
         self._folder, self._max_restarts, self._failures = folder, max_restarts, 0
+        # Workers whose preempted machines were lost, by the ids of their actors.
+        self._preempted: set[str] = set()
 
     @override
     def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
@@ -44,28 +48,48 @@ class WorkerFailures(UserCallback):
         for cause in causes.values():
             if isinstance(cause, UserError):
                 raise ControllerError(cause)
+        if lost := _lost_with_machines(causes):
+            # Until the end of the notice, Ray Train calls this function with the same errors every few seconds.
+            if self._preempted.isdisjoint(lost.values()):
+                failure = f"training worker {min(lost)} ended with its preempted machine"
+                self._tell_restart(failure, "which does not count", worker_exceptions)
+            self._preempted.update(lost.values())
+            return
         self._failures += 1
         if not causes:
             return
         failure = _first_failure(causes)
         if self._failures <= self._max_restarts:
-            self._tell_restart(failure, worker_exceptions)
+            self._tell_restart(failure, f"restart {self._failures} of {self._max_restarts}", worker_exceptions)
         else:
             print(
                 f"{self._folder.path.name}: {failure}. No restart is left: placement.max_restarts={self._max_restarts}",
                 flush=True,
             )
 
-    def _tell_restart(self, failure: str, worker_exceptions: Mapping[int, Exception]) -> None:
+    def _tell_restart(self, failure: str, count: str, worker_exceptions: Mapping[int, Exception]) -> None:
         newest = self._folder.latest_checkpoint()
         line = (
-            f"{failure}. The workers start again, restart {self._failures} of {self._max_restarts}; "
+            f"{failure}. The workers start again, {count}; "
             f"{f'the newest checkpoint is {newest.name}' if newest else 'there is no checkpoint'}"
         )
         with only_printed():
             details = "\n".join(f"worker {one}:\n{error}" for one, error in worker_exceptions.items())
             self._folder.add_failure(line, details)
         print(f"{self._folder.path.name}: {line}. For tracebacks see {self._folder.failures}", flush=True)
+
+
+def _lost_with_machines(causes: Mapping[int, Exception]) -> dict[int, str]:
+    """Return the id of the actor of each worker that was lost with a preempted machine, by the rank of the worker.
+
+    Args:
+        causes: exception of each failed worker, by the rank of the worker.
+    """
+    # Ray Train wraps the loss of an actor.
+    losses = {rank: getattr(cause, "health_check_failure", cause) for rank, cause in causes.items()}
+    return {
+        rank: str(loss.actor_id) for rank, loss in losses.items() if isinstance(loss, RayActorError) and loss.preempted
+    }
 
 
 def _first_failure(causes: Mapping[int, Exception]) -> str:

@@ -3,8 +3,9 @@ from __future__ import annotations
 import logging
 
 import pytest
-from ray.exceptions import ActorDiedError, OutOfMemoryError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 from ray.train import ControllerError, WorkerGroupError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.launch.worker_errors import WorkerFailures, user_errors_unwrapped, without_traceback
@@ -40,6 +41,23 @@ def test_after_exception_writes_other_errors_down_while_restarts_are_left(tmp_pa
     failures.after_exception(None, errors)
     said = "run: training worker 0 failed (OSError: disk). No restart is left: placement.max_restarts=1\n"
     assert capsys.readouterr().out == said and folder.times_failed() == 1
+
+
+def test_after_exception_tells_a_preempted_machine_once_and_does_not_count_it(tmp_path, capsys):
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    failures = WorkerFailures(folder, 1)
+    for actor in ("first", "second"):
+        loss = WorkerHealthCheckFailedError("no answer", RayActorError(actor, preempted=True))
+        # The loss of one worker is a failure of other workers some seconds later.
+        for errors in ({1: loss}, {1: loss}, {0: FromWorker(OSError("connection")), 1: loss}):
+            failures.after_exception(None, errors)
+        (line,) = capsys.readouterr().out.splitlines()
+        assert "worker 1 ended with its preempted machine. The workers start again, which does not count; " in line
+    assert folder.times_failed() == 2
+    failures.after_exception(None, {0: FromWorker(OSError("disk"))})
+    assert "(OSError: disk). The workers start again, restart 1 of 1" in capsys.readouterr().out
+    assert folder.times_failed() == 3
 
 
 def test_after_exception_names_the_cause_before_the_workers_that_miss_an_actor(tmp_path, capsys):
