@@ -5,6 +5,7 @@ Ray waits half a minute for a cluster that does not answer, and then raises an e
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -69,6 +70,12 @@ def join_cluster(**options: Any) -> None:
         raise ConfigError(
             f"RAY_ADDRESS={address}: this process cannot join the cluster ({reason}): {_WAY_OUT}"
         ) from error
+
+
+def variables_of_job() -> set[str]:
+    """Return the names of the environment variables that the user gave to the Ray job of this process."""
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    return set(job.get("runtime_env", {}).get("env_vars", {}))
 
 
 def _cluster_of_this_machine() -> str:

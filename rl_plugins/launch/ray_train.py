@@ -23,7 +23,7 @@ from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.errors import DeadlineExceeded
 from rl_plugins.garbage_collection import collector_off
-from rl_plugins.launch.cluster import join_cluster
+from rl_plugins.launch.cluster import join_cluster, variables_of_job
 from rl_plugins.launch.gpu_checks import check_nodes
 from rl_plugins.launch.gpus import local_gpus
 from rl_plugins.launch.hub_fetch import fetch_on_machines
@@ -346,7 +346,8 @@ def start_ray(environment: dict[str, str], object_store: int = LEAST_BYTES) -> N
     """Connect to the cluster of RAY_ADDRESS, which is set in Ray jobs, or start Ray on this machine.
 
     Args:
-        environment: environment variables of all Ray processes. A start on this machine adds variables.
+        environment: environment variables of all Ray processes. A variable of the Ray job keeps the value of the job. A
+            start on this machine adds variables.
         object_store: bytes of the object store of a start on this machine.
 
     Raises:
@@ -355,6 +356,8 @@ def start_ray(environment: dict[str, str], object_store: int = LEAST_BYTES) -> N
     """
     import ray
 
+    # Ray refuses a variable that the job has, too.
+    environment = {name: value for name, value in environment.items() if name not in variables_of_job()}
     options: dict[str, Any] = {
         "runtime_env": {"env_vars": environment},
         # Warnings of Ray's helper processes do not concern the run.

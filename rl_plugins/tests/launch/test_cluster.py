@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -13,6 +14,7 @@ from ray._private import services
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.cluster import check_cluster, join_cluster
 from rl_plugins.launch.preflight import check_this_machine
+from rl_plugins.launch.ray_train import start_ray
 from rl_plugins.tests.launch.configurations import configured, message_of
 from rl_plugins.tests.loops import for_each
 
@@ -81,3 +83,16 @@ def test_join_cluster_tells_in_one_line_why_ray_cannot_join(head: str, monkeypat
         said = message_of(partial(join_cluster, runtime_env={}))
     reason = "Version mismatch: The cluster was started with Ray 2.9"
     assert said.startswith(f"RAY_ADDRESS={head}: this process cannot join the cluster ({reason}): start the cluster")
+
+
+def test_start_ray_leaves_the_variables_of_a_job_to_the_job(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", head)
+    environment = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": "/mine"}
+    for runtime_env, left in (
+        ({"env_vars": {"TORCH_EXTENSIONS_DIR": "/of/the/job"}}, {"OMP_NUM_THREADS": "1"}),
+        ({"working_dir": "gcs://project.zip"}, environment),
+    ):
+        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": runtime_env}))
+        with mock.patch("ray.init") as init:
+            start_ray(environment)
+        assert init.call_args.kwargs["runtime_env"]["env_vars"] == left
