@@ -132,7 +132,7 @@ class JudgeEngineOptions(Settings):
         actors: number of engines, each with the model `reward.judge.model`, a folder or a name on the hub; 0 asks the
             server of `reward.judge.url`.
         cpus: Ray CPUs of each engine; on CPU, also the number of its threads.
-        gpus: Ray GPUs of each engine, if there are GPUs; several GPUs share the model.
+        gpus: Ray GPUs of each engine, if there are GPUs; several GPUs share the model, and 0 is refused.
         start_timeout_s: deadline for the start of an engine, in seconds.
         vllm: further arguments of vLLM's engine, such as `{max_model_len: 8192}`.
     """

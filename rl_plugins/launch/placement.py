@@ -70,7 +70,8 @@ def roles_of(config: RecipeConfig) -> list[Role]:
         config: configuration of the run, with the device of the run.
 
     Raises:
-        ConfigError: the GPUs of the placement cannot hold the rollout engines or the critic.
+        ConfigError: the GPUs of the placement cannot hold the rollout engines or the critic, or engines of a judge have
+            no GPU.
     """
     placement, on_gpus = config.placement, config.on_gpus
     options = f"placement.num_workers={placement.num_workers}, placement.cpus_per_worker"
@@ -92,6 +93,11 @@ def roles_of(config: RecipeConfig) -> list[Role]:
         place = config.placement.judge
         options = f"placement.judge.actors={judge}, placement.judge.cpus"
         options += ", placement.judge.gpus" if on_gpus else ""
+        if on_gpus and not place.gpus:
+            raise ConfigError(
+                "placement.judge.gpus=0: without a GPU of its own, an engine of the judge would use the GPU of a "
+                "training worker. Set placement.judge.gpus=1, or more for a large model"
+            )
         roles.append(Role(JUDGES, judge, place.cpus, place.gpus if on_gpus else 0.0, "PACK", options))
     if config.reward.gpus and config.generates:
         # Each training worker starts reward workers near itself.

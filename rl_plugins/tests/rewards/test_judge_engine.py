@@ -89,6 +89,15 @@ def test_roles_of_has_a_role_for_the_engines_of_a_judge() -> None:
     assert config.model_paths["reward.judge.model"] == "/models/judge"
 
 
+def test_roles_of_refuses_engines_of_a_judge_without_gpus_on_gpus() -> None:
+    config = configured("grpo", *JUDGE, "placement.judge.gpus=0")
+    config.set_device("cpu")
+    assert "judge engines" in {role.name for role in roles_of(config)}
+    config.set_device("cuda")
+    with pytest.raises(ConfigError, match=r"^placement\.judge\.gpus=0: .*Set placement\.judge\.gpus=1"):
+        roles_of(config)
+
+
 def test_ready_returns_the_address_of_the_server(start: Start) -> None:
     engine = start("judge", start_timeout_s=patient(60))
     assert engine.ready() == f"http://{engine._host}:{engine._port}/v1"
