@@ -134,17 +134,19 @@ class _StartedRoles:
 
 def _start_roles_and_fit(config: RecipeConfig, folder: RunFolder, roles: list[Role], places: Reservation) -> None:
     """Start all roles on the reserved resources and train."""
-    started = _start_roles(config, roles, places)
-    ray_trainer = _ray_trainer(config, folder, started)
     from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
     from rl_plugins.launch.worker_errors import user_errors_unwrapped
 
-    # Ray Train would require the checkpoints of its snapshot. The run's folder has the present checkpoints.
-    (folder.path / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME).unlink(missing_ok=True)
-    # Ray Train makes its own placement group of the same size.
-    places.release(WORKERS)
+    started = _start_roles(config, roles, places)
     try:
+        # A judge that does not start ends the run before the workers load models.
+        addresses_of(started.judges, config.placement.judge.start_timeout_s)
+        ray_trainer = _ray_trainer(config, folder, started)
+        # Ray Train would require the checkpoints of its snapshot. The run's folder has the present checkpoints.
+        (folder.path / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME).unlink(missing_ok=True)
+        # Ray Train makes its own placement group of the same size.
+        places.release(WORKERS)
         with stop_on_signals(folder), user_errors_unwrapped():
             ray_trainer.fit()
     except SystemExit:
@@ -219,13 +221,13 @@ def _ray_trainer(config: RecipeConfig, folder: RunFolder, started: _StartedRoles
 
 
 def _worker_arguments(config: RecipeConfig, started: _StartedRoles) -> dict[str, Any]:
-    """Return the argument of `train_worker`. Wait for the engines of a judge, whose addresses are part of it."""
+    """Return the argument of `train_worker`."""
     return {
         "config": asdict(config),
         "rollout": started.rollout,
         "pools": list(started.pools),
         "critics": started.critics,
-        "judge_urls": addresses_of(started.judges, config.placement.judge.start_timeout_s),
+        "judges": started.judges,
         "judge_key": started.judge_key,
         # The driver draws the progress bar.
         "redraw_s": redraw_interval_s(),
@@ -261,10 +263,12 @@ def _training_run(arguments: dict[str, Any]) -> TrainingRun:
     device = config.placement.device
     # With GPUs, optimizer steps of `strategy.offload.policy=cpu` use the threads.
     torch.set_num_threads(max(1, int(config.placement.cpus_per_worker)))
-    if arguments["judge_urls"]:
+    # An engine that Ray started again on another machine has another address.
+    judge_urls = addresses_of(arguments["judges"], config.placement.judge.start_timeout_s)
+    if judge_urls:
         # Reward workers get the variable from this process.
         os.environ[ENGINE_KEY] = arguments["judge_key"]
-    scorer = scorer_of(config, arguments["judge_urls"])
+    scorer = scorer_of(config, judge_urls)
     rollout: RolloutEngine | None = arguments["rollout"]
     if rollout is None:
         rollout = transformers_rollout(config, device)

@@ -2,7 +2,8 @@
 
 The driver starts the engines of a run (`placement.judge`), and reward workers ask them like any other judge. If the
 server ends, its actor ends, and Ray starts the actor again at the same address. Meanwhile the run waits for the judge
-(`reward.judge.wait_s`).
+(`reward.judge.wait_s`). If the machine is lost, Ray starts the actor on another machine, at another address. Training
+workers ask for the addresses at each of their starts.
 """
 
 from __future__ import annotations

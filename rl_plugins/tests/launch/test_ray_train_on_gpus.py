@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ray.train.torch
 
+from rl_plugins.errors import ConfigError
 from rl_plugins.launch import ray_train
 from rl_plugins.rollout.vllm.client import VLLMRollout
 from rl_plugins.run_folder import RunFolder
@@ -84,3 +85,16 @@ def test_train_starts_split_engines_on_their_own_gpus_before_the_workers(asked: 
     ]  # fmt: skip
     rollout = asked["train_loop_config"]["rollout"]
     assert (rollout.config.backend, rollout.config.sleeps, rollout._fleet._num_gpus) == ("nccl", False, 4)
+
+
+def test_train_ends_the_rollout_engines_if_a_judge_does_not_start(
+    asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def addresses_of(judges: Any, timeout_s: float) -> list[str]:
+        raise ConfigError("the judge ended")
+
+    monkeypatch.setattr(ray_train, "addresses_of", addresses_of)
+    monkeypatch.setattr(VLLMRollout, "stop", lambda self: asked["order"].append("stop"))
+    with pytest.raises(ConfigError, match="the judge ended"):
+        train(tmp_path, "placement.rollout=split")
+    assert asked["order"][0] == "reserve" and asked["order"][-1] == "stop" and "fit" not in asked["order"]
