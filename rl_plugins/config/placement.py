@@ -16,6 +16,7 @@ from rl_plugins.config.settings import (
     SECONDS_OR_0,
     Settings,
     one_of,
+    or_null,
 )
 
 _PLACE = one_of("while_sampling", "stay", "cpu", "nvme")
@@ -116,12 +117,15 @@ class PoolOptions(Settings):
         gpus: Ray GPUs of each process, if there are GPUs.
         deadline_s: deadline for the results of a micro-batch, and for an update of the critic, in seconds. It includes
             the waits for other workers and for a new process.
+        start_timeout_s: deadline for a process to start and load the model, and to read the critic's state of a
+            checkpoint, in seconds; null is 300, or 900 on GPUs.
     """
 
     actors: Annotated[int, NOT_NEGATIVE] = 0
     cpus: Annotated[float, NOT_NEGATIVE] = 1.0
     gpus: Annotated[float, GPUS] = 1.0
     deadline_s: Annotated[float, SECONDS] = 600.0
+    start_timeout_s: Annotated[float | None, or_null(SECONDS)] = None
 
 
 @dataclass

@@ -443,6 +443,7 @@ def pool_configs(config: RecipeConfig, on_gpu: dict[str, bool]) -> list[PoolConf
             actors=options.actors,
             device="cuda" if on_gpu[role] else "cpu",
             threads=max(1, int(options.cpus)),
+            ready_timeout_s=options.start_timeout_s or (900.0 if on_gpu[role] else 300.0),
             call_timeout_s=options.deadline_s,
         )
         for role, options in config.placement.pools.items()

@@ -35,7 +35,7 @@ class PoolConfig:
         actors: number of actor processes.
         device: device of the model, `cpu` or `cuda`.
         threads: number of CPU threads of each process.
-        ready_timeout_s: seconds for an actor to load the model.
+        ready_timeout_s: seconds for an actor to load the model, and to read the critic's state of a checkpoint.
         call_timeout_s: seconds for the results of a micro-batch. The time includes the wait for calls of other ranks
             and for the restart of an actor.
         name: prefix of the actor names.

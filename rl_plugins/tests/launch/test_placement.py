@@ -8,7 +8,16 @@ import pytest
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.placement import Role, check_fit, engine_threads, needed, roles_of, table, weight_transport
+from rl_plugins.launch.placement import (
+    Role,
+    check_fit,
+    engine_threads,
+    needed,
+    pool_configs,
+    roles_of,
+    table,
+    weight_transport,
+)
 from rl_plugins.tests.launch.configurations import configured
 
 
@@ -48,6 +57,13 @@ def test_roles_of_has_a_role_for_each_pool():
     )
     assert pools["teacher"] == (3, 1, 0.5, "PACK") and pools["reward_model"] == (2, 1, 1, "PACK")
     assert grpo_roles("cuda", "placement.critic.actors=2")["critic"] == (2, 1, 1, "PACK")
+
+
+def test_pool_configs_have_the_deadline_of_the_start():
+    actors = ("placement.teacher.actors=1", "placement.critic.actors=1", "placement.critic.start_timeout_s=7200")
+    for gpus, seconds in ((True, 900.0), (False, 300.0)):
+        pools = pool_configs(grpo(*actors), {"teacher": gpus, "critic": gpus})
+        assert {pool.role: pool.ready_timeout_s for pool in pools} == {"teacher": seconds, "critic": 7200.0}
 
 
 def test_roles_of_counts_the_gpus_of_reward_workers():
