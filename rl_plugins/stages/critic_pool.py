@@ -127,7 +127,11 @@ class CriticPool(ModelPool):
         return all(self._wait([(0, call)], self.config.call_timeout_s, "check its weights"))
 
     def save(self, folder: Path) -> None:
-        """Let an actor write the critic to a folder."""
+        """Let an actor write the critic to a folder.
+
+        Raises:
+            OSError: the actor cannot write.
+        """
         self._connect()
         # All actors hold the same state.
         self._wait([(0, self._actors[0].save.remote(folder))], self.config.call_timeout_s, f"write {folder}")
@@ -151,6 +155,9 @@ class CriticPool(ModelPool):
         except UserError:
             raise
         except ray.exceptions.RayError as error:
+            # The critic is whole after a failed write.
+            if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, OSError):
+                raise error.cause from None
             raise CriticLost(
                 f"rank {self._rank}: the pool {self.config.role} failed to {task}. The updates of the critic since "
                 "the last checkpoint are lost, so the workers must restart from the checkpoint"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 from torch import Tensor, nn
 
@@ -15,9 +18,11 @@ from rl_plugins.algorithms.aggregation import GlobalCounts, local_counts
 from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import CheckpointError
+from rl_plugins.manifest import CheckpointWriter
 from rl_plugins.models.pool_actor import PoolConfig
-from rl_plugins.stages.critic_pool import CriticActor
+from rl_plugins.stages.critic_pool import CriticActor, CriticLost, CriticPool
 from rl_plugins.stages.critic_training import CriticLearner, CriticTraining, Learnt, ValueObjective
+from rl_plugins.strategies.checkpoint_folder import save_learner
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
@@ -199,3 +204,21 @@ def test_critic_learner_in_bfloat16_applies_small_steps_to_float32_weights() -> 
         if weight.dtype == torch.float32 and gap({name: weight}, {name: start[name]}) > 1e-7
     ]
     assert len(moved) == len(start)
+
+
+def test_save_of_a_critic_pool_with_a_full_disk_is_a_failure_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("a bug")]
+
+    def get(calls: list[None], timeout: float) -> None:
+        raise ray.exceptions.RayTaskError("save", "Traceback", errors.pop(0)).as_instanceof_cause()
+
+    monkeypatch.setattr(ray, "get", get)
+    pool, writer = CriticPool(PoolConfig("critic", "model", "scalar"), []), CheckpointWriter(tmp_path)
+    pool._actors = [SimpleNamespace(save=SimpleNamespace(remote=lambda folder: None))]
+    save_learner(writer, pool, tmp_path / "critic")
+    said = f"{tmp_path / 'critic'} cannot be written (No space left on device): make room on its disk"
+    assert str(writer.failure).startswith(said)
+    with pytest.raises(CriticLost, match="failed to write"):
+        pool.save(tmp_path)
