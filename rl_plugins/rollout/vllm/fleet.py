@@ -391,7 +391,8 @@ class Fleet:
             self.mark_lost(engine, silent=silent)
             self.living.remove(engine)
             self._warm.discard(engine)
-            if self.rank == 0 and silent:
+            # Ray also gives up engines that still live, which would keep the memory of the GPUs of their successors.
+            if self.rank == 0 and (silent or self.config.shares_gpus):
                 ray.kill(self.actors[engine], no_restart=self.config.shares_gpus)
             if self.config.shares_gpus:
                 continue

@@ -104,6 +104,18 @@ def test_engines_on_gpus_may_be_silent_for_longer_before_their_first_samples(mon
     assert timeouts(1) == [120, 120]
 
 
+def test_drop_lost_ends_lost_engines_on_the_gpus_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[tuple[Any, bool]] = []
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append((actor, no_restart)))
+    fleet = Fleet(VLLMConfig("model", device="cuda", transport="ipc"), "name", 2, 0)
+    fleet._labels, fleet.actors = {0: "name-0", 1: "name-1"}, {0: "first", 1: "second"}
+    for rank, ended in ((0, [("first", True)]), (1, [])):
+        killed.clear()
+        fleet.rank, fleet.living = rank, [0, 1]
+        fleet.mark_lost(0, silent=False)
+        assert fleet.drop_lost() == 1 and fleet.living == [1] and killed == ended
+
+
 def test_start_names_a_damaged_config_json_before_an_actor_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": ')
     with pytest.raises(ConfigError, match=r"config.json: not valid JSON"):
