@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 WORKERS = "training workers"
 ENGINES = "rollout engines"
 JUDGES = "judge engines"
+REWARD_WORKERS = "reward workers"
 Resources = Mapping[str, float]
 PlacedPool = tuple[PoolConfig, list[dict[str, Any]]]
 """Configuration of a pool, and Ray's options for each actor of the pool."""
@@ -103,7 +104,7 @@ def roles_of(config: RecipeConfig) -> list[Role]:
         # Each training worker starts reward workers near itself.
         count, gpus = placement.num_workers * config.reward.num_workers, config.reward.gpus
         options = f"placement.num_workers={placement.num_workers}, reward.num_workers, reward.gpus"
-        roles.append(Role("reward workers", count, 0.0, gpus, None, options))
+        roles.append(Role(REWARD_WORKERS, count, 0.0, gpus, None, options))
     return roles
 
 
@@ -331,7 +332,8 @@ class Reservation:
 def reserved(roles: Sequence[Role], run: str, wait_for_nodes_s: float = 0.0) -> Iterator[Reservation]:
     """Reserve a placement group for every role with its own resources, and release all groups at the end.
 
-    The caller releases the group of the training workers earlier, because Ray Train makes its own group.
+    The caller releases the groups of training workers and of reward workers earlier: Ray Train makes its own group, and
+    each training worker starts reward workers near itself.
 
     Args:
         roles: roles of the run.
@@ -345,9 +347,10 @@ def reserved(roles: Sequence[Role], run: str, wait_for_nodes_s: float = 0.0) -> 
 
     reservation = Reservation(
         {
-            role.name: placement_group([role.bundle] * role.count, role.strategy, name=f"{run}: {role.name}")
+            # Processes beside the training workers need room in the cluster, too.
+            role.name: placement_group([role.bundle] * role.count, role.strategy or "PACK", name=f"{run}: {role.name}")
             for role in roles
-            if role.strategy is not None and role.bundle
+            if role.bundle
         }
     )
     deadline_s, start = max(wait_for_nodes_s, _BUSY_S), time.monotonic()

@@ -31,6 +31,7 @@ from rl_plugins.launch.own_ray import LEAST_BYTES, object_store_bytes, set_own_r
 from rl_plugins.launch.placement import (
     ENGINES,
     JUDGES,
+    REWARD_WORKERS,
     WORKERS,
     PlacedPool,
     Reservation,
@@ -145,8 +146,10 @@ def _start_roles_and_fit(config: RecipeConfig, folder: RunFolder, roles: list[Ro
         ray_trainer = _ray_trainer(config, folder, started)
         # Ray Train would require the checkpoints of its snapshot. The run's folder has the present checkpoints.
         (folder.path / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME).unlink(missing_ok=True)
-        # Ray Train makes its own placement group of the same size.
-        places.release(WORKERS)
+        # Ray Train makes its own placement group of the same size, and each worker starts its reward workers.
+        for role in roles:
+            if role.name in (WORKERS, REWARD_WORKERS):
+                places.release(role.name)
         with stop_on_signals(folder), user_errors_unwrapped():
             ray_trainer.fit()
     except SystemExit:

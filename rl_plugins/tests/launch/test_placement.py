@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray.util
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
@@ -14,6 +16,7 @@ from rl_plugins.launch.placement import (
     engine_threads,
     needed,
     pool_configs,
+    reserved,
     roles_of,
     table,
     weight_transport,
@@ -77,6 +80,23 @@ def test_roles_of_counts_the_gpus_of_reward_workers():
         ConfigError, match=r"needs 8 GPUs \(training workers 4 x 1, reward workers 4 x 1\).*reward\.gpus"
     ):
         check_fit(roles_of(config), [{**machine, "GPU": 7.0}], "this machine")
+
+
+def test_reserved_has_places_for_all_roles_with_resources(monkeypatch: pytest.MonkeyPatch):
+    asked: dict[str, Any] = {}
+
+    def placement_group(bundles: list[dict[str, float]], strategy: str, name: str) -> Any:
+        asked[name] = (bundles, strategy)
+        return SimpleNamespace(wait=lambda timeout_s: True)
+
+    monkeypatch.setattr(ray.util, "placement_group", placement_group)
+    monkeypatch.setattr(ray.util, "remove_placement_group", lambda group: None)
+    config = grpo("placement.device=cuda", "placement.num_workers=1", "placement.strategy=SPREAD", "reward.gpus=0.5")
+    with reserved(roles_of(config), "run"):
+        assert asked == {
+            "run: training workers": ([{"CPU": 1.0, "GPU": 1.0}], "SPREAD"),
+            "run: reward workers": ([{"GPU": 0.5}], "PACK"),
+        }
 
 
 def test_roles_of_a_critic_with_several_actors_need_a_gpu_each():

@@ -87,6 +87,13 @@ def test_train_starts_split_engines_on_their_own_gpus_before_the_workers(asked: 
     assert (rollout.config.backend, rollout.config.sleeps, rollout._fleet._num_gpus) == ("nccl", False, 4)
 
 
+def test_train_releases_the_gpus_of_reward_workers_before_the_workers_start(
+    asked: dict[str, Any], tmp_path: Path
+) -> None:
+    train(tmp_path, "reward.gpus=0.5")
+    assert asked["order"] == ["reserve", "check 2", "release training workers", "release reward workers", "fit"]
+
+
 def test_train_ends_the_rollout_engines_if_a_judge_does_not_start(
     asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
