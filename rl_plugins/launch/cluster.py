@@ -73,7 +73,7 @@ def join_cluster(**options: Any) -> None:
 
 
 def variables_of_job() -> set[str]:
-    """Return the names of the environment variables that the user gave to the Ray job of this process."""
+    """Return the names of the user's environment variables for the Ray job of this process."""
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
     return set(job.get("runtime_env", {}).get("env_vars", {}))
 

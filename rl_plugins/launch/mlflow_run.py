@@ -171,7 +171,7 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
 
 
 def _status(config: RecipeConfig, folder: RunFolder, steps: int) -> str:
-    """Return MLflow's status of a run that has made a number of steps."""
+    """Return MLflow's status of a run after a number of steps."""
     if folder.failed():
         return "FAILED"
     has_all = steps >= config.run.steps and (not config.run.export or folder.exported() is not None)

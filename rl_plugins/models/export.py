@@ -67,7 +67,7 @@ def save_policy(
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that the files of a model contain, such as the correction bias of a router, by name."""
+    """Return the buffers in the files of a model by name, such as the correction bias of a router."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()

@@ -43,7 +43,7 @@ def test_after_exception_writes_other_errors_down_while_restarts_are_left(tmp_pa
     assert capsys.readouterr().out == said and folder.times_failed() == 1
 
 
-def test_after_exception_tells_a_preempted_machine_once_and_does_not_count_it(tmp_path, capsys):
+def test_after_exception_tells_a_preempted_machine_once_without_a_count(tmp_path, capsys):
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     failures = WorkerFailures(folder, 1)
