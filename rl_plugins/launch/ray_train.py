@@ -227,6 +227,7 @@ def _worker_arguments(config: RecipeConfig, started: _StartedRoles) -> dict[str,
     """Return the argument of `train_worker`."""
     return {
         "config": asdict(config),
+        "from_environment": config.from_environment,
         "rollout": started.rollout,
         "pools": list(started.pools),
         "critics": started.critics,
@@ -263,6 +264,8 @@ def _training_run(arguments: dict[str, Any]) -> TrainingRun:
     from rl_plugins.stages.critic_pool import CriticPool
 
     config = parse_config(arguments["config"])
+    # The arguments have the values: with the expressions, no value comes into the records of the run.
+    config.from_environment = arguments["from_environment"]
     device = config.placement.device
     # With GPUs, optimizer steps of `strategy.offload.policy=cpu` use the threads.
     torch.set_num_threads(max(1, int(config.placement.cpus_per_worker)))
