@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,27 +110,33 @@ def compose_config(config_name: str, overrides: list[str], folder: Path = CONFIG
     register_schema()
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         try:
-            return _without_replaced_options(compose(config_name, overrides), overrides)
+            return _without_replaced_options(compose(config_name, overrides), config_name, overrides)
         except (HydraException, ValueError) as error:
             raise ConfigError(explain(error, lambda: keys_of(compose(config_name)))) from None
 
 
-def _without_replaced_options(config: DictConfig, overrides: Iterable[str]) -> DictConfig:
+def _without_replaced_options(config: DictConfig, config_name: str, overrides: Sequence[str]) -> DictConfig:
     """Remove the recipe's options of an advantage or a policy loss that an override replaces.
 
     Options stay if an override names them: a function of the user has other arguments than the recipe's function.
+    Options also stay if the override names the recipe's own function. Call it while Hydra is initialized.
     """
+    from hydra import compose
     from omegaconf import open_dict
 
-    keys = {text.partition("=")[0].lstrip("+") for text in overrides}
+    keys = [text.partition("=")[0].lstrip("+") for text in overrides]
     for function in ("advantage", "policy_loss"):
-        if f"algorithm.{function}" in keys:
-            group = f"algorithm.{function}_options"
-            with open_dict(config):
-                options = config.algorithm.get(f"{function}_options") or {}
-                for name in list(options) if group not in keys else ():
-                    if f"{group}.{name}" not in keys:
-                        del options[name]
+        if f"algorithm.{function}" not in keys:
+            continue
+        others = [text for text, key in zip(overrides, keys, strict=True) if key != f"algorithm.{function}"]
+        if config.algorithm.get(function) == compose(config_name, others).algorithm.get(function):
+            continue
+        group = f"algorithm.{function}_options"
+        with open_dict(config):
+            options = config.algorithm.get(f"{function}_options") or {}
+            for name in list(options) if group not in keys else ():
+                if f"{group}.{name}" not in keys:
+                    del options[name]
     return config
 
 
@@ -207,8 +213,9 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
     def keep(config: DictConfig) -> None:
         own = HydraConfig.get()
         recipe = _recipe_of(str(own.job.config_name), config_name)
-        composed.append((_without_replaced_options(config, own.overrides.task), recipe))
-        jobs.append(list(own.overrides.task))
+        overrides = list(own.overrides.task)
+        composed.append((_without_replaced_options(config, str(own.job.config_name), overrides), recipe))
+        jobs.append(overrides)
 
     # --help shows this name.
     keep.__module__ = f"rl_plugins.recipes.{config_name}"
@@ -237,7 +244,7 @@ def _ends_of_names(jobs: Sequence[Sequence[str]]) -> list[str]:
     The end is empty for a single job, and if the overrides give the names themselves.
     """
     own = [[text for text in job if any(text not in other for other in jobs)] for job in jobs]
-    if any(text.startswith("run.name=") for texts in own for text in texts):
+    if any(text.lstrip("+").startswith(("run.name=", "name=")) for texts in own for text in texts):
         return [""] * len(jobs)
     # A name of a folder has fewer characters than an override.
     return ["".join(f"-{_NOT_IN_NAMES.sub('_', _GROUPS.sub('', text))}" for text in texts) for texts in own]

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch import local, preflight, ray_train
-from rl_plugins.launch.command_line import compose_config, recipe_main, run_recipe
+from rl_plugins.launch.command_line import _ends_of_names, compose_config, recipe_main, run_recipe
 from rl_plugins.launch.dry_run import check_data, set_steps
 from rl_plugins.launch.resume import note_end
 from rl_plugins.run_folder import RunFolder
@@ -277,8 +277,10 @@ def test_runs_of_multirun_have_names_with_their_own_overrides(grpo, started, tmp
     names = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if "all checks" in line]
     rates = [f"grpo-lr={rate}-algorithm={name}" for rate in ("1e-05", "2e-05") for name in ("grpo", "rloo")]
     assert names == rates
-    assert grpo(*swept, "run.name=a,b") == 0
+    assert grpo(*swept, "++run.name=a,b") == 0
     assert [line[:2] for line in capsys.readouterr().out.splitlines() if "all checks" in line] == ["a:", "b:"]
+    # A pipeline has a name of its own.
+    assert _ends_of_names([["name=a"], ["name=b"]]) == _ends_of_names([["run.name=a"], ["run.name=b"]]) == ["", ""]
 
 
 def test_recipe_main_only_checks_with_dry_run(grpo, started, tmp_path, capsys):

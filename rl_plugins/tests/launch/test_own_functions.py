@@ -73,6 +73,14 @@ def test_options_of_a_replaced_function_do_not_stay_on_the_command_line(monkeypa
     assert config.algorithm.advantage_options == {} and config.algorithm.policy_loss_options.dual_clip == 3.0
 
 
+def test_options_stay_if_an_override_names_the_own_function_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["algorithm=dapo", "algorithm.policy_loss=ppo_clip", "algorithm.advantage=grpo"]
+    assert compose_config("grpo", [MODEL, *overrides]).algorithm.policy_loss_options.clip_high == 0.28
+    monkeypatch.setattr(sys, "argv", ["grpo", MODEL, *overrides])
+    ((config, _),) = compose_for_command_line("grpo")
+    assert config.algorithm.policy_loss_options.clip_high == 0.28
+
+
 @for_each(
     ("override", "words"),
     [
