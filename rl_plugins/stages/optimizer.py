@@ -72,11 +72,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> dict[str, Any]
         ConfigError: a name does not exist, an optimizer or schedule refuses its arguments or needs a closure or a
             metric, an option has no effect, or a model without a vision tower has a rate for the tower.
     """
-    make, arguments = _named(config.name, "torch.optim", "name")
-    if make is Muon:
-        make = MuonAndAdamW
-        if config.vision_lr:
-            raise ConfigError("vision_lr: Muon has one rate for all parameters: use 0, or another optimizer")
+    make, arguments = _optimizer_class(config)
     trained: Any = model if make is MuonAndAdamW else _groups(config, model)
     known = inspect.signature(make).parameters
     defaults, has_any = OptimizerConfig(), any(known[name].kind is inspect.Parameter.VAR_KEYWORD for name in known)
@@ -139,7 +135,19 @@ def try_optimizer(config: OptimizerConfig) -> None:
     Raises:
         ConfigError: see `build_optimizer`.
     """
+    _optimizer_class(config)
+    # The small model has no vision tower.
     build_optimizer(replace(config, vision_lr=None), nn.Linear(2, 2))
+
+
+def _optimizer_class(config: OptimizerConfig) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the class or function of the optimizer, and the arguments of its node."""
+    make, arguments = _named(config.name, "torch.optim", "name")
+    if make is not Muon:
+        return make, arguments
+    if config.vision_lr:
+        raise ConfigError("vision_lr: Muon has one rate for all parameters: use 0, or another optimizer")
+    return MuonAndAdamW, arguments
 
 
 def _schedule(config: OptimizerConfig, optimizer: Optimizer) -> Any:

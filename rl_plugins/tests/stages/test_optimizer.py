@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.stages.optimizer import announce, build_optimizer
+from rl_plugins.stages.optimizer import announce, build_optimizer, try_optimizer
 from rl_plugins.tests.cases import case
 from rl_plugins.tests.fake_cuda import FakeCuda
 from rl_plugins.tests.loops import for_each
@@ -71,6 +71,9 @@ def test_vision_lr_needs_a_vision_tower_and_an_optimizer_with_groups() -> None:
     ):
         with case(message), pytest.raises(ConfigError, match=message):
             build_optimizer(config, torch.nn.LayerNorm(2))
+    try_optimizer(OptimizerConfig(vision_lr=1e-3))
+    with pytest.raises(ConfigError, match="vision_lr: Muon has one rate"):
+        try_optimizer(OptimizerConfig(name="Muon", vision_lr=1e-3))
 
 
 @for_each(
