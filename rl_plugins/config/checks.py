@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from pathlib import Path
 
 from rl_plugins.config.judge import check_deadline, judges_of, models_of_engines
 from rl_plugins.config.models import RouterLossConfig
 from rl_plugins.config.placement import CRITIC_POOLS, FROZEN, POOLS
-from rl_plugins.config.recipe import COLLECTING_STAGES, GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
+from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.config.rollout import ADAPTER_RANKS
+from rl_plugins.config.stage_checks import needs_collecting
 from rl_plugins.errors import ConfigError
 from rl_plugins.extras import check_installed
 
@@ -67,9 +67,6 @@ def check_options(config: RecipeConfig) -> None:
         _check_schedule,
         _check_lora,
         _check_four_bits,
-        _check_registration,
-        _check_best,
-        _check_debug,
         _check_pools,
         _check_offload,
         _check_judges,
@@ -96,6 +93,32 @@ def check_batch(config: RecipeConfig) -> None:
         raise ConfigError(
             f"batch.updates_per_step={batch.updates_per_step} does not divide the {per_worker} prompts of each of "
             f"{workers} workers: make batch.prompts_per_step {fitting}, or change batch.updates_per_step"
+        )
+
+
+def check_device(config: RecipeConfig, device: str) -> None:
+    """Check the options that need a GPU.
+
+    Args:
+        config: configuration of the run.
+        device: device of the run, `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: the kernels of Liger, 8-bit products, or the engine of a replay of routes, do not run on the
+            device.
+    """
+    if device != "cpu":
+        return
+    if config.model.float8:
+        raise ConfigError(
+            f"model.float8={config.model.float8}: 8-bit products run on GPUs, and the run is on CPU: leave it out"
+        )
+    if config.model.liger:
+        raise ConfigError("model.liger=true: the kernels of Liger run on GPUs, and the run is on CPU: leave it out")
+    if config.model.router_replay == "rollout" and config.rollout.engine == "vllm":
+        raise ConfigError(
+            "model.router_replay=rollout: vLLM returns experts on GPUs only, and the run is on CPU: use "
+            "model.router_replay=recompute, or rollout.engine=transformers"
         )
 
 
@@ -129,6 +152,9 @@ def _check_validation(config: RecipeConfig) -> None:
 def _check_launcher(config: RecipeConfig) -> None:
     if config.launcher == "local" and config.rollout.engine == "vllm":
         raise ConfigError("launcher=local runs in one process, without Ray and vLLM: add rollout.engine=transformers")
+    for option in (*_PARTS, "strategy.sequence_parallel", "strategy.workers_per_copy"):
+        if config.launcher == "local" and (used := _option_in_use(config, option)):
+            raise ConfigError(f"{used}: launcher=local runs in one process: leave it out, or use launcher=ray")
     if config.launcher == "ray" and not config.reward.num_workers:
         raise ConfigError(
             "reward.num_workers=0 calls rewards in the training process, where a reward can hang the run: set 1 or "
@@ -159,7 +185,7 @@ def _check_kernels(config: RecipeConfig) -> None:
 def _check_routes(config: RecipeConfig) -> None:
     source = config.model.router_replay
     if source is not None:
-        _needs_collecting(config, f"model.router_replay={source}")
+        needs_collecting(config, f"model.router_replay={source}")
     if source == "rollout" and config.rollout.engine == "vllm" and not config.rollout.prefix_caching:
         raise ConfigError(
             "model.router_replay=rollout: vLLM returns experts with rollout.prefix_caching=true only: set it"
@@ -247,7 +273,7 @@ def _check_schedule(config: RecipeConfig) -> None:
     chosen = f"schedule.max_staleness={schedule.max_staleness}"
     if schedule.ahead:
         chosen += f", schedule.ahead={schedule.ahead:g}"
-    _needs_collecting(config, chosen)
+    needs_collecting(config, chosen)
     if config.rollout.engine == "vllm" and schedule.max_staleness and config.rollout_sleep != "none":
         raise ConfigError(
             f"{chosen} makes the engines sample while the workers train, and with "
@@ -255,11 +281,6 @@ def _check_schedule(config: RecipeConfig) -> None:
         )
     if config.debug.replay:
         raise ConfigError(f"{chosen} with debug.replay={config.debug.replay}: replayed samples need no sampling")
-
-
-def _needs_collecting(config: RecipeConfig, option: str) -> None:
-    if config.stage not in COLLECTING_STAGES:
-        raise ConfigError(f"{option}: is for the stages {' and '.join(COLLECTING_STAGES)}, not for {config.stage}")
 
 
 def _check_lora(config: RecipeConfig) -> None:
@@ -289,7 +310,8 @@ def _check_lora(config: RecipeConfig) -> None:
             "rollout.sleep=all frees the weights, and an update of the adapter alone does not send the weights: use "
             "rollout.sleep=kv_cache, or rollout.lora=merged"
         )
-    if config.rollout.lora == "adapter" and rank > ADAPTER_RANKS[-1]:
+    applies_adapter = config.rollout.engine == "vllm" and config.needs_engine and config.rollout.lora == "adapter"
+    if applies_adapter and rank > ADAPTER_RANKS[-1]:
         raise ConfigError(
             f"rollout.lora=adapter: vLLM applies adapters of rank {ADAPTER_RANKS[-1]} at most, not {rank}: use "
             "rollout.lora=merged"
@@ -350,50 +372,6 @@ def _check_offload(config: RecipeConfig) -> None:
             raise ConfigError(f"strategy.offload.{model}=nvme: a {model} that follows the policy cannot be in files")
 
 
-def _check_registration(config: RecipeConfig) -> None:
-    name = config.tracking.register_as
-    if name is None:
-        return
-    needed = {
-        "tracking.enabled=true": config.tracking.enabled,
-        "run.export=true": config.run.export,
-        "run.export_lora=merged": config.run.export_lora == "merged",
-    }
-    for option, holds in needed.items():
-        if not holds:
-            raise ConfigError(f"tracking.register_as={name} registers the exported policy: it needs {option}")
-    if not config.generates:
-        raise ConfigError(f"tracking.register_as={name}: stage={config.stage} makes no policy: leave it out")
-    if not name or set(name) & set("/:@"):
-        raise ConfigError(f"tracking.register_as={name}: use a name without / : and @")
-
-
-def _check_best(config: RecipeConfig) -> None:
-    if config.run.keep_best and config.run.best_metric.startswith("val/") and not config.validates:
-        raise ConfigError(
-            f"run.keep_best={config.run.keep_best} needs run.best_metric={config.run.best_metric}, and the run does "
-            "not validate: name data.val_files and run.eval_every, or a metric of training such as train/reward"
-        )
-    if config.tracking.upload_best > config.run.keep_best:
-        raise ConfigError(
-            f"tracking.upload_best={config.tracking.upload_best} is more than run.keep_best={config.run.keep_best}, "
-            "the number of best checkpoints: raise run.keep_best"
-        )
-
-
-def _check_debug(config: RecipeConfig) -> None:
-    debug = config.debug
-    for option, value in {"debug.dump_rollouts": debug.dump_rollouts, "debug.replay": debug.replay}.items():
-        if value:
-            _needs_collecting(config, f"{option}={value}")
-    if debug.replay and config.validates:
-        raise ConfigError(
-            f"debug.replay={debug.replay}: a run on replayed samples cannot validate: add run.eval_every=0"
-        )
-    if debug.replay and not Path(debug.replay).is_dir():
-        raise ConfigError(f"debug.replay={debug.replay}: there is no such folder; name `rollouts` of a run's folder")
-
-
 def _check_pools(config: RecipeConfig) -> None:
     models = {
         "reward_model": config.reward_model.path,
@@ -408,7 +386,7 @@ def _check_pools(config: RecipeConfig) -> None:
         if not pool.actors:
             continue
         _needs_ray(config, option)
-        _needs_collecting(config, option)
+        needs_collecting(config, option)
         if models[role] is None:
             raise ConfigError(f"{option}, and there is no such model: name it with {role}.path, or leave the pool out")
     for model in _FOLLOWERS:

@@ -45,6 +45,8 @@ SAMPLING_STAGES = (*COLLECTING_STAGES, "online_preference_optimization")
 GIVEN_RESPONSE_STAGES = ("reward_modeling", "preference_optimization")
 """Stages whose training rows contain preferences or labels instead of a reward."""
 STAGES = ("sft", *GIVEN_RESPONSE_STAGES, *SAMPLING_STAGES)
+LOSSES_WITHOUT_REFERENCE = ("orpo", "simpo")
+"""Losses of preferences that need no reference model."""
 MODELS = ("model", "reference", "teacher", "critic", "reward_model", "cost_critic", "cost_model")
 """Groups with the path of a model."""
 
@@ -54,7 +56,7 @@ class RecipeConfig(Settings):
     """All options of a recipe: a record for each group, and the options without a group.
 
     Attributes:
-        stage: training method; groups without a use for the method are ignored.
+        stage: training method; most groups without a use for the method are ignored.
         launcher: `ray`, or `local` for one process.
         algorithm: algorithm of policy optimization: a node with `_target_`.
         callbacks: further callbacks of Lightning: a mapping of names to nodes with `_target_`.
@@ -96,7 +98,12 @@ class RecipeConfig(Settings):
         super().__post_init__()
         # Expression and value of each option from the environment. No field, because it is no option.
         self.from_environment: dict[OptionPath, tuple[str, object]] = {}
-        if not isinstance(self.algorithm, dict) or self.algorithm.get("correction", "none") is not None:
+        self._has_default_correction = isinstance(self.algorithm, dict) and self.algorithm.get("correction", "") is None
+        self._choose_correction()
+
+    def _choose_correction(self) -> None:
+        """Set the correction by the dtypes of engine and training, unless the recipe names a correction."""
+        if not self._has_default_correction:
             return
         # With a staleness, the ratios of the loss are ratios to the sampling policies already.
         gap = self.rollout.quantizes or self.model.float8 or self.rollout_dtype != self._passes_dtype
@@ -109,8 +116,8 @@ class RecipeConfig(Settings):
 
     @property
     def needs_engine(self) -> bool:
-        """True if the run has a rollout engine. A run on replayed samples has none."""
-        return self.generates and self.debug.replay is None
+        """True if the run has a rollout engine: it samples in training or validation, and replays no samples."""
+        return self.generates and self.debug.replay is None and (self.stage in SAMPLING_STAGES or self.validates)
 
     @property
     def validates(self) -> bool:
@@ -176,9 +183,9 @@ class RecipeConfig(Settings):
     def frozen_models(self) -> dict[str, int]:
         """Number of frozen models in the training workers by role. Models in pools have other processes."""
         kl = self.algorithm.get("kl") if isinstance(self.algorithm, dict) else None
-        compares = self.stage in ("prime", "online_preference_optimization") or (
-            isinstance(kl, dict) and bool(kl.get("coefficient"))
-        )
+        compares = self.stage == "prime" or (isinstance(kl, dict) and bool(kl.get("coefficient")))
+        if self.stage.endswith("preference_optimization"):
+            compares = self.loss.name not in LOSSES_WITHOUT_REFERENCE
         numbers = {
             # Without its adapter, the policy is the reference.
             "reference": bool(self.reference.path) or (compares and not self.model.lora.rank),
@@ -248,24 +255,9 @@ class RecipeConfig(Settings):
         yield from (place for place in places if place[1].get(place[2]) and isinstance(place[1][place[2]], str))
 
     def set_device(self, device: str) -> None:
-        """Set the device of the run, `cpu` or `cuda`, and the precision that follows from the device.
-
-        Raises:
-            ConfigError: the kernels of Liger, 8-bit products, or the engine of a replay of routes, do not run on the
-                device.
-        """
-        if self.model.float8 and device == "cpu":
-            raise ConfigError(
-                f"model.float8={self.model.float8}: 8-bit products run on GPUs, and the run is on CPU: leave it out"
-            )
-        if self.model.liger and device == "cpu":
-            raise ConfigError("model.liger=true: the kernels of Liger run on GPUs, and the run is on CPU: leave it out")
-        if self.model.router_replay == "rollout" and device == "cpu" and self.rollout.engine == "vllm":
-            raise ConfigError(
-                "model.router_replay=rollout: vLLM returns experts on GPUs only, and the run is on CPU: use "
-                "model.router_replay=recompute, or rollout.engine=transformers"
-            )
+        """Set the device of the run, `cpu` or `cuda`, and the precision and correction that follow from the device."""
         self.placement.device = device
+        self._choose_correction()
         self.model.precision = self.precision
 
     def make_paths_absolute(self) -> None:
@@ -286,7 +278,7 @@ class RecipeConfig(Settings):
         for options in (vars(self.reward.judge), *(node for node in own if isinstance(node, dict))):
             options |= {name: _absolute(str(options[name])) for name in JUDGE_FILES if options.get(name)}
         for node in (
-            *self.reward.functions.values(),
+            *_files_of(self.reward.functions),
             self.data.dataset,
             *self.environment.tools,
             self.environment.parser,
@@ -299,6 +291,18 @@ class RecipeConfig(Settings):
             if isinstance(tool, dict) and isinstance(tool.get("mcp"), list):
                 tool["mcp"] = [_absolute(part) if Path(str(part)).is_file() else part for part in tool["mcp"]]
         self.replace_model_paths(lambda option, path: _absolute(path) if Path(path).is_dir() else path)
+
+
+def _files_of(rewards: object) -> Iterator[dict[str, Any]]:
+    """Yield the node of each reward from a file, also inside a sum."""
+    if not isinstance(rewards, dict):
+        return
+    if "_target_" not in rewards and isinstance(rewards.get("path"), str):
+        yield rewards
+        return
+    parts = rewards.get("rewards") if "_target_" in rewards else rewards
+    for part in parts.values() if isinstance(parts, dict) else ():
+        yield from _files_of(part)
 
 
 def _absolute(path: str) -> str:
@@ -381,19 +385,17 @@ def tracking_address(uri: str | None) -> str | None:
     return of_environment if same or not uri else uri
 
 
-def unresolved(config: RecipeConfig) -> dict[str, Any]:
-    """Return the options as plain values. An unchanged option from the environment has its expression as the value."""
+def written(config: RecipeConfig) -> dict[str, Any]:
+    """Return the options as plain values without secrets, for files and pages.
+
+    An unchanged option from the environment has its expression as the value.
+    """
     options = asdict(config)
     for path, (expression, value) in config.from_environment.items():
         if value_at(options, path) == value:
             value_at(options, path[:-1])[path[-1]] = expression
-    return options
-
-
-def written(config: RecipeConfig) -> dict[str, Any]:
-    """Return the options for files and pages: `unresolved`, without secrets."""
-    options: dict[str, Any] = redacted_value(unresolved(config))
-    return options
+    plain: dict[str, Any] = redacted_value(options)
+    return plain
 
 
 def options_of(node: object, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -24,9 +24,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.environment_variables import resolved_without_environment
 from rl_plugins.config.hydra_errors import explain
-from rl_plugins.config.recipe import RecipeConfig, parse_config, store_schema, tracking_address, unresolved
+from rl_plugins.config.recipe import RecipeConfig, options_of, parse_config, store_schema, tracking_address
 from rl_plugins.config.run import LOCAL_FOLDER
 from rl_plugins.config.settings import FOLDER_NAME
+from rl_plugins.config.stage_checks import check_stage_options
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped
 from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_user_error, run_recipe
 from rl_plugins.launch.pinned_versions import PinnedVersions, pinned_model
@@ -47,6 +48,16 @@ logger = logging.getLogger(__name__)
 
 _OPEN_TIMEOUT_S = 60.0
 _SYNC_TIMEOUT_S = 600.0
+_OWN_OPTIONS = {
+    "run.name": "the name of the stage",
+    "run.output_dir": "output_dir",
+    "run.dry_run": "dry_run",
+    "run.resume": "resume",
+    "tracking.uri": "tracking_uri",
+    "tracking.experiment": "experiment",
+    "tracking.parent_run": None,
+}
+"""Options of stages that the pipeline sets, with the option of the pipeline, if there is one."""
 _VALIDATION_METRICS = ("val/reward", "val/accuracy")
 
 
@@ -162,10 +173,10 @@ def run_pipeline(composed: DictConfig) -> Path:
                 print(label, flush=True)
                 config.run.resume = "auto"
                 config.tracking.parent_run = parent.run_id() if parent else None
-                # Models of earlier stages exist now, and `parse_config` makes the paths of existing folders absolute.
-                fresh = parse_config(unresolved(config))
+                # Folders of models of earlier stages exist now.
+                config.make_paths_absolute()
                 when_checked = parent.add_stage if parent else None
-                _name_stage(name, partial(run_recipe, fresh, resolved.stages[name].recipe, when_checked))
+                _name_stage(name, partial(run_recipe, config, resolved.stages[name].recipe, when_checked))
             if parent:
                 parent.log_validation(name)
     return folder
@@ -188,8 +199,10 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
     run = {"output_dir": str(folder)}
     uri = tracking_address(pipeline.tracking_uri) or f"sqlite:///{folder}/mlflow.db"
     tracking = {"uri": uri, "experiment": pipeline.experiment}
+    _check_own_options("common", pipeline.common)
     configs = {}
     for name, stage in pipeline.stages.items():
+        _check_own_options(f"stages.{name}.options", stage.options)
         own_options = {"run": {**run, "name": name, "dry_run": pipeline.dry_run}, "tracking": tracking}
 
         def compose(stage: PipelineStage = stage, own_options: Mapping[str, Any] = own_options) -> RecipeConfig:
@@ -205,6 +218,14 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
     return configs
 
 
+def _check_own_options(group: str, options: DictConfig) -> None:
+    """Refuse options of stages that the pipeline sets."""
+    for option, _ in options_of(OmegaConf.to_container(options)):
+        if option in _OWN_OPTIONS:
+            way_out = f"use {_OWN_OPTIONS[option]}" if _OWN_OPTIONS[option] else "leave it out"
+            raise ConfigError(f"{group}.{option}: the pipeline sets this option: {way_out}")
+
+
 def _check_stages(
     configs: Mapping[str, RecipeConfig], folder: Path, versions: PinnedVersions, *, resume: bool | str
 ) -> None:
@@ -214,7 +235,7 @@ def _check_stages(
     if any(RunFolder(folder / name).has_results() for name in configs) and not resume:
         raise ConfigError(f"the pipeline {folder} exists: continue it with resume=true, or give another name")
     for name, config in configs.items():
-        for check in (check_options, check_batch):
+        for check in (check_options, check_stage_options, check_batch):
             _name_stage(name, partial(check, config))
     for name, config in configs.items():
         _name_stage(name, partial(fetch_data, config, versions))

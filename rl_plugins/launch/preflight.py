@@ -14,10 +14,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl_plugins.config.checks import check_batch, check_options
+from rl_plugins.config.checks import check_batch, check_device, check_options
 from rl_plugins.config.models import LANGUAGE_MODEL, SCHEDULES, LoraConfig, OptimizerConfig
 from rl_plugins.config.recipe import COLLECTING_STAGES, RecipeConfig
 from rl_plugins.config.rollout import check_cpu_engine, check_cpu_head_size, check_engine_adapter
+from rl_plugins.config.stage_checks import check_stage_options
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.hub.names import model_name
@@ -47,6 +48,7 @@ def preflight(config: RecipeConfig) -> None:
         ConfigError: an option, a file or a row is wrong. The message names the fault and the way to correct it.
     """
     check_options(config)
+    check_stage_options(config)
     check_batch(config)
     check_this_machine(config)
     models = check_models(config)
@@ -59,6 +61,16 @@ def preflight(config: RecipeConfig) -> None:
     with errors_with_options(RUN_OPTIONS):
         check_data(config, models)
     _check_packing(config, models)
+    if config.model.router_losses.active or config.model.router_replay:
+        # The import loads torch, which takes seconds.
+        from rl_plugins.launch.algorithm_check import check_router_options
+
+        check_router_options(config, models[config.model.path])
+    _check_parts(config)
+
+
+def _check_parts(config: RecipeConfig) -> None:
+    """Check the optimizers, the algorithm or the loss, and parts of the user, which need no model and no data."""
     _check_optimizers(config)
     if config.callbacks or config.tracking.loggers or config.debug.profiler:
         from lightning.pytorch import Callback
@@ -70,12 +82,7 @@ def preflight(config: RecipeConfig) -> None:
         if config.debug.profiler:
             instantiate_as("debug.profiler", config.debug.profiler, Profiler)
     if config.model.attention is not None:
-        _check_attention(config.model.attention, on_cpu=_on_cpu(config))
-    if config.model.router_losses.active or config.model.router_replay:
-        # The import loads torch, which takes seconds.
-        from rl_plugins.launch.algorithm_check import check_router_options
-
-        check_router_options(config, models[config.model.path])
+        _check_attention(config.model.attention, on_cpu=_surely_on_cpu(config))
     if config.stage in COLLECTING_STAGES:
         # The import loads torch, which takes seconds.
         from rl_plugins.launch.algorithm_check import (
@@ -157,15 +164,19 @@ def check_stage_ahead(config: RecipeConfig, folder: Path) -> None:
     check_models(config, lambda path: is_in_mlflow(path) or is_address(path) or is_made_later(path))
     _check_data_files(config, is_made_later)
     _check_reward_files(config)
+    _check_parts(config)
 
 
 def check_this_machine(config: RecipeConfig) -> None:
     """Compare the placement with this machine. With `RAY_ADDRESS` the run is elsewhere: the cluster must answer.
 
     Raises:
-        ConfigError: `placement.device=cuda` without a GPU, GPUs that a run cannot use, too few devices, too little
-            memory for the KV caches, a path too long for Ray's sockets, or no cluster at `RAY_ADDRESS`.
+        ConfigError: an option needs a GPU, and the run is on CPU; or `placement.device=cuda` without a GPU, GPUs that a
+            run cannot use, too few devices, too little memory for the KV caches, a path too long for Ray's sockets, or
+            no cluster at `RAY_ADDRESS`.
     """
+    if _surely_on_cpu(config):
+        check_device(config, "cpu")
     if address := os.environ.get("RAY_ADDRESS"):
         if config.launcher == "ray":
             check_cluster(address)
@@ -213,12 +224,19 @@ def slow_here(config: RecipeConfig) -> str | None:
 
 def _on_cpu(config: RecipeConfig) -> bool:
     device = config.placement.device
-    return device == "cpu" or (device == "auto" and not local_gpus())
+    # The launcher `local` takes a GPU with `cuda` only.
+    return device == "cpu" or (device == "auto" and (config.launcher == "local" or not local_gpus()))
+
+
+def _surely_on_cpu(config: RecipeConfig) -> bool:
+    """Return True if the run is on CPU. With `RAY_ADDRESS`, the devices of `auto` are unknown here."""
+    is_known = config.placement.device == "cpu" or config.launcher == "local" or not os.environ.get("RAY_ADDRESS")
+    return is_known and _on_cpu(config)
 
 
 def _check_memory(config: RecipeConfig) -> None:
     # Each engine on CPU writes the whole KV cache once, when the engine starts.
-    if config.rollout.engine != "vllm" or not config.generates:
+    if config.rollout.engine != "vllm" or not config.needs_engine:
         return
     engines, gib = config.num_engines, config.rollout.cpu_kv_cache_gib
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
@@ -268,7 +286,7 @@ def check_models(
                 )
             if config.rollout.engine == "vllm" and config.needs_engine and config.rollout.lora == "adapter":
                 check_engine_adapter(f"{option}={path}", model, config.model.lora)
-            if _engine_on_cpu(config):
+            if config.rollout.engine == "vllm" and config.needs_engine and _surely_on_cpu(config):
                 check_cpu_engine(f"{option}={path}", model)
             if config.launcher == "ray" and not _on_cpu(config) and not os.environ.get("RAY_ADDRESS"):
                 on_gpus = deepcopy(config)
@@ -289,12 +307,6 @@ def check_models(
 
         check_expert_parallel(config, models)
     return models
-
-
-def _engine_on_cpu(config: RecipeConfig) -> bool:
-    """Return True if vLLM surely runs on CPU. With `RAY_ADDRESS`, the devices of `auto` are unknown here."""
-    device_is_known = config.placement.device == "cpu" or not os.environ.get("RAY_ADDRESS")
-    return config.rollout.engine == "vllm" and config.needs_engine and device_is_known and _on_cpu(config)
 
 
 class _Trained(NamedTuple):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from rl_plugins.addresses import free_port
+from rl_plugins.config.checks import check_device
 from rl_plugins.config.judge import ENGINE_KEY
 from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.recipe import RecipeConfig, write_config
@@ -79,7 +80,9 @@ def train_on_ray(config: RecipeConfig, folder: RunFolder) -> None:
     import ray
 
     started_in = Path.cwd()
-    config.set_device(resolve_device(config))
+    device = resolve_device(config)
+    check_device(config, device)
+    config.set_device(device)
     # Again, with the device in place of `auto`.
     write_config(config, folder.config)
     environment = worker_environment(config.placement.device)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_plugins import extras
-from rl_plugins.config.checks import check_options
+from rl_plugins.config.checks import check_device, check_options
 from rl_plugins.launch.preflight import check_models
 from rl_plugins.model_json import EXPERT_COUNT_KEYS
 from rl_plugins.models.tiny import save_tiny_policy
@@ -68,8 +68,8 @@ def test_float8_needs_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_float8_runs_on_gpus() -> None:
     config = configured("grpo", *BASE)
-    config.set_device("cuda")
-    message = message_of(lambda: config.set_device("cpu"))
+    check_device(config, "cuda")
+    message = message_of(lambda: check_device(config, "cpu"))
     assert message == "model.float8=tensorwise: 8-bit products run on GPUs, and the run is on CPU: leave it out"
 
 

@@ -21,6 +21,7 @@ from rl_plugins.commands.main import parse_arguments
 from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.data import DataConfig
 from rl_plugins.config.recipe import RecipeConfig, parse_config
+from rl_plugins.config.stage_checks import check_stage_options
 from rl_plugins.data.formats import FORMATS
 from rl_plugins.data.images import read_images
 from rl_plugins.data.parquet import LocatedRow, load_rows
@@ -88,6 +89,7 @@ _TOKENIZER = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 7}, "merges": []},
 def _check_config(values: Any) -> None:
     config = parse_config(values)
     check_options(config)
+    check_stage_options(config)
     check_batch(config)
     wrong = [
         path for path, value in _leaves(OmegaConf.to_container(OmegaConf.structured(config))) if _is_infinite(value)

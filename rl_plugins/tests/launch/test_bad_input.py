@@ -25,10 +25,11 @@ from rl_plugins.tests.launch.bad_options import CHECKS, COMPOSING
 from rl_plugins.tests.launch.bad_options_of_environments import ENVIRONMENT_CHECKS
 from rl_plugins.tests.launch.bad_options_of_recipes import OTHER_RECIPES, PAIRS, STEPS
 from rl_plugins.tests.launch.bad_options_of_rewards import REWARD_CHECKS
+from rl_plugins.tests.launch.bad_options_without_effect import UNUSED, UNUSED_IN_STAGES
 from rl_plugins.tests.launch.configurations import configured, message_of
 from rl_plugins.tests.patience import patient
 
-ALL_CHECKS = CHECKS | REWARD_CHECKS | ENVIRONMENT_CHECKS
+ALL_CHECKS = CHECKS | REWARD_CHECKS | ENVIRONMENT_CHECKS | UNUSED
 GOOD = [
     "model.path=model", "data.train_files=[train.parquet]", "data.val_files=[test.parquet]",
     "placement.num_workers=1", "placement.device=cpu", "sampling.max_tokens=6", "data.max_prompt_tokens=26",
@@ -134,6 +135,14 @@ def test_run_recipe_names_the_row_or_the_option_in_other_recipes(recipe, started
     assert wrong == [] and started == []
 
 
+def test_run_recipe_refuses_options_without_a_use_in_the_stage(started):
+    wrong = []
+    for recipe, rows in UNUSED_IN_STAGES.items():
+        for overrides, expected in rows:
+            wrong += missing_words(check(*overrides, recipe=recipe), overrides, expected)
+    assert wrong == [] and started == []
+
+
 def test_run_recipe_starts_other_recipes_with_good_input(started, tmp_path):
     good: list[tuple[str, list[str]]] = [
         ("sft", []),
@@ -172,6 +181,13 @@ def test_run_recipe_refuses_cuda_without_a_gpu(started, monkeypatch):
     overrides = ["placement.device=cuda"]
     words = ["placement.device=cuda", "no NVIDIA GPU", "placement.device=cpu"]
     assert missing_words(check(*overrides), overrides, words) == [] and started == []
+
+
+def test_check_this_machine_knows_that_the_local_launcher_runs_on_cpu_by_default(monkeypatch):
+    monkeypatch.setattr(preflight, "local_gpus", lambda: 8)
+    options = [*GOOD, *IN_ONE_PROCESS, "model.liger=true", "placement.device=auto"]
+    message = message_of(lambda: preflight.check_this_machine(configured("grpo", *options)))
+    assert "model.liger=true: the kernels of Liger run on GPUs, and the run is on CPU" in message
 
 
 def test_run_recipe_refuses_a_tracking_server_that_does_not_answer(started, refused_address):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_plugins import extras
-from rl_plugins.config.checks import check_options
+from rl_plugins.config.checks import check_device, check_options
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.algorithm_check import check_router_options
 from rl_plugins.launch.training import TrainingRun
@@ -44,9 +44,9 @@ def test_liger_runs_on_gpus_and_not_with_compiled_or_cut_blocks(monkeypatch: pyt
     monkeypatch.setattr(extras, "find_spec", lambda name: ModuleSpec(name, None))
     config = configured("grpo", *OPTIONS, "model.liger=true")
     check_options(config)
-    config.set_device("cuda")
+    check_device(config, "cuda")
     with pytest.raises(ConfigError, match=r"model\.liger=true: the kernels of Liger run on GPUs"):
-        config.set_device("cpu")
+        check_device(config, "cpu")
     compiled = configured("grpo", *OPTIONS, "model.liger=true", "model.compile=true")
     assert "and model.compile=true have not been tried together" in message_of(lambda: check_options(compiled))
     cut = configured("grpo", "model.path=model", "model.liger=true", "strategy.name=fsdp", "strategy.tensor_parallel=2")
@@ -71,9 +71,9 @@ def test_router_replay_of_the_rollout_needs_an_engine_that_returns_experts() -> 
     config = configured("grpo", *rollout)
     check_router_options(config, {"model_type": "qwen3_moe"})
     check_options(config)
-    config.set_device("cuda")
-    assert "vLLM returns experts on GPUs only" in message_of(lambda: config.set_device("cpu"))
-    configured("grpo", *rollout, "rollout.engine=transformers").set_device("cpu")
+    check_device(config, "cuda")
+    assert "vLLM returns experts on GPUs only" in message_of(lambda: check_device(config, "cpu"))
+    check_device(configured("grpo", *rollout, "rollout.engine=transformers"), "cpu")
     uncached = configured("grpo", *rollout, "rollout.prefix_caching=false")
     assert "rollout.prefix_caching=true" in message_of(lambda: check_options(uncached))
 

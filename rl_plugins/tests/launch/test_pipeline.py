@@ -78,9 +78,26 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> list[RecipeConfig]:
             [*DATA, "++stages.ppo.options.tracking.upload_best=1"],
             r"stage ppo: tracking\.upload_best=1 is more than run",
         ),
+        (
+            [*DATA, "++common.run.dry_run=true"],
+            r"common\.run\.dry_run: the pipeline sets this option: use dry_run",
+        ),
+        (
+            [*DATA, "++stages.ppo.options.tracking.uri=x"],
+            r"stages\.ppo\.options\.tracking\.uri: the pipeline sets this option: use tracking_uri",
+        ),
         (DATA, r"stage sft: model\.path=/no/model: no such folder"),
     ],
-    ids=["no data of a stage", "no model", "common option", "option of a stage", "value of a stage", "no model folder"],
+    ids=[
+        "no data of a stage",
+        "no model",
+        "common option",
+        "option of a stage",
+        "value of a stage",
+        "common option of the pipeline",
+        "option of the pipeline in a stage",
+        "no model folder",
+    ],
 )
 def test_run_pipeline_names_the_wrong_option(overrides: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -98,8 +115,10 @@ def test_run_pipeline_names_the_wrong_option(overrides: list[str], message: str,
             ["++stages.ppo.choices=['reward=file']", "++stages.ppo.options.reward.functions.default.path=gone.py"],
             r"stage ppo: reward\.functions\.default\.path=.*gone\.py: there is no such file",
         ),
+        (["++stages.ppo.options.algorithm.kl.estimator=k9"], r"stage ppo: algorithm\.kl\.estimator='k9' is unknown"),
+        (["++stages.reward_model.options.optimizer.name=AdamWW"], r"stage reward_model: optimizer\.name=AdamWW: "),
     ],
-    ids=["data file", "column", "reference", "reward"],
+    ids=["data file", "column", "reference", "reward", "algorithm", "optimizer"],
 )
 def test_run_pipeline_checks_the_files_of_all_stages_before_the_first_stage(
     overrides: list[str],
@@ -125,6 +144,16 @@ def test_run_pipeline_takes_the_defaults_of_missing_options(good: list[str], sta
     run_pipeline(plain)
     assert [config.run.name for config in stages] == ["sft", "reward_model", "ppo"]
     assert stages[0].tracking.experiment == PipelineConfig().experiment
+
+
+def test_run_pipeline_leaves_the_correction_to_the_device_of_a_stage(
+    good: list[str], stages: list[RecipeConfig]
+) -> None:
+    run(*good, "++common.rollout.dtype=float32")
+    ppo = stages[-1]
+    assert ppo.algorithm["correction"] == "none"
+    ppo.set_device("cuda")
+    assert ppo.algorithm["correction"] == "token_tis"
 
 
 def test_run_pipeline_only_checks_with_dry_run(
