@@ -25,11 +25,13 @@ from rl_plugins.algorithms.inputs import (
     SCORED_STEP_INPUTS,
     call_with,
     check_inputs,
+    required_inputs,
 )
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES
 from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES
 from rl_plugins.config.models import LoraConfig
-from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.placement import CRITIC_POOLS
+from rl_plugins.config.recipe import COLLECTING_STAGES, RecipeConfig
 from rl_plugins.config.settings import fits, shown, words_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.extras import check_installed
@@ -38,28 +40,58 @@ from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
 from rl_plugins.launch.instantiation import instantiate_node
 from rl_plugins.model_json import expert_count, reads_images
 from rl_plugins.python_file import nearest
+from rl_plugins.stages.model_inputs import MODEL_INPUTS, check_models
 from rl_plugins.stages.off_policy import check_comparable, check_recomputed_routes
 
+_USES = {
+    "reference": "raise algorithm.kl.coefficient above 0",
+    "teacher": "use algorithm=on_policy_distillation",
+}
+"""For each model that can follow the policy, an option with a use for the model."""
 
-def check_pools(config: RecipeConfig) -> None:
-    """Check if the algorithm uses every pool.
+
+def check_method(config: RecipeConfig) -> None:
+    """Check the algorithm or the loss of the stage. The stage `sft` has neither.
 
     Raises:
-        ConfigError: the algorithm does not use the model of a pool. The message names the pool.
+        ConfigError: see `check_algorithm`, `check_use_of_models`, `check_process_reward_model` and `check_loss`.
+    """
+    if config.stage not in COLLECTING_STAGES:
+        check_loss(config)
+        return
+    check_algorithm(config)
+    check_use_of_models(config)
+    if config.stage == "prime":
+        check_process_reward_model(config)
+
+
+def check_use_of_models(config: RecipeConfig) -> None:
+    """Check if the algorithm uses every pool and every model that follows the policy, and ever trains the policy.
+
+    Raises:
+        ConfigError: the algorithm does not use the model, or the critic is trained alone in all steps. The message
+            names the option.
     """
     needs = instantiate_node("algorithm", config.algorithm).needs
-    inputs_of_role = {
-        "reference": {"ref_log_probs_BT"},
-        "teacher": {"teacher_log_probs_BT", "teacher_top_log_probs_BTK"},
-        "critic": {"values_BT"},
-        "cost_critic": {"cost_values_BT"},
-    }
-    for role, names in inputs_of_role.items():
+    for role in ("reference", "teacher", *CRITIC_POOLS):
+        is_used, options = bool(MODEL_INPUTS[role] & needs), getattr(config, role)
         actors = getattr(config.placement, role).actors
-        if actors and not needs & names:
+        if actors and not is_used:
             raise ConfigError(
                 f"placement.{role}.actors={actors}: this algorithm uses no {role.replace('_', ' ')}. Leave "
                 f"placement.{role}.actors out, or choose another algorithm"
+            )
+        if role in CRITIC_POOLS:
+            # With epochs, a pipeline does not know the steps of its later stages.
+            if is_used and options.warmup_steps >= config.run.steps and config.run.epochs is None:
+                raise ConfigError(
+                    f"{role}.warmup_steps={options.warmup_steps}: the run has run.steps={config.run.steps} and would "
+                    f"never train the policy: lower {role}.warmup_steps, or raise run.steps"
+                )
+        elif options.update_every and not is_used:
+            raise ConfigError(
+                f"{role}.update_every={options.update_every}: this algorithm uses no {role}: leave it out, or "
+                f"{_USES[role]}"
             )
 
 
@@ -175,6 +207,7 @@ def check_algorithm(config: RecipeConfig) -> None:
     check_option_types(algorithm)
     check_comparable(algorithm, config.schedule, config.sampling)
     _check_costs(algorithm, config.cost_model.path)
+    _check_models(algorithm, config)
     zeros_BT, ones_BT = torch.zeros(4, 2), torch.ones(4, 2)
     per_token = (
         "log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "entropy",
@@ -234,6 +267,20 @@ def _check_costs(algorithm: Algorithm, cost_model: str | None) -> None:
         )
 
 
+def _check_models(algorithm: Algorithm, config: RecipeConfig) -> None:
+    """Compare the algorithm with the models and the schedule of the stage, as the stage does at its start."""
+    teacher = config.teacher
+    chosen = {"reward_model": config.reward_model.path, "process_reward_model": config.stage == "prime"}
+    # These models start from the policy, if they have no path of their own.
+    available = {"reference", *CRITIC_POOLS, "process_reward_model"}
+    available |= {"teacher"} if teacher.path or teacher.paths or teacher.update_every else set()
+    available |= {"cost_model"} if config.cost_model.path else set()
+    with errors_with_options(RUN_OPTIONS):
+        check_models(
+            algorithm, config.schedule, chosen={name for name, is_set in chosen.items() if is_set}, available=available
+        )
+
+
 def _alone(values: Tensor) -> Tensor:
     return values
 
@@ -264,6 +311,11 @@ def check_loss(config: RecipeConfig) -> None:
     except ConfigError as error:
         option = "loss.name" if data.label_key is None or of_scores else f"data.label_key={data.label_key}"
         raise ConfigError(f"{option}: {error}") from None
+    every = config.reference.update_every
+    if every and not any(needed.startswith("ref") for needed in required_inputs(function, options)):
+        raise ConfigError(
+            f"reference.update_every={every}: the loss {name} needs no reference: leave it out, or use another loss"
+        )
     inputs = {input_name: torch.zeros((2, 1) if input_name.endswith("_BT") else 2) for input_name in given}
     inputs |= {"reference_point": torch.zeros(())} if "reference_point" in given else {}
     try:

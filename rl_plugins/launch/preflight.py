@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from rl_plugins.config.checks import check_batch, check_device, check_options
 from rl_plugins.config.models import LANGUAGE_MODEL, SCHEDULES, LoraConfig, OptimizerConfig
-from rl_plugins.config.recipe import COLLECTING_STAGES, RecipeConfig
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.rollout import check_cpu_engine, check_cpu_head_size, check_engine_adapter
 from rl_plugins.config.stage_checks import check_stage_options
 from rl_plugins.errors import ConfigError
@@ -83,22 +83,11 @@ def _check_parts(config: RecipeConfig) -> None:
             instantiate_as("debug.profiler", config.debug.profiler, Profiler)
     if config.model.attention is not None:
         _check_attention(config.model.attention, on_cpu=_surely_on_cpu(config))
-    if config.stage in COLLECTING_STAGES:
+    if config.stage != "sft":
         # The import loads torch, which takes seconds.
-        from rl_plugins.launch.algorithm_check import (
-            check_algorithm,
-            check_pools,
-            check_process_reward_model,
-        )
+        from rl_plugins.launch.algorithm_check import check_method
 
-        check_algorithm(config)
-        check_pools(config)
-        if config.stage == "prime":
-            check_process_reward_model(config)
-    elif config.stage != "sft":
-        from rl_plugins.launch.algorithm_check import check_loss
-
-        check_loss(config)
+        check_method(config)
 
 
 def _check_packing(config: RecipeConfig, models: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ from rl_plugins.stages.critic_training import CriticTraining, value_objective
 from rl_plugins.stages.critics import Critic
 from rl_plugins.stages.experience_maker import ExperienceMaker
 from rl_plugins.stages.metrics import LearningSignal
+from rl_plugins.stages.model_inputs import MODEL_INPUTS, check_models
 from rl_plugins.stages.off_policy import check_comparable, check_recomputed_routes
 from rl_plugins.stages.own_module import check_max_tokens
 from rl_plugins.stages.policy_learner import PolicyLearner
@@ -46,7 +47,7 @@ from rl_plugins.stages.process_rewards import (
 from rl_plugins.stages.rollouts import ModelScorer, Rollouts
 from rl_plugins.stages.sampling import AnyEnvironment, SamplingSetup, Scorer, greedy, with_stop_token
 from rl_plugins.stages.stage import Stage
-from rl_plugins.stages.teachers import TEACHER_INPUTS, make_teachers
+from rl_plugins.stages.teachers import make_teachers
 from rl_plugins.strategies.contract import (
     COST_CRITIC,
     COST_MODEL,
@@ -54,12 +55,10 @@ from rl_plugins.strategies.contract import (
     POLICY,
     REFERENCE,
     REWARD_MODEL,
+    TEACHER,
     Strategy,
 )
 from rl_plugins.vision_language import with_frozen_tower
-
-_VALUES = {CRITIC: "values_BT", COST_CRITIC: "cost_values_BT"}
-"""Input of the algorithm that each critic computes."""
 
 
 class PolicyOptimization(Stage):
@@ -165,7 +164,7 @@ class PolicyOptimization(Stage):
         self.critic_configs = {
             name: replace(config, path=config.path or self.own_model.path)
             for name, config in critics.items()
-            if _VALUES[name] in needs
+            if MODEL_INPUTS[name] & needs
         }
         self.process_reward_config = (
             (process_reward_model or ProcessRewardConfig()) if "process_rewards_BT" in needs else None
@@ -181,16 +180,23 @@ class PolicyOptimization(Stage):
         self.process_reference: Any = None
         self._loaded_batches = 0
         self._signal = LearningSignal()
-        self._check(process_reward_model, has_reference=has_reference)
+        self._check(has_process_rewards=process_reward_model is not None, has_reference=has_reference)
 
-    def _check(self, process_reward_model: ProcessRewardConfig | None, *, has_reference: bool) -> None:
-        group_filter = self.algorithm.group_filter
-        if self.schedule.active and group_filter is not None and group_filter.oversampling > 1:
-            raise ConfigError(
-                f"algorithm.group_filter.oversampling={group_filter.oversampling} cannot be combined with "
-                "schedule.max_staleness or schedule.ahead, because the schedule already keeps extra groups in flight. "
-                "Set algorithm.group_filter.oversampling=1"
-            )
+    def _check(self, *, has_process_rewards: bool, has_reference: bool) -> None:
+        chosen = {*self.scoring_configs, *({PROCESS_REWARD_MODEL} if has_process_rewards else ())}
+        available = {
+            REFERENCE: has_reference,
+            TEACHER: all(self._teacher_paths),
+            **{name: config.path for name, config in self.critic_configs.items()},
+            COST_MODEL: COST_MODEL in self.scoring_configs,
+            PROCESS_REWARD_MODEL: self._process_path,
+        }
+        check_models(
+            self.algorithm,
+            self.schedule,
+            chosen=chosen,
+            available={name for name, is_available in available.items() if is_available},
+        )
         check_comparable(self.algorithm, self.schedule, self.sampling)
         if self.sampling.num_samples == 1 and self.algorithm.advantage == "grpo":
             rank_zero_warn(
@@ -202,47 +208,8 @@ class PolicyOptimization(Stage):
                 f"sampling with {', '.join(reshaping)}: the loss uses the whole distribution of the policy, so samples "
                 "come from another distribution (train/rollout_gap)"
             )
-        if process_reward_model is not None and "process_rewards_BT" not in self.algorithm.needs:
-            raise ConfigError(
-                f"algorithm.advantage={self.algorithm.advantage!r} does not use process rewards: choose "
-                "the advantage prime, or another advantage that takes process_rewards_BT"
-            )
         if self.router_replay is not None and self.router_replay.source == "recompute":
             check_recomputed_routes(self.algorithm, self.schedule, self.updates)
-        if REWARD_MODEL in self.scoring_configs and not self.algorithm.reads_scores:
-            raise ConfigError(
-                "advantage=gdpo compares the components of the reward function alone: leave reward_model out, or "
-                "choose another advantage"
-            )
-        constraint = self.algorithm.constraint
-        if COST_MODEL in self.scoring_configs and constraint is None:
-            raise ConfigError(
-                "the algorithm does not use the costs of cost_model: set algorithm.constraint, or leave cost_model out"
-            )
-        for needed, available, model in (
-            ("ref_log_probs_BT", has_reference, "reference model with reference=..."),
-            *((needed, all(self._teacher_paths), "teacher with teacher=...") for needed in TEACHER_INPUTS),
-            *(
-                (
-                    _VALUES[name],
-                    config.path,
-                    f"model that the {name.replace('_', ' ')} starts from with {name}=CriticConfig(path=...)",
-                )
-                for name, config in self.critic_configs.items()
-            ),
-            (
-                "costs_B",
-                COST_MODEL in self.scoring_configs or (constraint and constraint.cost),
-                "cost model with cost_model=..., or the number of the reward function with constraint.cost",
-            ),
-            (
-                "process_rewards_BT",
-                self._process_path,
-                "process reward model with process_reward_model=ProcessRewardConfig(path=...)",
-            ),
-        ):
-            if needed in self.algorithm.needs and not available:
-                raise ConfigError(f"the algorithm needs {needed}: name the {model}")
 
     # Parts and models -------------------------------------------------------------------------------------------
 
@@ -325,7 +292,7 @@ class PolicyOptimization(Stage):
         if self.router_replay is not None:
             self.router_replay.install(self.policy)
         trust = {"trust_remote_code": self.loading["trust_remote_code"]}
-        if self.algorithm.needs & TEACHER_INPUTS and self.teacher is None:
+        if self.algorithm.needs & MODEL_INPUTS[TEACHER] and self.teacher is None:
             self.teacher = nn.ModuleList()
             for name, path in zip(self.teacher_config.models.values(), map(str, self._teacher_paths), strict=True):
                 check_same_tokens(self.tokenizer, path, "teacher", **trust)

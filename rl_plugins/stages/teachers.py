@@ -12,14 +12,12 @@ from rl_plugins.config.models import TeacherConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.stages.forward_passes import ForwardPasses
-
-TEACHER_INPUTS = frozenset({"teacher_log_probs_BT", "teacher_top_log_probs_BTK"})
-"""Inputs of algorithms that need a teacher."""
+from rl_plugins.stages.model_inputs import MODEL_INPUTS
 
 
 def make_teachers(config: TeacherConfig, algorithm: Algorithm, passes: ForwardPasses) -> Teachers | None:
     """Return the teachers of an algorithm; None for an algorithm without a teacher."""
-    if not algorithm.needs & TEACHER_INPUTS:
+    if not algorithm.needs & MODEL_INPUTS["teacher"]:
         return None
     return Teachers(config, passes, algorithm.teacher_top_k if "teacher_top_log_probs_BTK" in algorithm.needs else 0)
 

@@ -25,6 +25,8 @@ LONGEST = 60
 # The other required options of a recipe or an algorithm, beside the model.
 REQUIRED = {
     "safe_rlhf": ["cost_model.path=some/cost_model"],
+    "on_policy_distillation": ["teacher.path=some/teacher"],
+    "forward_kl_distillation": ["teacher.path=some/teacher"],
     # A machine of tests may have no sandbox.
     **{f"programs_{stage}": ["reward.functions.default.sandbox=none"] for stage in ("sft", "grpo")},
 }
