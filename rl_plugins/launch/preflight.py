@@ -160,9 +160,8 @@ def check_this_machine(config: RecipeConfig) -> None:
     """Compare the placement with this machine. With `RAY_ADDRESS` the run is elsewhere: the cluster must answer.
 
     Raises:
-        ConfigError: an option needs a GPU, and the run is on CPU; or `placement.device=cuda` without a GPU, GPUs that a
-            run cannot use, too few devices, too little memory for the KV caches, a path too long for Ray's sockets, or
-            no cluster at `RAY_ADDRESS`.
+        ConfigError: an option for GPUs on CPU, `placement.device=cuda` without a GPU, GPUs that a run cannot use, too
+            few devices, too little memory for the KV caches, a path too long for Ray's sockets, or no cluster.
     """
     if _surely_on_cpu(config):
         check_device(config, "cpu")
@@ -219,8 +218,8 @@ def _on_cpu(config: RecipeConfig) -> bool:
 
 def _surely_on_cpu(config: RecipeConfig) -> bool:
     """Return True if the run is on CPU. With `RAY_ADDRESS`, the devices of `auto` are unknown here."""
-    is_known = config.placement.device == "cpu" or config.launcher == "local" or not os.environ.get("RAY_ADDRESS")
-    return is_known and _on_cpu(config)
+    is_remote = config.launcher == "ray" and bool(os.environ.get("RAY_ADDRESS"))
+    return _on_cpu(config) and (config.placement.device == "cpu" or not is_remote)
 
 
 def _check_memory(config: RecipeConfig) -> None:

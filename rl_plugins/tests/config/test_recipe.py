@@ -45,7 +45,7 @@ def test_set_device_chooses_the_correction_of_the_device(
         ("online_preference_optimization", (), True),
     ],
 )
-def test_run_has_engines_if_it_samples(recipe: str, options: tuple[str, ...], samples: bool) -> None:
+def test_roles_of_a_run_have_engines_if_the_run_samples(recipe: str, options: tuple[str, ...], samples: bool) -> None:
     roles = roles_of(configured(recipe, MODEL, "placement.device=cpu", *options))
     assert (ENGINES in [role.name for role in roles]) == samples
 
