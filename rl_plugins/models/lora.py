@@ -204,7 +204,7 @@ def adapted_layers(model: PeftModel) -> dict[str, Any]:
 
 
 def _check_shared_weights(model: PeftModel) -> None:
-    """Refuse `modules_to_save` with a copy for one of two layers with a shared weight. The base model has one weight."""
+    """Refuse a copy of `modules_to_save` for one of two layers with a shared weight: the base model has one weight."""
     trained: dict[int, tuple[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if ".modules_to_save." in name:

@@ -16,7 +16,6 @@ from rl_plugins.launch.ray_train import _StartedRoles, _worker_arguments, train_
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.launch.configurations import configured
 
-
 Starts: TypeAlias = list[tuple[RecipeConfig, Sequence[str]]]
 
 
