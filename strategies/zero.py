@@ -390,7 +390,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
             # For a model with an adapter, the frozen weights remain only in the folder of the model.
             save_shards(writer, engine, folder / name, rank=self.global_rank, without_frozen=has_adapter(engine.module))
         for name in sorted(self._blended.names):
-            weights = {key: tensor.to("cpu", copy=True) for key, tensor in self.weight_source(name)}
+            weights = {k: t.to("cpu", copy=True) for k, t in self.weight_source(name) if self.is_global_zero}
             if self.is_global_zero:
                 writer.make_folder(folder / name)
                 writer.save(weights, folder / name / _WEIGHTS_FILE)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -41,6 +43,31 @@ def test_teardown_leaves_module_and_optimizer_states_on_their_device() -> None:
     strategy.teardown()
     states: list[Tensor] = [state["exp_avg"] for state in optimizer.state.values()]
     assert {tensor.device.type for tensor in [*module.parameters(), *states]} == {"meta"}
+
+
+@pytest.mark.parametrize("is_writer", [True, False])
+def test_one_rank_keeps_the_whole_model_that_follows_the_policy(tmp_path: Path, is_writer: bool) -> None:
+    copied: list[Any] = []
+
+    class Gathered(Tensor):
+        def to(self, *arguments: Any, **options: Any) -> Tensor:
+            copied.append(self)
+            return self.as_subclass(Tensor).to(*arguments, **options)
+
+    model = nn.Linear(2, 2)
+    weights = [(name, parameter.detach().as_subclass(Gathered)) for name, parameter in model.named_parameters()]
+    strategy = ZeroStrategy()
+    strategy._model_engines["reference"] = model
+    strategy._blended.names.add("reference")
+    with (
+        mock.patch.object(strategy, "weight_source", return_value=iter(weights)) as source,
+        mock.patch.object(strategy, "broadcast", side_effect=str),
+        mock.patch.object(ZeroStrategy, "is_global_zero", is_writer),
+    ):
+        strategy.save_checkpoint({}, tmp_path)
+    assert len(copied) == (2 if is_writer else 0)
+    # All ranks gather all weights.
+    assert not list(source.return_value)
 
 
 def test_zero_strategy_refuses_muon() -> None:
