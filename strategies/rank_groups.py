@@ -1,4 +1,4 @@
-"""Groups of neighbouring ranks: the check of a group's size, and tensors gathered from the ranks of a group.
+"""Groups of neighbouring ranks: the check of a group's size, joint passes, and tensors gathered from a group's ranks.
 
 The tensors have different sizes along one axis.
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rl_plugins.errors import ConfigError
@@ -26,6 +26,28 @@ def check_divides(option: str, group_size: int, world_size: int) -> None:
         raise ConfigError(
             f"{option}={group_size} does not divide the {world_size} training workers into whole groups: use 1, or a "
             "divisor of the number of workers"
+        )
+
+
+class JointPasses:
+    """Base of classes with hooks that give a forward pass the tokens of several ranks."""
+
+
+def refuse_joint_passes(model: nn.Module, option: str) -> None:
+    """Check that each forward pass of a model has the tokens of one rank. Call after the strategy's `setup`.
+
+    Args:
+        model: model of a stage.
+        option: option that compares tokens inside a pass with the samples of the rank.
+
+    Raises:
+        ConfigError: several ranks run one pass.
+    """
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    if any(isinstance(getattr(hook, "__self__", None), JointPasses) for hook in hooks):
+        raise ConfigError(
+            f"{option} has not been tried with tensor_parallel and sequence_parallel: leave {option} out, or set both "
+            "to 1"
         )
 
 

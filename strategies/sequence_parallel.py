@@ -28,7 +28,8 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter
 from rl_plugins.models.packed_attention import boundaries, has_packed_attention
 from rl_plugins.models.remote import local_models
-from rl_plugins.strategies.rank_groups import gather_rows, inputs_of_pass
+from rl_plugins.models.rotary import check_positions
+from rl_plugins.strategies.rank_groups import JointPasses, gather_rows, inputs_of_pass
 from rl_plugins.vision_language import is_vision_language
 
 
@@ -46,7 +47,7 @@ def stop_sharing(sequences: list[SequenceShards]) -> None:
         sequences.pop().remove()
 
 
-class SequenceShards:
+class SequenceShards(JointPasses):
     """Runs the body of a model on a part of the group's row, and returns the hidden states of the rank's own samples.
 
     Every rank of the group must run the model equally often, which a sharded model requires anyway.
@@ -58,13 +59,14 @@ class SequenceShards:
 
     Raises:
         ConfigError: the model's attention is not `packed_sdpa`, the model has no head, or the ranks cannot share the
-            attention heads evenly.
+            attention heads evenly. In a pass: a layer does not exchange tokens for heads, or see `check_positions`.
     """
 
     def __init__(self, model: nn.Module, name: str, group: ProcessGroup | None) -> None:
         self._group = group
         self._rank, self._size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
         self._pass: _Pass | None = None
+        self._name = name
         body = body_of(model, name, self._size)
         self._hooks = [
             body.register_forward_pre_hook(self._take_part, with_kwargs=True),
@@ -86,37 +88,45 @@ class SequenceShards:
             positions_BS = (is_token_BS.cumsum(dim=1) - 1).clamp(min=0)
         positions_M = positions_BS.expand_as(ids_BS)[is_token_BS]
         rows, ids_G, positions_G = gather_rows(ids_BS[is_token_BS], positions_M, self._group)
+        check_positions(body, positions_G, "sequence_parallel")
         slices = [part_of(len(ids_G), rank, self._size) for rank in range(self._size)]
         part, parts = slices[self._rank], [span.stop - span.start for span in slices]
-        self._pass = _Pass(is_token_BS, overlaps(parts, rows), self._rank, self._group)
+        head_exchange = HeadExchange(parts, self._rank, self._group)
+        self._pass = _Pass(is_token_BS, overlaps(parts, rows), head_exchange)
         return (), {
             **kwargs,
             "attention_mask": None,
             "input_ids": ids_G[None, part],
             "position_ids": positions_G[None, part],
-            "head_exchange": HeadExchange(parts, self._rank, self._group),
+            "head_exchange": head_exchange,
             **boundaries(positions_G),
         }
 
     def _keep_own(self, body: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         current, self._pass = self._pass, None
-        assert current is not None
+        assert current is not None and isinstance(body, PreTrainedModel)
+        layers, exchanges = body.config.num_hidden_layers, current.head_exchange.calls
+        if exchanges < layers:
+            raise ConfigError(
+                f"{layers - exchanges} of the {layers} layers of {type(body).__name__} see only the tokens of one rank "
+                f"under sequence parallelism: {_way_out(self._name)}"
+            )
         output.last_hidden_state = current.own(output.last_hidden_state)
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """Layout of the current pass: real tokens of the own batch [B, S]; tokens of each part in each rank's row."""
+    """Current pass: real tokens of the own batch [B, S], tokens of each part in each rank's row, and the exchange."""
 
     is_token_BS: Tensor
     tokens: list[list[int]]
-    rank: int
-    group: ProcessGroup | None
+    head_exchange: HeadExchange
 
     def own(self, part_1PH: Tensor) -> Tensor:
         """Return the hidden states of this rank's samples [B, S, H], 0 at padding."""
-        to_each, from_each = self.tokens[self.rank], [row[self.rank] for row in self.tokens]
-        own_MH = exchange(part_1PH[0], to_each, from_each, self.group)
+        rank = self.head_exchange.rank
+        to_each, from_each = self.tokens[rank], [row[rank] for row in self.tokens]
+        own_MH = exchange(part_1PH[0], to_each, from_each, self.head_exchange.group)
         if bool(self.is_token_BS.all()):
             return own_MH.view(*self.is_token_BS.shape, -1)
         own_BSH = own_MH.new_zeros(*self.is_token_BS.shape, own_MH.shape[-1])
@@ -124,7 +134,7 @@ class _Pass:
         return own_BSH
 
 
-@dataclass(frozen=True)
+@dataclass
 class HeadExchange:
     """Exchange of tokens for heads, and back, between the ranks of a group; see `packed_sdpa`.
 
@@ -132,14 +142,17 @@ class HeadExchange:
         parts: number of tokens of each rank's part.
         rank: this rank's index in the group.
         group: process group.
+        calls: number of calls of `to_heads`, one for each layer that attends to the whole row.
     """
 
     parts: list[int]
     rank: int
     group: ProcessGroup | None
+    calls: int = 0
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange all heads of a rank's part [1, heads, P, D] for some heads of the whole row [1, some, G, D]."""
+        self.calls += 1
         size, own = len(self.parts), self.parts[self.rank]
         sent, shapes = [], []
         for heads in (query, key, value):
@@ -172,19 +185,22 @@ def body_of(model: nn.Module, name: str, size: int) -> nn.Module:
         ConfigError: see `SequenceShards`.
     """
     whole = model.get_base_model() if has_adapter(model) else model
-    way_out = f"set sequence_parallel=1, or use another model for the {name}"
     can_share = has_packed_attention(whole) and not is_vision_language(whole)
     if not isinstance(whole, PreTrainedModel) or whole.base_model is whole or not can_share:
-        raise ConfigError(f"{type(whole).__name__} does not attend by packed_sdpa below a head: {way_out}")
+        raise ConfigError(f"{type(whole).__name__} does not attend by packed_sdpa below a head: {_way_out(name)}")
     heads = whole.config.num_attention_heads
     key_heads = getattr(whole.config, "num_key_value_heads", None) or heads
     if heads % size or (key_heads % size and size % key_heads):
         raise ConfigError(
             f"sequence_parallel={size}: the {name} has num_attention_heads={heads} and "
-            f"num_key_value_heads={key_heads}, which {size} ranks cannot share: {way_out}"
+            f"num_key_value_heads={key_heads}, which {size} ranks cannot share: {_way_out(name)}"
         )
     body: nn.Module = whole.base_model
     return body
+
+
+def _way_out(name: str) -> str:
+    return f"set sequence_parallel=1, or use another model for the {name}"
 
 
 def overlaps(parts: list[int], rows: list[int]) -> list[list[int]]:

@@ -28,11 +28,13 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.packed_attention import boundaries
-from rl_plugins.strategies.rank_groups import gather_parts, gather_rows, inputs_of_pass, sizes_of
+from rl_plugins.models.rotary import check_positions
+from rl_plugins.strategies.rank_groups import JointPasses, gather_parts, gather_rows, inputs_of_pass, sizes_of
 from rl_plugins.vision_language import is_vision_language
 
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -87,12 +89,21 @@ def plan_of(model: nn.Module, name: str, size: int) -> dict[str, ParallelStyle]:
             raise ConfigError(
                 f"tensor_parallel={size}: the {name} has {width}={number}, which {size} ranks cannot share: {way_out}"
             )
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.base_model.modules()):
+    if any(map(_drops_hidden_states, model.base_model.modules())):
         raise ConfigError(
             f"the {name} has dropout between its blocks, which would differ between the ranks of a group: "
             "set the dropout probability to 0 in config.json, or set tensor_parallel=1"
         )
     return {module: styles[style] for module, style in in_blocks.items()}
+
+
+def _drops_hidden_states(module: nn.Module) -> bool:
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    # transformers keeps the probabilities of functional dropout in attributes. Dropout of attention may differ between
+    # ranks, because each rank has other heads.
+    attributes = {name: value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)}
+    return any(value > 0 for name, value in attributes.items() if name != "attention_dropout")
 
 
 @dataclass
@@ -105,7 +116,7 @@ class _Batch:
     left_padding: int
 
 
-class GroupBatch:
+class GroupBatch(JointPasses):
     """Joins the samples of a group's ranks before the blocks of a model, and splits the hidden states after the blocks.
 
     Rows without padding are joined along the token axis, padded batches along the sample axis. Every rank of the group
@@ -135,6 +146,7 @@ class GroupBatch:
             joined = self._join_rows(ids, positions, cut="stretches" in kwargs)
         else:
             joined = self._join_padded(ids, mask, positions)
+        check_positions(base, joined["position_ids"], "tensor_parallel")
         return (), {**kwargs, **joined}
 
     def _join_rows(self, ids_1M: Tensor, positions_1M: Tensor, *, cut: bool) -> dict[str, Any]:

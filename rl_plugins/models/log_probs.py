@@ -30,6 +30,7 @@ from rl_plugins.device_copies import to_device
 from rl_plugins.models.liger import fused_log_probs, has_liger
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
+from rl_plugins.models.rotary import check_positions
 from rl_plugins.models.token_distributions import (
     ColumnSpec,
     accumulation_dtype,
@@ -117,7 +118,7 @@ def response_log_probs(
         device: device of the model and of the result, by default the device of the samples.
 
     Raises:
-        ConfigError: `packed` is True, and the model does not separate the samples of a row.
+        ConfigError: `packed` is True, and the model does not separate the samples of a row; or see `check_positions`.
     """
     device = device or input_ids_BS.device
     if isinstance(model, RemoteModel):
@@ -134,6 +135,7 @@ def response_log_probs(
             packed=packed,
         )
         return found.mapped(partial(to_device, device=device))
+    check_positions(model, position_ids_BS)
     columns = ColumnSpec(temperature, sum_pi_squared, entropy_gradient, top_k)
     prompt_width = input_ids_BS.shape[1] - response_width
     places = attention_mask_BS[:, prompt_width:].nonzero(as_tuple=True)

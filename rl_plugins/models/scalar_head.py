@@ -27,6 +27,7 @@ from rl_plugins.models.folder import check_code_of_folder
 from rl_plugins.models.loading import LoadingOptions, check_loading, device_map, prepared
 from rl_plugins.models.packing import pack
 from rl_plugins.models.remote import RemoteModel
+from rl_plugins.models.rotary import check_positions
 from rl_plugins.models.token_distributions import accumulation_dtype
 from rl_plugins.vision_language import ModelInputs, padded_inputs
 
@@ -217,7 +218,7 @@ def position_scores(
         device: device of the model and of the result, by default the device of the samples.
 
     Raises:
-        ConfigError: a sample has images, and the model reads text alone.
+        ConfigError: a sample has images, and the model reads text alone; or see `check_positions`.
     """
     device = device or input_ids_BS.device
     if isinstance(model, RemoteModel):
@@ -230,6 +231,7 @@ def position_scores(
             packed=packed,
         )
         return to_device(scores_BS, device)
+    check_positions(model, position_ids_BS)
 
     def scores(inputs: ModelInputs) -> Tensor:
         found: Tensor = inputs.run(model, use_cache=False).logits.squeeze(-1)

@@ -11,6 +11,18 @@ from rl_plugins.data.experience import Experience
 
 VOCABULARY = 97
 
+LONGROPE_LENGTH = 16
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": LONGROPE_LENGTH,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+    },
+}
+"""Options of `tiny` for Phi3: other rotary frequencies for samples of more than 16 tokens."""
+
 Samples = list[tuple[list[int], list[int]]]
 
 

@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.packed_attention import boundaries, use_packed_attention
+from rl_plugins.strategies.rank_groups import refuse_joint_passes
 from rl_plugins.strategies.sequence_parallel import SequenceShards, body_of, overlaps, part_of
+from rl_plugins.strategies.tensor_parallel import GroupBatch
+from rl_plugins.tests.models.samples import LONGROPE, tiny
 from rl_plugins.tests.ranks import run_ranks
 
 # Sample lengths of four ranks: one sample is longer than all others together, and one rank has a single token.
@@ -106,6 +110,32 @@ def test_sequence_shards_give_logits_and_gradients_of_whole_rows(variant: str) -
 
 def test_sequence_shards_with_gradient_checkpointing_in_bfloat16() -> None:
     run_ranks(compare, VARIANTS["ranks that share keys"], torch.bfloat16, True, world_size=4)
+
+
+def refuse_passes(rank: int) -> None:
+    group, _ = torch.distributed.new_subgroups(4)
+    model = tiny("StableLm", num_key_value_heads=4)
+    use_packed_attention(model)
+    SequenceShards(model, "critic", group)
+    with pytest.raises(ConfigError, match=r"2 of the 2 layers of StableLmModel see only .* another model for the crit"):
+        run(model, padded_of(LENGTHS[rank]))
+    # The rank with a single token refuses the long sample of another rank.
+    for option, join in (
+        ("sequence_parallel", lambda model: SequenceShards(model, "policy", group)),
+        ("tensor_parallel", lambda model: GroupBatch(model, init_device_mesh("cpu", (4,)))),
+    ):
+        model = tiny("Phi3", **LONGROPE)
+        use_packed_attention(model)
+        refuse_joint_passes(model, "router_replay")
+        join(model)
+        with pytest.raises(ConfigError, match="router_replay has not been tried with tensor_parallel and sequence_par"):
+            refuse_joint_passes(model, "router_replay")
+        with pytest.raises(ConfigError, match=f"rotary positions longrope, .*, or set {option}=1"):
+            run(model, row_of(LENGTHS[rank]))
+
+
+def test_joint_passes_refuse_layers_without_exchange_and_long_rotary_positions() -> None:
+    run_ranks(refuse_passes, world_size=4)
 
 
 def test_overlaps_and_part_of_deal_tokens_to_ranks() -> None:
