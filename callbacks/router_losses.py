@@ -22,6 +22,7 @@ from typing_extensions import override
 from rl_plugins.errors import ConfigError
 from rl_plugins.router_replay import ExpertRouter, routers_of
 from rl_plugins.stages.stage import Stage
+from rl_plugins.strategies.rank_groups import refuse_joint_passes
 from rl_plugins.vision_language import is_vision_language
 
 
@@ -41,7 +42,8 @@ class RouterLosses(Callback):
         z: coefficient of the z-loss.
 
     Raises:
-        ConfigError: the trained model has no routers, or reads images.
+        ConfigError: the trained model has no routers, or reads images; or the strategy has tensor or sequence
+            parallelism.
     """
 
     def __init__(self, balance: float = 0.0, z: float = 0.0) -> None:
@@ -60,6 +62,7 @@ class RouterLosses(Callback):
         self._sums = None
         model = pl_module.named_models()[pl_module.trained]
         refuse_images(is_vision_language(model))
+        refuse_joint_passes(model, "router_losses")
         routers = routers_of(model, "router_losses")
         self._stage, self._passes = pl_module, _RouterPasses(model, routers, self._installed)
         pl_module.further_losses.append(self._loss)

@@ -22,6 +22,7 @@ from rl_plugins.stages.process_rewards import ProcessRewards
 from rl_plugins.stages.teachers import Teachers
 from rl_plugins.stages.turns import add_turns
 from rl_plugins.strategies.contract import POLICY, REFERENCE
+from rl_plugins.strategies.rank_groups import refuse_joint_passes
 
 
 class ExperienceMaker:
@@ -90,7 +91,10 @@ class ExperienceMaker:
 
     def _check_routes(self, samples: Experience) -> None:
         replay = self._passes.router_replay
-        if replay is not None and replay.source == "rollout" and ROUTED_EXPERTS not in samples.columns:
+        if replay is None:
+            return
+        refuse_joint_passes(self._passes.named_models()[POLICY], "router_replay")
+        if replay.source == "rollout" and ROUTED_EXPERTS not in samples.columns:
             raise DataError(
                 "router_replay=rollout: the rollout engine returns no experts: build the engine with "
                 "return_experts=True, or use router_replay=recompute"

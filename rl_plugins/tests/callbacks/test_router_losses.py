@@ -163,6 +163,13 @@ def test_router_losses_count_once_in_the_run_after_an_error(folder: Path) -> Non
     assert not stage.further_losses and not stage.further_metrics
 
 
+def test_router_losses_refuse_passes_with_tokens_of_several_ranks(folder: Path) -> None:
+    own, stage = stage_of(folder)
+    canned.NoTokens(own.model)
+    with pytest.raises(ConfigError, match="router_losses has not been tried with tensor_parallel and sequence_paralle"):
+        fit(stage, RouterLosses(balance=0.5), [BATCH])
+
+
 def test_router_losses_refuse_a_dense_model(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path, hidden_size=32, intermediate_size=48)
     with pytest.raises(ConfigError, match="router_losses: the model is not a mixture of experts"):

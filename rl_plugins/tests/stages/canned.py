@@ -35,6 +35,7 @@ from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.transformers_engine import SynchronousGroups
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.process_rewards import ProcessRewardConfig
+from rl_plugins.strategies.rank_groups import JointPasses
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.quiet_trainer import quiet_trainer
 from rl_plugins.weights.source import WeightSource
@@ -143,6 +144,16 @@ class OwnPolicy(LightningModule):
 def mixture_policy(folder: Path, lr: float) -> OwnPolicy:
     """Return a policy with experts: the float32 model of a folder."""
     return OwnPolicy(model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lr=lr)
+
+
+class NoTokens(JointPasses):
+    """The hook of a strategy with tensor or sequence parallelism, without other ranks."""
+
+    def __init__(self, model: Any) -> None:
+        model.register_forward_pre_hook(self._join)
+
+    def _join(self, *_: Any) -> None:
+        """Join nothing."""
 
 
 class Keeping(PolicyOptimization):

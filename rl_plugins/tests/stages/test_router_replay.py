@@ -115,6 +115,22 @@ def test_router_replay_of_the_rollout_needs_the_experts_of_the_engine(folder: Pa
         updated(folder, router_replay="sampler")
 
 
+def test_router_replay_refuses_passes_with_tokens_of_several_ranks(folder: Path) -> None:
+    own = canned.mixture_policy(folder, lr=3.0)
+    canned.NoTokens(own.model)
+    stage = PolicyOptimization(
+        own,
+        tokenizer=canned.tokenizer,
+        scorer=canned.CannedScorer(),
+        sampling=SamplingConfig(max_tokens=20, num_samples=3),
+        updates_per_step=2,
+        router_replay="recompute",
+    )
+    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()))
+    with pytest.raises(ConfigError, match="router_replay has not been tried with tensor_parallel and sequence_p"):
+        trainer.fit(stage, canned.loader([canned.prompt_batch(canned.PROMPTS)]))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
