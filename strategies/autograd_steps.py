@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -35,9 +35,9 @@ class AutogradSteps(LightningStrategy):
         """Ranks gather parameters and sum gradients together."""
         return self.ranks.world_size > 1
 
-    def clip_gradients(self, name: str, limit: float) -> float:
-        """Clip the gradient of model `name` to a global norm of at most `limit`; return the norm before."""
-        raise NotImplementedError
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
+        """Scale gradients to a global norm of at most `limit`; return the norm before. Collective."""
+        return float(nn.utils.clip_grad_norm_(parameters, limit))
 
     def gradient_norm(self, name: str) -> float | None:
         """Return the global norm of the last step's gradient before clipping."""
@@ -81,9 +81,11 @@ class AutogradSteps(LightningStrategy):
         if stage is not None:
             # Like DeepSpeed: the step clips and clears the gradients.
             name = next(name for name, own in self._optimizers_of.items() if own is optimizer)
-            self._gradient_norms[name] = self.clip_gradients(name, stage.gradient_clip(name) or float("inf"))
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self._gradient_norms[name] = self.clip_gradients(parameters, stage.gradient_clip(name) or float("inf"))
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if stage is not None:
-            optimizer.zero_grad()
+            # The optimizer may have only a part of the parameters.
+            stage.named_models()[name].zero_grad()
         self.rollout_phases.weights_changed()
         return result

@@ -188,11 +188,14 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
                 group.update({key: False for key in ("foreach", "fused") if key in group})
         for name, model in self._models.items():
             # In validation all models stay trainable, because a later fit may train the models.
-            if trainer.state.fn == TrainerFn.FITTING and name not in self._optimizers_of:
-                model.eval().requires_grad_(False)
-            elif self._is_mixed:
+            is_frozen = trainer.state.fn == TrainerFn.FITTING and name not in self._optimizers_of
+            if self._is_mixed:
                 # The optimizers show which models are trained, and keep the same parameters after this change of dtype.
-                model._apply(lambda tensor: tensor.float() if tensor.requires_grad else tensor)
+                # FSDP2 keeps the dtypes of the first pass, so a validation before a fit has float32 shards.
+                dtype = torch.bfloat16 if is_frozen else torch.float32
+                model._apply(lambda tensor, dtype=dtype: tensor.to(dtype) if tensor.requires_grad else tensor)
+            if is_frozen:
+                model.eval().requires_grad_(False)
         self.rollout_phases.connect()
 
     def _shard(self, name: str, model: nn.Module) -> None:
@@ -257,9 +260,9 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         model.set_is_last_backward(last)
 
     @override
-    def clip_gradients(self, name: str, limit: float) -> float:
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
         """See `AutogradSteps`; the norm is over the shards of all ranks."""
-        return clip_gradients(list(self._models[name].parameters()), limit)
+        return clip_gradients(parameters, limit)
 
     # Weights and memory -----------------------------------------------------------------------------------------
 

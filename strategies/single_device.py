@@ -138,12 +138,6 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
     def announce_backward(self, name: str, *, last: bool) -> None:
         """Do nothing: autograd accumulates gradients by itself."""
 
-    @override
-    def clip_gradients(self, name: str, limit: float) -> float:
-        """See `AutogradSteps`."""
-        parameters = [p for group in self._optimizers_of[name].param_groups for p in group["params"]]
-        return float(nn.utils.clip_grad_norm_(parameters, limit))
-
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter whole."""
         for key, parameter in self.model_engine(name).named_parameters():

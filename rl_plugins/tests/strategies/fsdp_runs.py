@@ -24,6 +24,7 @@ from rl_plugins.errors import CheckpointError, StorageError
 from rl_plugins.models import log_probs
 from rl_plugins.models.tiny import build_model
 from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.stages.sft import SFT
 from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.fsdp_shards import load_model, read_weights
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
@@ -133,6 +134,7 @@ def trained(
     critic_lora: LoraConfig | None = None,
     precision: Any = None,
     callbacks: Sequence[Callback] = (),
+    validates: bool = False,
     **options: Any,
 ) -> Recorded:
     """Return a stage after training in several micro-batches and clipped updates; `options` are stage options."""
@@ -155,6 +157,8 @@ def trained(
     trainer = canned.quiet_trainer(strategy or layout.make_strategy(), **settings, **nodes)
     # Several chunks at the head.
     with mock.patch.object(log_probs, "logits_at_once", at_once(3 * len(canned.tokenizer))):
+        if validates:
+            trainer.validate(module, canned.loader(layout.batches(rank, 1)), verbose=False)
         trainer.fit(module, canned.loader(layout.batches(rank, steps)))
     return module
 
@@ -322,6 +326,43 @@ def course_with_adapters(rank: int, layout: Layout, folder: Path, options: dict[
 def course_with_expert_adapters(rank: int, layout: Layout, folder: Path) -> Course:
     """Return the course of a rank with an adapter of attention and experts."""
     return trained(layout, rank, folder, lora=LoraConfig(rank=3, experts=True), gradient_checkpointing=True).course
+
+
+class LastLayer(canned.OwnPolicy):
+    """A policy with an optimizer of the last layer alone."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model.model.layers[-1].parameters(), lr=0.01)
+
+
+def norms_of_last_layer(rank: int, layout: Layout) -> list[float]:
+    """Return the gradient norm of each of three steps that train the last layer."""
+    norms = []
+
+    class Recording(SFT):
+        def end_step(self, metrics: Any) -> None:
+            super().end_step(metrics)
+            norms.append(self.strategy.gradient_norm("policy") or 0.0)
+
+    policy = LastLayer(model=build_model(hidden_size=32, initializer_range=0.2))
+    stage = Recording(policy, tokenizer=canned.tokenizer, optimizer=OptimizerConfig(gradient_clip=0.1))
+    batch = {"prompt_ids": [[5, 6, 7], [8, 9]], "response_ids": [[20, 21], [22, 23, 24]]}
+    own = {name: rows[rank :: layout.world_size] for name, rows in batch.items()}
+    trainer = canned.quiet_trainer(layout.make_strategy(), accelerator="cpu", devices=1, num_nodes=layout.world_size)
+    trainer.fit(stage, canned.loader([own] * 3))
+    assert all(parameter.grad is None for parameter in policy.model.parameters())
+    return norms
+
+
+def check_dtypes_after_validation(rank: int, layout: Layout, folder: Path) -> None:
+    """A validation before a fit in mixed precision changes neither the memory of shards nor the dtype of passes."""
+    module = trained(layout, rank, folder, steps=1, precision="bf16-mixed", validates=True)
+    models = {"policy": torch.float32, "critic": torch.float32, "reference": torch.bfloat16}
+    for name, dtype in models.items():
+        model = module.named_models()[name]
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        with torch.no_grad():
+            assert model(input_ids=torch.arange(6)[None]).logits.dtype == torch.bfloat16
 
 
 ADAPTERS: dict[str, Any] = {"lora": LoraConfig(rank=3), "critic_lora": LoraConfig(rank=2)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -155,6 +156,11 @@ def test_bf16_mixed_keeps_small_steps_in_float32_shards(trained: Trained) -> Non
 
 
 @pytest.mark.extended
+def test_bf16_mixed_after_a_validation_keeps_frozen_shards_in_bfloat16(two_ranks: Trained) -> None:
+    run_ranks(fsdp_runs.check_dtypes_after_validation, fsdp_runs.TWO, two_ranks.folder)
+
+
+@pytest.mark.extended
 def test_bf16_true_gives_the_gradient_norms_of_bf16_mixed(trained: Trained) -> None:
     """Both runs have the gradient of the same weights, one of them from float32 masters."""
     (_, _, norms), (_, _, mixed_norms) = (
@@ -224,6 +230,12 @@ def test_tensor_parallel_norms_of_single_heads_learn_from_the_heads_of_all_ranks
     assert_same_course(got, run(fsdp_runs.course, layout.on_single_device(), tmp_path, options))
 
 
+def test_gradients_without_an_optimizer_count_in_no_norm() -> None:
+    expected = fsdp_runs.norms_of_last_layer(0, fsdp_runs.TWO.on_single_device())
+    norms = run_ranks(fsdp_runs.norms_of_last_layer, fsdp_runs.TWO)[0][0]
+    assert min(expected) > 0.1 and norms == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -246,3 +258,7 @@ def test_plan_of_refuses_models_without_a_plan_or_with_dropout() -> None:
     model.base_model.layers[0].mlp.act_fn = nn.Dropout(0.1)
     with pytest.raises(ConfigError, match="the critic has dropout between its blocks"):
         plan_of(model, "critic", 2)
+    for drop, is_refused in (("residual_dropout", True), ("attention_dropout", False)):
+        other = AutoConfig.for_model("starcoder2", num_hidden_layers=1, intermediate_size=16, **sizes, **{drop: 0.1})
+        with pytest.raises(ConfigError, match="between its blocks") if is_refused else nullcontext():
+            plan_of(AutoModelForCausalLM.from_config(other), "critic", 2)
