@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter
 from rl_plugins.models.packed_attention import boundaries, has_packed_attention
+from rl_plugins.models.packing import check_positions
 from rl_plugins.models.remote import local_models
-from rl_plugins.models.rotary import check_positions
 from rl_plugins.strategies.rank_groups import JointPasses, gather_rows, inputs_of_pass
 from rl_plugins.vision_language import is_vision_language
 

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.packed_attention import boundaries
-from rl_plugins.models.rotary import check_positions
+from rl_plugins.models.packing import check_positions
 from rl_plugins.strategies.rank_groups import JointPasses, gather_parts, gather_rows, inputs_of_pass, sizes_of
 from rl_plugins.vision_language import is_vision_language
 

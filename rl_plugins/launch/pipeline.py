@@ -57,7 +57,7 @@ _OWN_OPTIONS = {
     "tracking.experiment": "experiment",
     "tracking.parent_run": None,
 }
-"""Options of stages that the pipeline sets, with the option of the pipeline, if there is one."""
+"""Options of stages set by the pipeline, with the option of the pipeline, if there is one."""
 _VALIDATION_METRICS = ("val/reward", "val/accuracy")
 
 
@@ -219,7 +219,7 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
 
 
 def _check_own_options(group: str, options: DictConfig) -> None:
-    """Refuse options of stages that the pipeline sets."""
+    """Refuse options of stages set by the pipeline."""
     for option, _ in options_of(OmegaConf.to_container(options)):
         if option in _OWN_OPTIONS:
             way_out = f"use {_OWN_OPTIONS[option]}" if _OWN_OPTIONS[option] else "leave it out"

@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from rl_plugins.data.images import ImageInputs
 from rl_plugins.device_copies import to_device
 from rl_plugins.models.liger import fused_log_probs, has_liger
-from rl_plugins.models.packing import pack
+from rl_plugins.models.packing import check_positions, pack
 from rl_plugins.models.remote import RemoteModel
-from rl_plugins.models.rotary import check_positions
 from rl_plugins.models.token_distributions import (
     ColumnSpec,
     accumulation_dtype,

@@ -25,9 +25,8 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.models.folder import check_code_of_folder
 from rl_plugins.models.loading import LoadingOptions, check_loading, device_map, prepared
-from rl_plugins.models.packing import pack
+from rl_plugins.models.packing import check_positions, pack
 from rl_plugins.models.remote import RemoteModel
-from rl_plugins.models.rotary import check_positions
 from rl_plugins.models.token_distributions import accumulation_dtype
 from rl_plugins.vision_language import ModelInputs, padded_inputs
 

@@ -99,7 +99,8 @@ def test_open_closes_the_lock_before_the_parts_are_removed(tmp_path, rows, monke
         lock.close()
         rmtree(folder, **options)
 
-    free, rmtree = [], generation.shutil.rmtree
+    free: list[bool] = []
+    rmtree = generation.shutil.rmtree
     monkeypatch.setattr(generation.shutil, "rmtree", remove)
     make(tmp_path / "s.parquet", rows, Engine())
     assert free == [True] and [path.name for path in tmp_path.iterdir()] == ["s.parquet"]

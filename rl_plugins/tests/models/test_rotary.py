@@ -11,7 +11,7 @@ from transformers import AutoModelForTokenClassification
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.log_probs import response_log_probs
-from rl_plugins.models.rotary import check_positions
+from rl_plugins.models.packing import check_positions
 from rl_plugins.models.scalar_head import position_scores
 from rl_plugins.tests.models.samples import LONGROPE, LONGROPE_LENGTH, batch_of, forward_arguments, random_samples, tiny
 
