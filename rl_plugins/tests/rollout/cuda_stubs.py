@@ -396,6 +396,11 @@ class StubEngine:
         self._each("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:
+        # As in `VLLMActor`: a worker may have received all weights before the loss of another engine.
+        for worker in self.workers:
+            if worker._weight_update_active:
+                with on_gpu(worker.gpu):
+                    worker.finish_weight_update()
         self._each("start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
