@@ -310,7 +310,7 @@ def _check_lora(config: RecipeConfig) -> None:
             "rollout.sleep=all frees the weights, and an update of the adapter alone does not send the weights: use "
             "rollout.sleep=kv_cache, or rollout.lora=merged"
         )
-    applies_adapter = config.rollout.engine == "vllm" and config.needs_engine and config.rollout.lora == "adapter"
+    applies_adapter = config.needs_vllm and config.rollout.lora == "adapter"
     if applies_adapter and rank > ADAPTER_RANKS[-1]:
         raise ConfigError(
             f"rollout.lora=adapter: vLLM applies adapters of rank {ADAPTER_RANKS[-1]} at most, not {rank}: use "

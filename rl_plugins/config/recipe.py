@@ -120,6 +120,11 @@ class RecipeConfig(Settings):
         return self.generates and self.debug.replay is None and (self.stage in SAMPLING_STAGES or self.validates)
 
     @property
+    def needs_vllm(self) -> bool:
+        """True if the run has rollout engines of vLLM."""
+        return self.needs_engine and self.rollout.engine == "vllm"
+
+    @property
     def validates(self) -> bool:
         """True if the run validates."""
         return bool(self.data.val_files) and self.run.eval_every > 0

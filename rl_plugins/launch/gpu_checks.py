@@ -124,7 +124,7 @@ def check_engine_weights(config: RecipeConfig, model: Mapping[str, Any], machine
             than the host has memory. The message has both numbers.
     """
     rollout, gpus = config.rollout, machine.visible
-    if rollout.engine != "vllm" or not config.needs_engine or rollout.quantizes or not gpus or not gpus[0].memory_mib:
+    if not config.needs_vllm or rollout.quantizes or not gpus or not gpus[0].memory_mib:
         return
     try:
         parameters = shape_of(model, "config.json").parameters
@@ -209,7 +209,7 @@ def _different_kinds(gpus: Sequence[Gpu]) -> Fault:
 
 def _faults_of_ipc(config: RecipeConfig, machine: GpuMachine) -> Iterator[Fault]:
     uses_ipc = config.placement.rollout == "colocated" and config.rollout.transport in ("auto", "ipc")
-    if not uses_ipc or config.rollout.engine != "vllm" or not config.needs_engine:
+    if not uses_ipc or not config.needs_vllm:
         return
     for name in ALLOCATOR:
         if "expandable_segments:true" in machine.variables.get(name, "").lower().replace(" ", ""):

@@ -78,7 +78,7 @@ def roles_of(config: RecipeConfig) -> list[Role]:
     options = f"placement.num_workers={placement.num_workers}, placement.cpus_per_worker"
     gpus = 1.0 if on_gpus else 0.0
     roles = [Role(WORKERS, placement.num_workers, placement.cpus_per_worker, gpus, placement.strategy, options)]
-    if config.rollout.engine == "vllm" and config.needs_engine:
+    if config.needs_vllm:
         roles.append(_engines(config))
     for name, pool in config.placement.pools.items():
         options = f"placement.{name}.actors={pool.actors}, placement.{name}.cpus"

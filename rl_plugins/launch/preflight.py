@@ -224,7 +224,7 @@ def _surely_on_cpu(config: RecipeConfig) -> bool:
 
 def _check_memory(config: RecipeConfig) -> None:
     # Each engine on CPU writes the whole KV cache once, when the engine starts.
-    if config.rollout.engine != "vllm" or not config.needs_engine:
+    if not config.needs_vllm:
         return
     engines, gib = config.num_engines, config.rollout.cpu_kv_cache_gib
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
@@ -272,9 +272,9 @@ def check_models(
                 raise ConfigError(
                     f"batch.patches_per_micro_batch={patches}: {path} has no vision tower: leave the option out"
                 )
-            if config.rollout.engine == "vllm" and config.needs_engine and config.rollout.lora == "adapter":
+            if config.needs_vllm and config.rollout.lora == "adapter":
                 check_engine_adapter(f"{option}={path}", model, config.model.lora)
-            if config.rollout.engine == "vllm" and config.needs_engine and _surely_on_cpu(config):
+            if config.needs_vllm and _surely_on_cpu(config):
                 check_cpu_engine(f"{option}={path}", model)
             if config.launcher == "ray" and not _on_cpu(config) and not os.environ.get("RAY_ADDRESS"):
                 on_gpus = deepcopy(config)
@@ -350,7 +350,7 @@ def _check_heads(config: RecipeConfig, model: dict[str, Any]) -> None:
         "strategy.tensor_parallel": config.strategy.tensor_parallel,
         "strategy.sequence_parallel": config.strategy.sequence_parallel,
     }
-    if config.rollout.engine == "vllm" and config.needs_engine:
+    if config.needs_vllm:
         sizes["rollout.tensor_parallel_size"] = config.rollout.tensor_parallel_size
 
     def is_shared_by(size: int) -> bool:

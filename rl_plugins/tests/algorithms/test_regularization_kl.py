@@ -12,6 +12,7 @@ from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.regularization import KL_ESTIMATORS, KLConfig, kl_in_reward
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.algorithms.batches import make_batch
+from rl_plugins.tests.algorithms.categorical import CategoricalPolicy
 from rl_plugins.tests.algorithms.reference import basics as reference
 from rl_plugins.tests.loops import for_each
 
@@ -39,40 +40,30 @@ def test_kl_estimators_agree_with_plain_loops(name: str, seed: int) -> None:
 
 def test_only_k2_has_the_expected_gradient_of_the_reverse_kl() -> None:
     """In expectation over a categorical policy: k1's gradient vanishes, k2's is the exact one."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_()
-    reference_log_probs = torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(-1)
-    log_probs = logits.log_softmax(-1)
-    weights = log_probs.exp()
-    (exact,) = torch.autograd.grad((weights * (log_probs - reference_log_probs)).sum(), logits, retain_graph=True)
+    policy = CategoricalPolicy(5)
 
     def expected(name: str) -> torch.Tensor:
-        values = KL_ESTIMATORS[name](log_probs, reference_log_probs)
-        return torch.autograd.grad((weights.detach() * values).sum(), logits, retain_graph=True)[0]
+        return policy.gradient_of_samples(KL_ESTIMATORS[name](policy.log_probs, policy.ref_log_probs))
 
+    exact = policy.gradient_of_reverse_kl()
     torch.testing.assert_close(expected("k2"), exact)
     torch.testing.assert_close(expected("k1"), torch.zeros_like(exact))
 
 
 def test_default_kl_in_the_reward_has_the_expected_gradient_of_the_reverse_kl() -> None:
     """The policy follows the mean of `grad log p` times the reward, over all tokens of a categorical policy."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_()
-    ref_log_probs = torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(-1)
-    log_probs = logits.log_softmax(-1)
-    weights = log_probs.exp()
-    (exact,) = torch.autograd.grad((weights * (log_probs - ref_log_probs)).sum(), logits, retain_graph=True)
+    policy = CategoricalPolicy(5)
     inputs = {
         "scores_B": torch.zeros(5, dtype=torch.float64),
         "response_mask_BT": torch.ones(5, 1),
         "groups_B": torch.zeros(5, dtype=torch.int64),
         "valid_B": torch.ones(5, dtype=torch.bool),
-        "old_log_probs_BT": log_probs.detach()[:, None],
-        "ref_log_probs_BT": ref_log_probs[:, None],
+        "old_log_probs_BT": policy.log_probs.detach()[:, None],
+        "ref_log_probs_BT": policy.ref_log_probs[:, None],
     }
     rewards_BT, _, _ = Algorithm(kl=KLConfig(0.3, "reward")).advantages(inputs, kl_coefficient=0.3)
-    (gradient,) = torch.autograd.grad((weights.detach() * rewards_BT[:, 0] * log_probs).sum(), logits)
-    torch.testing.assert_close(gradient, -0.3 * exact)
+    gradient = policy.gradient_of_samples(rewards_BT[:, 0] * policy.log_probs)
+    torch.testing.assert_close(gradient, -0.3 * policy.gradient_of_reverse_kl())
 
 
 def test_kl_config_has_a_default_estimator_and_allows_only_k1_in_the_reward() -> None:
