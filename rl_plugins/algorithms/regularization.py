@@ -151,8 +151,17 @@ class AdaptiveKL:
         self.coefficient = self.config.coefficient
 
     def update(self, measured_kl: float, num_sequences: int) -> None:
-        """Compute `coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon`."""
+        """Compute `coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon`.
+
+        Raises:
+            ConfigError: n is 5 `horizon` or more, so one step could make the coefficient 0 or negative.
+        """
         assert self.config.target is not None
+        if num_sequences >= 5 * self.config.horizon:
+            raise ConfigError(
+                f"horizon={self.config.horizon:g}: one step of {num_sequences} sequences could make the coefficient of "
+                f"the KL 0 or negative: set horizon above {num_sequences / 5:g}"
+            )
         error = max(-0.2, min(0.2, measured_kl / self.config.target - 1))
         self.coefficient *= 1 + error * num_sequences / self.config.horizon
 

@@ -154,6 +154,27 @@ class RolloutConfig(EngineOptions):
         cache = str(self.vllm.get("kv_cache_dtype", "auto"))
         return self.vllm.get("quantization") is not None or cache not in ("auto", "bfloat16", "float16", "float32")
 
+    def check_policy(
+        self, path: str, model: Mapping[str, Any], *, lora: LoraConfig, tokens: int, is_on_cpu: bool
+    ) -> None:
+        """Check that the engine can sample from the policy, and computes the log-probs of the policy.
+
+        Args:
+            path: name or folder of the policy, for messages.
+            model: content of the policy's config.json.
+            lora: settings of the policy's adapter.
+            tokens: longest sequence of the engine, in tokens.
+            is_on_cpu: True if the engine runs on CPU.
+
+        Raises:
+            ConfigError: the engine cannot; see `check_engine_adapter`, `check_cpu_engine` and `check_engine_positions`.
+        """
+        if self.engine == "vllm" and self.lora == "adapter":
+            check_engine_adapter(path, model, lora)
+        if self.engine == "vllm" and is_on_cpu:
+            check_cpu_engine(path, model)
+        check_engine_positions(path, model, tokens)
+
 
 def default_sleep(*, on_gpus: bool, sends_adapter: bool) -> str:
     """Return the memory that colocated engines free while the workers train; see `RolloutConfig.sleep`.
@@ -278,6 +299,32 @@ def check_engine_adapter(path: str, model: Mapping[str, Any], lora: LoraConfig) 
         raise ConfigError(
             f"{path}: vLLM applies adapters to the language model of a vision-language model alone: use "
             "model.lora.target_modules=language-model or rollout.lora=merged"
+        )
+
+
+def check_engine_positions(path: str, model: Mapping[str, Any], tokens: int) -> None:
+    """Check that a rollout engine rotates positions as the policy does.
+
+    With `longrope`, an engine takes one set of rotary frequencies for all responses, chosen by the longest sequence.
+    The policy takes the set for short sequences, or the set for long sequences, sample by sample.
+
+    Args:
+        path: name or folder of the model, for the message.
+        model: content of the model's config.json.
+        tokens: longest sequence of the engine, in tokens.
+
+    Raises:
+        ConfigError: the model has `longrope`, and the engine would take the frequencies for long sequences.
+    """
+    text = model.get("text_config") or model
+    rotary = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    short = rotary.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+    # Older files of Phi-3 say `su`.
+    if rotary.get("rope_type", rotary.get("type")) in ("longrope", "su") and isinstance(short, int) and tokens > short:
+        raise ConfigError(
+            f"{path} has the rotary positions longrope: above {short} tokens, engine and policy would rotate short "
+            f"samples differently, and data.max_prompt_tokens and sampling.max_tokens make {tokens} tokens: lower one "
+            "of the two"
         )
 
 

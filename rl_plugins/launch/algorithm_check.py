@@ -236,7 +236,7 @@ def check_algorithm(config: RecipeConfig) -> None:
         algorithm.shaping.shaped(
             **{name: inputs[name] for name in ("scores_B", "response_lengths_B", "groups_B", "valid_B")}
         )
-        algorithm.kl.controller()
+        algorithm.kl.controller().update(0.0, config.batch.prompts_per_step * config.batch.samples_per_prompt)
         algorithm.entropy.controller()
         _, advantages_BT, _ = algorithm.advantages(inputs, kl_coefficient=coefficient)
         if algorithm.constraint is not None:

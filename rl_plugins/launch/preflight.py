@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rl_plugins.config.checks import check_batch, check_device, check_options
 from rl_plugins.config.models import LANGUAGE_MODEL, SCHEDULES, LoraConfig, OptimizerConfig
 from rl_plugins.config.recipe import RecipeConfig
-from rl_plugins.config.rollout import check_cpu_engine, check_cpu_head_size, check_engine_adapter
+from rl_plugins.config.rollout import check_cpu_head_size
 from rl_plugins.config.stage_checks import check_stage_options
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
@@ -252,12 +252,13 @@ def check_models(
     Raises:
         ConfigError: a folder holds no model, the hub does not have a name, a model needs code of its own without
             `model.trust_remote_code`, a tensor-parallel size does not divide the heads, vLLM on CPU has no kernel for
-            the heads, the weights do not fit into an engine's share of a GPU, or prompt and response do not fit into a
-            context window.
+            the heads, an engine would rotate positions differently, the weights do not fit into an engine's share of a
+            GPU, or prompt and response do not fit into a context window.
     """
     from rl_plugins.models.folder import check_model_folder
 
     models: dict[str, dict[str, Any]] = {}
+    prompt, response = config.data.max_prompt_tokens, config.sampling.max_tokens
     for option, path in config.model_paths.items():
         if is_left_out(path):
             continue
@@ -272,10 +273,9 @@ def check_models(
                 raise ConfigError(
                     f"batch.patches_per_micro_batch={patches}: {path} has no vision tower: leave the option out"
                 )
-            if config.needs_vllm and config.rollout.lora == "adapter":
-                check_engine_adapter(f"{option}={path}", model, config.model.lora)
-            if config.needs_vllm and _surely_on_cpu(config):
-                check_cpu_engine(f"{option}={path}", model)
+            if config.needs_engine:
+                lora, tokens, is_on_cpu = config.model.lora, prompt + response, _surely_on_cpu(config)
+                config.rollout.check_policy(f"{option}={path}", model, lora=lora, tokens=tokens, is_on_cpu=is_on_cpu)
             if config.launcher == "ray" and not _on_cpu(config) and not os.environ.get("RAY_ADDRESS"):
                 on_gpus = deepcopy(config)
                 on_gpus.placement.device = "cuda"
@@ -283,7 +283,6 @@ def check_models(
         if option == "reward.judge.model" and _on_cpu(config):
             check_cpu_head_size(f"{option}={path}", model)
         limit = context_window(model)
-        prompt, response = config.data.max_prompt_tokens, config.sampling.max_tokens
         if limit is not None and prompt + response > limit:
             raise ConfigError(
                 f"data.max_prompt_tokens={prompt} and sampling.max_tokens={response} make {prompt + response} tokens, "

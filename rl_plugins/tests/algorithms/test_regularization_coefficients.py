@@ -28,6 +28,14 @@ def test_adaptive_kl_coefficient_agrees_with_the_formula(measured: float) -> Non
         assert controller.coefficient == pytest.approx(expected, rel=1e-12)
 
 
+def test_adaptive_kl_refuses_a_step_that_could_make_the_coefficient_negative() -> None:
+    controller = AdaptiveKL(KLConfig(0.2, target=0.1, horizon=10.0))
+    controller.update(0.0, 49)
+    assert 0 < controller.coefficient < 0.2
+    with pytest.raises(ConfigError, match=r"horizon=10: one step of 50 sequences .* set horizon above 10"):
+        controller.update(0.0, 50)
+
+
 def test_adaptive_kl_restores_and_fixed_coefficient_keeps_the_value() -> None:
     adaptive = AdaptiveKL(KLConfig(0.2, target=0.1))
     adaptive.update(1.0, 500)

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.config.rollout import check_cpu_engine
+from rl_plugins.config.models import LoraConfig
+from rl_plugins.config.rollout import RolloutConfig, check_cpu_engine
 from rl_plugins.errors import ConfigError
 
 HEADS: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 2}
@@ -29,3 +30,19 @@ def test_check_cpu_engine_refuses_models_with_other_log_probs(config: dict[str, 
 def test_check_cpu_engine_accepts_attention_of_a_known_width() -> None:
     check_cpu_engine("model.path=policy", {**HEADS, "model_type": "qwen2"})
     check_cpu_engine("model.path=policy", {"model_type": "qwen2", "kv_lora_rank": None})
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}},
+        {"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096},
+    ],
+)
+def test_longrope_is_refused_above_its_short_length(engine: str, rotary: dict[str, Any]) -> None:
+    """Above 4,096 tokens, an engine rotates all positions by its long factors, and a trainer those of long samples."""
+    rollout, model = RolloutConfig(engine=engine), {**HEADS, "model_type": "phi3", **rotary}
+    rollout.check_policy("model.path=phi", model, lora=LoraConfig(), tokens=4096, is_on_cpu=True)
+    with pytest.raises(ConfigError, match=r"phi has the rotary positions longrope: above 4096 .* make 4097 tokens"):
+        rollout.check_policy("model.path=phi", model, lora=LoraConfig(), tokens=4097, is_on_cpu=False)

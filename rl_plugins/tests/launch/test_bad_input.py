@@ -23,13 +23,14 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.launch import own_rows
 from rl_plugins.tests.launch.bad_options import CHECKS, COMPOSING
 from rl_plugins.tests.launch.bad_options_of_environments import ENVIRONMENT_CHECKS
+from rl_plugins.tests.launch.bad_options_of_models import MODEL_CHECKS
 from rl_plugins.tests.launch.bad_options_of_recipes import OTHER_RECIPES, PAIRS, STEPS
 from rl_plugins.tests.launch.bad_options_of_rewards import REWARD_CHECKS
 from rl_plugins.tests.launch.bad_options_without_effect import UNUSED, UNUSED_IN_STAGES
 from rl_plugins.tests.launch.configurations import configured, message_of
 from rl_plugins.tests.patience import patient
 
-ALL_CHECKS = CHECKS | REWARD_CHECKS | ENVIRONMENT_CHECKS | UNUSED
+ALL_CHECKS = CHECKS | MODEL_CHECKS | REWARD_CHECKS | ENVIRONMENT_CHECKS | UNUSED
 GOOD = [
     "model.path=model", "data.train_files=[train.parquet]", "data.val_files=[test.parquet]",
     "placement.num_workers=1", "placement.device=cpu", "sampling.max_tokens=6", "data.max_prompt_tokens=26",
