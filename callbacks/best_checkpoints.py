@@ -60,11 +60,10 @@ class BestCheckpoints(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        step = clock(pl_module)
+        previous, self._last_step = self._last_step, clock(pl_module)
         # After a roll-back the clock shows the step of the checkpoint again, and the metrics are of the bad step.
-        if step != self._last_step and not self._metric.startswith("val/"):
-            self._last_step = step
-            if PolicyCheckpoint.of(trainer).saved_step == step:
+        if self._last_step > previous and not self._metric.startswith("val/"):
+            if PolicyCheckpoint.of(trainer).saved_step == self._last_step:
                 self._consider(trainer, pl_module)
 
     def _consider(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -124,6 +124,17 @@ def test_best_checkpoints_leave_out_the_step_of_the_start(tmp_path: Path) -> Non
     assert folder.bests() == []
 
 
+def test_best_checkpoints_leave_out_the_metrics_of_a_step_that_was_rolled_back(tmp_path: Path) -> None:
+    def roll_back(trainer: Trainer, stage: Any) -> None:
+        stage.step, guard.act = 4, stop
+
+    guard, folder = AfterStep([5], roll_back), RunFolder(tmp_path)
+    keeper = BestCheckpoints(tmp_path, metric="train/reward")
+    with pytest.raises(InterruptedError):
+        train(rewarded(), [guard, PolicyCheckpoint(tmp_path, every=2), keeper])
+    assert steps_of(folder.checkpoints()) == [2, 4] and steps_of(folder.bests()) == [2]
+
+
 def test_best_checkpoints_refuse_an_unknown_metric_by_name(tmp_path: Path) -> None:
     keeper = BestCheckpoints(tmp_path, metric="train/rewrad")
     with pytest.raises(
