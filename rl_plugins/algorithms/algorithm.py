@@ -408,8 +408,14 @@ def _check_resampling(algorithm: Algorithm) -> None:
     """Raise a ConfigError if a part of the algorithm needs whole groups, or each sample once."""
     if algorithm.group_filter is not None:
         raise ConfigError("resampling splits the groups that group_filter keeps: use only one of the two")
-    if algorithm.advantage_function in WITH_GROUPS or algorithm.shaping.length_factor:
-        compared = "shaping.length_factor" if algorithm.shaping.length_factor else f"advantage={algorithm.advantage}"
+    compared = None
+    if algorithm.shaping.length_factor:
+        compared = "shaping.length_factor"
+    elif algorithm.advantage_function in WITH_GROUPS:
+        compared = f"advantage={algorithm.advantage}"
+    elif algorithm.advantage_options.get("reward_weight"):
+        compared = "advantage_options.reward_weight"
+    if compared is not None:
         raise ConfigError(
             f"resampling splits groups, and {compared} compares the samples of a group: use gae, reinforce_plus_plus "
             "or another advantage without groups, and shaping.length_factor=0"

@@ -306,7 +306,7 @@ def check_positions(model: Callable[..., Any], positions: Tensor, option: str | 
         elif kind == _LONGROPE:
             ways.append(
                 f"let longer samples run alone with tokens_per_micro_batch={length} (batch.tokens_per_micro_batch in "
-                "a recipe)"
+                "a recipe), which the samples of a pair never do"
             )
         raise ConfigError(
             f"{type(getattr(model, 'module', model)).__name__} has the rotary positions {kind}, and a sample of more "

@@ -9,7 +9,7 @@ prefix cache of the engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -210,7 +210,7 @@ class Conversations:
         for key in keys:
             self._answering.pop(key, None)
 
-    def lost_tickets(self) -> list[int]:
+    def lost_tickets(self, among: Container[int] | None = None) -> list[int]:
         """Return an empty list: only a turn is lost with an engine, and this method submits the turn again."""
         lost = [self._asked[own] for own in self._engine.lost_tickets() if own in self._asked]
         self._send([(turn.request, turn.sampling) for turn in lost])

@@ -6,10 +6,10 @@ prefixes and sets the new policy version, because a cache of old weights would c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from rl_plugins.data.images import PromptImages
 from rl_plugins.memory import MemoryChange
 from rl_plugins.ranks import Ranks
 from rl_plugins.weights.source import WeightSource
+
+Group = TypeVar("Group")
 
 
 @dataclass(frozen=True)
@@ -198,11 +200,14 @@ class GroupSampler(Protocol):
         """
 
     def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | RemoteSamples]:
-        """Wait for submitted groups of this rank; return the finished groups by ticket.
+        """Wait for submitted groups of this rank, and remove them.
 
         Args:
             required: tickets to wait for.
             count: least number of groups to wait for. With 0 and no required ticket, return without waiting.
+
+        Returns:
+            Groups by ticket: all finished groups; or the required groups alone, if there are any and `count` is 0.
 
         Raises:
             EngineLost: an engine was lost. `lost_tickets` returns its groups.
@@ -214,8 +219,17 @@ class GroupSampler(Protocol):
     def drop(self, tickets: Sequence[int]) -> None:
         """End and remove groups, finished groups included. No sampling of the groups continues after the call."""
 
-    def lost_tickets(self) -> list[int]:
-        """Return the tickets of groups on lost engines. The caller submits the groups again."""
+    def lost_tickets(self, among: Container[int] | None = None) -> list[int]:
+        """Return the tickets of groups on lost engines, once. The caller submits the groups again.
+
+        Args:
+            among: tickets of the caller. Other lost tickets stay for another caller. None stands for all tickets.
+        """
+
+
+def take_groups(finished: dict[int, Group], required: Sequence[int], count: int) -> dict[int, Group]:
+    """Remove and return the groups that `GroupSampler.collect` returns."""
+    return {ticket: finished.pop(ticket) for ticket in (required if required and not count else list(finished))}
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ import copy
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from rl_plugins.hub.files import model_folder
 from rl_plugins.memory import MemoryChange
 from rl_plugins.model_json import context_window
 from rl_plugins.ranks import Ranks
-from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, padded_routes
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, padded_routes, take_groups
 from rl_plugins.router_replay import RouterReplay
 from rl_plugins.vision_language import ModelInputs, model_class, padded_inputs
 from rl_plugins.weights.check import WeightsDiffer, tolerance_of
@@ -71,9 +71,8 @@ class SynchronousGroups:
         self.busy_s += time.perf_counter() - start
 
     def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | RemoteSamples]:
-        """Return all submitted groups."""
-        finished, self._finished = self._finished, {}
-        return finished
+        """Return submitted groups, all of which are finished."""
+        return take_groups(self._finished, required, count)
 
     def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
         """Return the groups unchanged, because all groups are in this process."""
@@ -84,7 +83,7 @@ class SynchronousGroups:
         for ticket in tickets:
             self._finished.pop(ticket, None)
 
-    def lost_tickets(self) -> list[int]:
+    def lost_tickets(self, among: Container[int] | None = None) -> list[int]:
         """Return an empty list, because the engine shares the caller's process."""
         return []
 

@@ -112,7 +112,7 @@ class PromptSampler:
             groups = self.group_sampler(engine)
             while unsent:
                 groups.submit(unsent.pop(), sampling)
-            again.update(groups.lost_tickets())
+            again.update(groups.lost_tickets({request.ticket for request in requests}))
             if again:
                 lost = [request for request in requests if request.ticket in again]
                 again.clear()

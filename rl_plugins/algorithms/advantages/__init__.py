@@ -61,7 +61,7 @@ _OWN: dict[str, AdvantageEstimator] = {
     "bilevel_gae": bilevel_gae,
 }
 
-WITH_GROUPS = frozenset(_OWN.values()) - {gae, bilevel_gae, reinforce_plus_plus, remax}
-"""Estimators of this package that compare the samples of a group."""
+WITH_GROUPS = frozenset(_OWN.values()) - {gae, bilevel_gae, reinforce_plus_plus, remax, reverse_kl}
+"""Estimators of this package that compare the samples of a group. `reverse_kl` does with `reward_weight`."""
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("rl_plugins.advantages", _OWN)

@@ -13,7 +13,7 @@ The docstring of `rl_plugins.weights` lists the calls of one weight update.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.sampling import SamplingConfig
@@ -181,9 +181,9 @@ class VLLMRollout:
         """End and remove groups."""
         self._sampling.drop(tickets)
 
-    def lost_tickets(self) -> list[int]:
+    def lost_tickets(self, among: Container[int] | None = None) -> list[int]:
         """Return the tickets of groups on lost engines, for a new submission."""
-        return self._sampling.lost_tickets()
+        return self._sampling.lost_tickets(among)
 
     def drop_lost_engines(self) -> int:
         """Stop using the engines lost by any rank; return the number of lost engines. Collective."""

@@ -73,7 +73,7 @@ class EngineLoop:
 
         Args:
             names: requests to return, if finished.
-            required: requests to wait for.
+            required: requests to wait for. With `count` 0, these alone are returned.
             count: least number of finished requests to wait for.
 
         Raises:
@@ -92,7 +92,8 @@ class EngineLoop:
                         raise self._failures.pop(name)
                 done = [name for name in names if name in self._finished]
                 if len(done) >= count and set(required) <= set(done):
-                    return {name: self._finished.pop(name) for name in done}
+                    taken = required if required and not count else done
+                    return {name: self._finished.pop(name) for name in taken}
                 await self._changed.wait()
 
     def abort(self, names: Collection[str] | None = None) -> None:

@@ -6,7 +6,7 @@ fetches the group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import EngineLost
-from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, take_groups
 from rl_plugins.rollout.vllm.fleet import Deadline, Fleet
 
 
@@ -78,7 +78,7 @@ class FleetSampling:
                 self._submitted[reference] = engine
 
     def collect(self, required: Sequence[int], count: int) -> dict[int, RemoteSamples]:
-        """Wait for groups, and return the finished groups by ticket."""
+        """Wait for groups, and return groups by ticket."""
         self._fleet.check_lost()
         deadline = self._fleet.sampling_deadline()
         while self._submitted:
@@ -89,8 +89,7 @@ class FleetSampling:
         while True:
             missing = [ticket for ticket in required if ticket not in self._finished]
             if not missing and len(self._finished) >= count:
-                finished, self._finished = self._finished, {}
-                return finished
+                return take_groups(self._finished, required, count)
             self._poll(missing, count - len(self._finished))
             self._take(self._fleet.first(self._polls, "collect", deadline))
 
@@ -158,9 +157,10 @@ class FleetSampling:
             with suppress(EngineLost):
                 wait()
 
-    def lost_tickets(self) -> list[int]:
+    def lost_tickets(self, among: Container[int] | None = None) -> list[int]:
         """Return the tickets of submitted groups on lost engines, for a new submission."""
-        tickets, self._lost_tickets = self._lost_tickets, []
+        tickets = [ticket for ticket in self._lost_tickets if among is None or ticket in among]
+        self._lost_tickets = [ticket for ticket in self._lost_tickets if ticket not in tickets]
         return tickets
 
     def _poll(self, required: Sequence[int], count: int) -> None:

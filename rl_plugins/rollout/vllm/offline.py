@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Container, Coroutine, Mapping, Sequence
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -88,6 +88,6 @@ class OfflineVLLM:
         """End and remove groups."""
         self._run(self._engine.drop(0, tickets))
 
-    def lost_tickets(self) -> list[int]:
+    def lost_tickets(self, among: Container[int] | None = None) -> list[int]:
         """Return an empty list: the engine ends with this process."""
         return []

@@ -178,6 +178,10 @@ def test_algorithm_needs_and_kl_controller_follow_the_configuration() -> None:
             r"resampling splits the groups that",
         ),
         ({"resampling": Resampling()}, r"resampling splits groups, and advantage=grpo compares .*: use gae"),
+        (
+            {"resampling": Resampling(), "advantage": "reverse_kl", "advantage_options": {"reward_weight": 1.0}},
+            r"resampling splits groups, and advantage_options.reward_weight compares",
+        ),
         ({"resampling": Resampling(), "advantage": rloo}, r"resampling splits groups, and advantage=.*rloo.* compares"),
         (
             {"resampling": Resampling(), "advantage": "gae", "shaping": RewardShaping(length_factor=0.5)},

@@ -141,6 +141,19 @@ def test_go_on_takes_no_step_while_memory_of_the_engine_is_asleep() -> None:
     asyncio.run(run())
 
 
+def test_wait_returns_the_required_requests_alone_if_no_number_is_given() -> None:
+    async def run() -> None:
+        llm = LLM()
+        loop = EngineLoop(llm)
+        llm.finishing = {"one", "two"}
+        loop.start({name: EngineRequest([1], None) for name in ("one", "two")})
+        await give_turns()
+        assert list(await loop.wait(["one", "two"], ["two"], 0)) == ["two"]
+        assert list(await loop.wait(["one"], [], 0)) == ["one"]
+
+    asyncio.run(run())
+
+
 def test_begin_session_ends_the_waits_of_the_workers_before() -> None:
     async def run() -> None:
         llm = LLM()

@@ -85,3 +85,21 @@ def test_generate_calls_all_engines_before_a_loss_is_raised() -> None:
     with pytest.raises(EngineLost):
         FleetSampling(fleet).generate([[5]], SamplingConfig(max_tokens=1), None)
     assert len(called) == 1
+
+
+def test_collect_leaves_groups_of_other_callers() -> None:
+    fleet: Any = Fleet()
+    sampling = FleetSampling(fleet)
+    fleet.actors[0].collect = SimpleNamespace(remote=lambda *_: object())
+    fleet.result = lambda engine, reference: ({-1: [1], 7: [1], 8: [1]}, 1.0)
+    sampling._engine_of |= {-1: 0, 7: 0, 8: 0}
+    assert [*sampling.collect([-1], 0)] == [-1]
+    assert [*sampling.collect([7], 1)] == [7, 8]
+
+
+def test_lost_tickets_of_other_callers_stay() -> None:
+    fleet: Any = Fleet()
+    sampling = FleetSampling(fleet)
+    sampling._engine_of |= {-1: 0, 7: 0, 8: 1}
+    fleet.on_lost(0)
+    assert sampling.lost_tickets({-1}) == [-1] and sampling.lost_tickets() == [7] and sampling.lost_tickets() == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -73,15 +73,16 @@ class Distant(canned.CannedRollout):
         done = [ticket for ticket, (text, _) in self._open.items() if text not in self.slow or ticket in required]
         done += [ticket for ticket in self._open if ticket not in done][: max(0, count - len(done))]
         assert len(done) >= count and set(required) <= set(done)
-        return {ticket: self._open.pop(ticket)[1] for ticket in done}
+        return {ticket: self._open.pop(ticket)[1] for ticket in (required if required and not count else done)}
 
     @override
     def drop(self, tickets: Sequence[int]) -> None:
         self.dropped += [self._open.pop(ticket)[0] for ticket in tickets if ticket in self._open]
 
     @override
-    def lost_tickets(self) -> list[int]:
-        gone, self._gone = self._gone, []
+    def lost_tickets(self, among: Container[int] | None = None) -> list[int]:
+        gone = [ticket for ticket in self._gone if among is None or ticket in among]
+        self._gone = [ticket for ticket in self._gone if ticket not in gone]
         return gone
 
     @override
@@ -286,8 +287,11 @@ def test_samples_with_images_of_a_lost_engine_are_sampled_again(engine: Callable
     strategy: Any = SimpleNamespace(rollout_phases=SimpleNamespace(run_sampling=run_sampling))
     prompts = canned.prompt_batch(["1+1", "12+30"])
     prompts.columns[PROMPT_IMAGES] = [None, None]
+    # A group for a later training step stays with the engine, or with the lost groups.
+    used.submit([GroupRequest(7, prompts.prompt_ids[0], 0)], sampling)
     found = PromptSampler(strategy, canned.tokenizer, 0).generate(prompts, sampling, [1, 2], 0)
     assert found.responses() == Distant().generate(prompts.prompt_ids, sampling, None).responses()
+    assert used.lost_tickets() == [7] if used.loses_at else [*used.collect([], 0)] == [7]
 
 
 def test_engine_lost_5_times_in_one_phase_ends_the_run() -> None:
