@@ -157,7 +157,7 @@ class RolloutConfig(EngineOptions):
     def check_policy(
         self, path: str, model: Mapping[str, Any], *, lora: LoraConfig, tokens: int, is_on_cpu: bool
     ) -> None:
-        """Check that the engine can sample from the policy, and computes the log-probs of the policy.
+        """Check if the engine can sample from the policy, with the log-probs of the policy.
 
         Args:
             path: name or folder of the policy, for messages.
@@ -303,7 +303,7 @@ def check_engine_adapter(path: str, model: Mapping[str, Any], lora: LoraConfig) 
 
 
 def check_engine_positions(path: str, model: Mapping[str, Any], tokens: int) -> None:
-    """Check that a rollout engine rotates positions as the policy does.
+    """Check if a rollout engine rotates positions as the policy does.
 
     With `longrope`, an engine takes one set of rotary frequencies for all responses, chosen by the longest sequence.
     The policy takes the set for short sequences, or the set for long sequences, sample by sample.

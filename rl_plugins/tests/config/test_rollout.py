@@ -40,7 +40,7 @@ def test_check_cpu_engine_accepts_attention_of_a_known_width() -> None:
         {"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096},
     ],
 )
-def test_longrope_is_refused_above_its_short_length(engine: str, rotary: dict[str, Any]) -> None:
+def test_longrope_is_refused_above_the_length_of_short_sequences(engine: str, rotary: dict[str, Any]) -> None:
     """Above 4,096 tokens, an engine rotates all positions by its long factors, and a trainer those of long samples."""
     rollout, model = RolloutConfig(engine=engine), {**HEADS, "model_type": "phi3", **rotary}
     rollout.check_policy("model.path=phi", model, lora=LoraConfig(), tokens=4096, is_on_cpu=True)
