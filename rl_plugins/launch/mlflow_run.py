@@ -25,6 +25,7 @@ from rl_plugins.config.recipe import (
 )
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.preflight import tracking_uri
+from rl_plugins.launch.resume import noted_step
 from rl_plugins.redaction import without_password
 from rl_plugins.report.page import write_report
 from rl_plugins.report.summary import read_samples
@@ -95,20 +96,26 @@ def failed_on_error(loggers: Sequence[object]) -> Iterator[None]:
         raise
 
 
-def register(config: RecipeConfig, folder: RunFolder, tracking: MLflowTracking) -> None:
-    """Register the exported policy, and wait until MLflow has the policy."""
-    tracking.submit(registration(config, folder))
+def register(config: RecipeConfig, folder: RunFolder, step: int, tracking: MLflowTracking) -> None:
+    """Register the policy exported after `step` steps, and wait until MLflow has the policy."""
+    tracking.submit(registration(config, folder, step))
     tracking.finalize("success", _REGISTER_TIMEOUT_S)
 
 
-def registration(config: RecipeConfig, folder: RunFolder) -> Call:
-    """Return a call that registers the exported policy as `tracking.register_as`, and prints the outcome."""
+def registration(config: RecipeConfig, folder: RunFolder, step: int) -> Call:
+    """Return a call that registers a policy as `tracking.register_as`, and prints the outcome.
+
+    Args:
+        config: options of the run.
+        folder: folder of the run.
+        step: number of steps before the export of the policy.
+    """
     name, metric = str(config.tracking.register_as), config.tracking.champion_metric
 
     def send(run: TrackedRun) -> None:
         metrics = read_metrics(folder.metrics)
-        # A value of an earlier step says nothing about the exported policy.
-        value = metrics.get(metric, {}).get(_last_step(metrics))
+        # A value of another step says nothing about the exported policy.
+        value = metrics.get(metric, {}).get(step)
         digests = [describe_file(Path(path)).digest for path in config.data.val_files]
         data = hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
         evaluation = Evaluation(metric, value, data)
@@ -154,15 +161,19 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
         config.tracking.uri = uri
     tracking = tracking_logger(config, folder)
     tracking.log_metrics({})
-    must_register = bool(config.tracking.register_as) and folder.export.is_dir()
+    has_policy = bool(config.tracking.register_as) and folder.export.is_dir()
+    exported_at = noted_step(folder) if has_policy else None
     registered = threading.Event()
     _submit_files(config, folder, tracking)
-    if must_register:
-        tracking.submit(partial(_register, config, folder, registered))
+    if exported_at is not None:
+        tracking.submit(partial(_register, config, folder, exported_at, registered))
+    elif has_policy:
+        # A continued run still has the export of its earlier end.
+        print(f"{path}: the run is not finished, so sync registers no policy: run.resume=auto continues it", flush=True)
     steps = _last_step(read_metrics(folder.metrics))
     tracking.finalize(_status(config, folder, steps), deadline_s)
     # The tracking logger has logged the refused calls.
-    complete = tracking.all_sent() and registered.is_set() == must_register
+    complete = tracking.all_sent() and registered.is_set() == (exported_at is not None)
     if damaged := count_damaged_lines(folder.metrics):
         print(f"{folder.metrics}: {damaged} damaged lines are left out", flush=True)
     if complete:
@@ -215,6 +226,6 @@ def _submit_files(config: RecipeConfig, folder: RunFolder, tracking: MLflowTrack
         tracking.submit(lambda run: run.client.log_artifact(run.run_id, str(write_report(folder))))
 
 
-def _register(config: RecipeConfig, folder: RunFolder, registered: threading.Event, run: TrackedRun) -> None:
-    registration(config, folder)(run)
+def _register(config: RecipeConfig, folder: RunFolder, step: int, registered: threading.Event, run: TrackedRun) -> None:
+    registration(config, folder, step)(run)
     registered.set()

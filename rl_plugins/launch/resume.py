@@ -121,16 +121,31 @@ def finished_step(config: RecipeConfig, folder: RunFolder) -> int | None:
 
     A finished run continues if `run.steps` is larger or `run.target_reward` differs, or if its export is missing.
     """
-    if not config.run.resume or not folder.finished.is_file() or (config.run.export and folder.exported() is None):
+    if not config.run.resume or (config.run.export and folder.exported() is None):
+        return None
+    end = _read_end(folder)
+    if end is None:
+        return None
+    step, goal = end
+    return step if goal == _goal(config) or step >= config.run.steps else None
+
+
+def noted_step(folder: RunFolder) -> int | None:
+    """Return the last step of a finished run; None for another run."""
+    end = _read_end(folder)
+    return None if end is None else end[0]
+
+
+def _read_end(folder: RunFolder) -> tuple[int, dict[str, float | None]] | None:
+    """Return the last step and the goal of a finished run; None without a note. A damaged note is no note."""
+    if not folder.finished.is_file():
         return None
     try:
         end = json.loads(folder.finished.read_text(encoding="utf-8"))
-        same_goal = all(end[name] == value for name, value in _goal(config).items())
-        step = int(end["step"])
+        return int(end["step"]), {name: end[name] for name in ("steps", "target_reward")}
     except (ValueError, KeyError, TypeError):
-        # A damaged note is no note: the checkpoints say where the run continues.
+        # The checkpoints say where the run continues.
         return None
-    return step if same_goal or step >= config.run.steps else None
 
 
 def _goal(config: RecipeConfig) -> dict[str, float | None]:

@@ -359,7 +359,7 @@ class TrainingRun:
                 self._export(trainer, stage)
             if config.tracking.register_as and trainer.is_global_zero:
                 for tracking in mlflow_loggers(trainer.loggers):
-                    register(config, self.folder, tracking)
+                    register(config, self.folder, stage.step, tracking)
             if trainer.is_global_zero:
                 note_end(config, self.folder, stage.step)
 

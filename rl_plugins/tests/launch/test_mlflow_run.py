@@ -14,11 +14,12 @@ import pytest
 from mlflow import MlflowClient
 from omegaconf import OmegaConf
 
-from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.recipe import RecipeConfig, read_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch import mlflow_run
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.mlflow_run import describe_run, sync
+from rl_plugins.launch.resume import note_end
 from rl_plugins.manifest import MANIFEST
 from rl_plugins.run_folder import RunFolder, append_metrics
 from rl_plugins.tests.files import rewrite_manifest
@@ -61,6 +62,7 @@ def folder(store: str, tmp_path: Path) -> RunFolder:
         f"tracking.experiment={tmp_path.name}", "tracking.register_as=adder",
     ]  # fmt: skip
     folder.config.write_text(OmegaConf.to_yaml(compose_config("grpo", overrides)))
+    note_end(read_config(folder.config), folder, 2)
     return folder
 
 
@@ -99,14 +101,24 @@ def test_sync_sends_all_of_a_run_and_registers_each_policy_once(
     assert run.info.status == "FINISHED" and run.data.tags["checkpoint.step"] == "2"
     assert len(client.get_metric_history(run_id, "train/loss")) == 2
     assert registered == [f"{PROMPT} 0.5"]
-    # A resumed run has another policy.
-    append_metrics(folder.metrics, {"val/reward": 0.75}, 3)
+    # A continued run has another policy when it is finished again.
+    config = OmegaConf.load(folder.config)
+    config.run.steps = 9
+    folder.config.write_text(OmegaConf.to_yaml(config))
+    folder.finished.unlink()
+    append_metrics(folder.metrics, {"val/reward": 0.75}, 9)
+    assert sync(folder.path, None, DEADLINE_S)
+    assert "the run is not finished, so sync registers no policy" in capsys.readouterr().out
+    assert registered == [f"{PROMPT} 0.5"]
+    note_end(read_config(folder.config), folder, 9)
     assert sync(folder.path, None, DEADLINE_S)
     assert registered == [f"{PROMPT} 0.5", f"{PROMPT} 0.75"]
 
 
-def test_registration_takes_no_value_of_an_earlier_step(folder: RunFolder, registered: list[str]) -> None:
+def test_registration_takes_no_value_of_another_step(folder: RunFolder, registered: list[str]) -> None:
     append_metrics(folder.metrics, {"train/loss": 0.3}, 3)
+    note_end(read_config(folder.config), folder, 3)
+    append_metrics(folder.metrics, {"val/reward": 0.75}, 4)
     assert sync(folder.path, None, DEADLINE_S)
     assert registered == [f"{PROMPT} None"]
 
@@ -115,6 +127,7 @@ def test_sync_gives_the_status_of_the_end_of_training(store: str, folder: RunFol
     config = OmegaConf.load(folder.config)
     config.run.steps = 9
     folder.config.write_text(OmegaConf.to_yaml(config))
+    folder.finished.unlink()
     for status in ("KILLED", "FINISHED"):
         assert sync(folder.path, None, DEADLINE_S)
         assert MlflowClient(store).get_run(folder.tracking_run.read_text()).info.status == status
@@ -123,6 +136,7 @@ def test_sync_gives_the_status_of_the_end_of_training(store: str, folder: RunFol
 
 def test_sync_gives_the_status_of_a_run_without_an_export(store: str, folder: RunFolder) -> None:
     shutil.rmtree(folder.export)
+    folder.finished.unlink()
     folder.error.write_text("no room for the export")
     for status in ("FAILED", "KILLED"):
         assert sync(folder.path, None, DEADLINE_S)
