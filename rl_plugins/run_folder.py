@@ -58,7 +58,7 @@ class RunFolder:
 
     @property
     def versions(self) -> Path:
-        """File with the commit of each name on the Hugging Face hub, and the version of each alias in MLflow."""
+        """File with the commit of each name on the Hugging Face hub, and the fixed URI of each model in MLflow."""
         return self.path / "versions.json"
 
     @property

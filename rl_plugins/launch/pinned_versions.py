@@ -1,6 +1,6 @@
 """Versions of models and data sets in the options of a run, kept in the run's folder for resumes.
 
-A name on the Hugging Face hub has a commit, and an alias in MLflow has a version.
+A name on the Hugging Face hub has a commit. In MLflow, an alias has a version, and a model of a run has an id.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rl_plugins.hub.names import HubName, model_name, pin
 from rl_plugins.json_text import read_foreign_json
 from rl_plugins.launch.stored_run import StoredRun
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tracking.registry import has_version, resolve_alias
+from rl_plugins.tracking.registry import is_fixed, resolve_model
 from rl_plugins.whole_file import write_whole_text
 
 SCHEME = "hf://"
@@ -26,8 +26,8 @@ class PinnedVersions:
     """Versions of the models and data sets of a run. A name that is known is not looked up again.
 
     Args:
-        known: commit by name on the hub, such as `models/OWNER/NAME@main`, and URI with the version by URI in MLflow,
-            such as `models:/NAME@ALIAS`.
+        known: commit by name on the hub, such as `models/OWNER/NAME@main`, and URI with the version or the id by URI
+            in MLflow, such as `models:/NAME@ALIAS`.
     """
 
     def __init__(self, known: Mapping[str, str] | None = None) -> None:
@@ -60,14 +60,14 @@ class PinnedVersions:
             self.known[key] = str(pin(name, option).revision)
         return replace(name, revision=self.known[key])
 
-    def pin_alias(self, option: str, uri: str, store: str) -> str:
-        """Return the URI of a model in MLflow with a version in the place of an alias.
+    def pin_model(self, option: str, uri: str, store: str) -> str:
+        """Return the URI of a model in MLflow that names the same model for ever.
 
         Raises:
-            ConfigError: see `resolve_alias`.
+            ConfigError: see `resolve_model`.
         """
-        if uri not in self.known and (versioned := resolve_alias(option, uri, store)) != uri:
-            self.known[uri] = versioned
+        if uri not in self.known and (fixed := resolve_model(option, uri, store)) != uri:
+            self.known[uri] = fixed
         return self.known.get(uri, uri)
 
     def write(self, file: Path) -> None:
@@ -86,8 +86,7 @@ def _read(content: bytes, file: str) -> dict[str, str]:
     except ValueError:
         known = None
     if not isinstance(known, dict) or not all(
-        isinstance(version, str) and (HubName("", version).is_pinned or has_version(version))
-        for version in known.values()
+        isinstance(version, str) and (HubName("", version).is_pinned or is_fixed(version)) for version in known.values()
     ):
         raise ConfigError(
             f"{file} is damaged: it must name a commit or a version for each name; remove it to look them up again"

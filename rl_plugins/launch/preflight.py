@@ -430,7 +430,7 @@ def fetch_models(config: RecipeConfig, versions: PinnedVersions) -> None:
     def fetched(option: str, path: str) -> str:
         if is_in_mlflow(path):
             store = tracking_uri(config)
-            found = str(fetch_model(option, versions.pin_alias(option, path, store), store, _cache(config, "models")))
+            found = str(fetch_model(option, versions.pin_model(option, path, store), store, _cache(config, "models")))
         else:
             found = pinned_model(versions, option, path)
         if found != path:

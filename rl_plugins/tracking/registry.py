@@ -30,6 +30,7 @@ CHAMPION = "champion"
 _DATA_TAG = "evaluated_on"
 _WEIGHTS_TAG = "weights"
 _REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
+_LOGGED = re.compile(r"models:/m-\w+")
 _IN_RUN = re.compile(r"runs:/(?P<run>\w+)/(?P<path>.+)")
 _DIGEST_LENGTH = 8
 
@@ -165,16 +166,16 @@ def fetch_model(option: str, uri: str, store: str, cache: Path) -> Path:
         ConfigError: the URI is malformed, there is no such model, the store does not answer, or the model is in
             another format.
     """
-    uri = resolve_alias(option, uri, store)
+    uri = resolve_model(option, uri, store)
     with _answers(option, uri, store):
-        # The URI without its scheme is a version or an artifact, as a path.
+        # The URI without its scheme is a version, a model's id or an artifact, as a path.
         folder = cache / uri.partition(":/")[2]
         client = open_client(store)
-        origin: str | None
+        origin: str | None = None
         if (registered := _REGISTERED.fullmatch(uri)) is not None:
             origin = client.get_model_version(registered["name"], registered["version"]).source
-        else:
-            origin = _models_of_run(client, uri)
+        elif (in_run := _IN_RUN.fullmatch(uri)) is not None:
+            origin = _models_of_run(client, in_run["run"])
         digest = sha256(f"{store} {uri} {origin}".encode()).hexdigest()[:_DIGEST_LENGTH]
         folder = folder.with_name(f"{folder.name}-{digest}")
         if not folder.is_dir():
@@ -182,16 +183,17 @@ def fetch_model(option: str, uri: str, store: str, cache: Path) -> Path:
     return folder
 
 
-def _models_of_run(client: MlflowClient, uri: str) -> str:
-    """Return the ids of the models that the run of a URI has logged."""
-    in_run = _IN_RUN.fullmatch(uri)
-    assert in_run is not None, "`resolve_alias` has checked the URI"
-    outputs = client.get_run(in_run["run"]).outputs
+def _models_of_run(client: MlflowClient, run_id: str) -> str:
+    """Return the ids of the models that a run has logged."""
+    outputs = client.get_run(run_id).outputs
     return " ".join(sorted(model.model_id for model in outputs.model_outputs)) if outputs else ""
 
 
-def resolve_alias(option: str, uri: str, store: str) -> str:
-    """Return the URI of a model in MLflow with the version of an alias; a URI without an alias stays as it is.
+def resolve_model(option: str, uri: str, store: str) -> str:
+    """Return the URI of a model in MLflow that names the same model for ever.
+
+    An alias gets its version. The name of a model in a run gets the id of the newest model of this name: the run may
+    log another one later. Other URIs stay as they are.
 
     Args:
         option: name of the option with the URI, for error messages.
@@ -199,12 +201,12 @@ def resolve_alias(option: str, uri: str, store: str) -> str:
         store: address of the MLflow store.
 
     Raises:
-        ConfigError: the URI is malformed, there is no such alias, or the store does not answer.
+        ConfigError: the URI is malformed, there is no such alias or run, or the store does not answer.
     """
-    registered = _REGISTERED.fullmatch(uri)
+    registered, in_run = _REGISTERED.fullmatch(uri), _IN_RUN.fullmatch(uri)
     # Each part is a folder of the cache.
     leaves_cache = {"", ".", ".."} & {*uri.partition(":/")[2].partition("@")[0].split("/")}
-    if not (registered or _IN_RUN.fullmatch(uri)) or leaves_cache or not uri.isprintable():
+    if not (registered or in_run or _LOGGED.fullmatch(uri)) or leaves_cache or not uri.isprintable():
         raise ConfigError(
             f"{option}={uri}: name a model in MLflow as models:/NAME@ALIAS, models:/NAME/VERSION or runs:/ID/FOLDER"
         )
@@ -214,17 +216,31 @@ def resolve_alias(option: str, uri: str, store: str) -> str:
             f"{option}={uri}: there is no MLflow store {file}: name the one that has it by MLFLOW_TRACKING_URI"
         )
     check_store(store)
-    if registered is None or not registered["alias"]:
-        return uri
     with _answers(option, uri, store):
-        version = open_client(store).get_model_version_by_alias(registered["name"], registered["alias"])
-    return f"models:/{registered['name']}/{version.version}"
+        if registered is not None and registered["alias"]:
+            version = open_client(store).get_model_version_by_alias(registered["name"], registered["alias"])
+            return f"models:/{registered['name']}/{version.version}"
+        # A path of several folders is no name of a model.
+        if in_run is not None and "/" not in in_run["path"]:
+            return _logged_model(open_client(store), in_run["run"], in_run["path"]) or uri
+    return uri
 
 
-def has_version(uri: str) -> bool:
-    """Return True if a string is the URI of a version of a registered model."""
+def _logged_model(client: MlflowClient, run_id: str, name: str) -> str | None:
+    """Return the URI of the newest model of a run with a name; None for files which belong to no model."""
+    newest = client.search_logged_models(
+        [client.get_run(run_id).info.experiment_id],
+        filter_string=f"name = '{name}' AND source_run_id = '{run_id}'",
+        max_results=1,
+        order_by=[{"field_name": "creation_timestamp", "ascending": False}],
+    )
+    return f"models:/{newest[0].model_id}" if newest else None
+
+
+def is_fixed(uri: str) -> bool:
+    """Return True if a string is the URI of a version of a registered model, or of a model of a run by its id."""
     registered = _REGISTERED.fullmatch(uri)
-    return registered is not None and registered["version"] is not None
+    return _LOGGED.fullmatch(uri) is not None or (registered is not None and registered["version"] is not None)
 
 
 @contextmanager

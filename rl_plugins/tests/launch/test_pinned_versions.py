@@ -89,12 +89,14 @@ def test_run_recipe_takes_one_commit_for_a_run_and_all_resumes(hub: StandIn, che
     assert f"{folder.versions.absolute()} is damaged" in check(*options, "run.resume=auto")
 
 
-def test_pin_alias_keeps_the_version_for_all_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pin_model_keeps_the_version_of_an_alias_for_all_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     versions, newest = PinnedVersions(), mock.Mock(side_effect=["models:/solver/2", "models:/solver/3"])
-    monkeypatch.setattr(pinned_versions, "resolve_alias", newest)
+    monkeypatch.setattr(pinned_versions, "resolve_model", newest)
     folder = RunFolder(tmp_path)
     for _ in range(2):
-        assert versions.pin_alias("reference.path", "models:/solver@champion", "sqlite:///db") == "models:/solver/2"
+        assert versions.pin_model("reference.path", "models:/solver@champion", "sqlite:///db") == "models:/solver/2"
         versions.write(folder.versions)
         versions = PinnedVersions.of_run(folder)
     assert newest.call_count == 1

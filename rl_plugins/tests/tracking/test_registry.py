@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch.pinned_versions import PinnedVersions
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tracking.registry import Evaluation, compare, fetch_model, register_policy, resolve_alias
+from rl_plugins.tracking.registry import Evaluation, compare, fetch_model, register_policy, resolve_model
 from rl_plugins.tracking.run import RunDescription, open_run
 
 GOOD = Evaluation("val/reward", 0.5, "data")
@@ -63,7 +64,7 @@ def test_register_policy_and_fetch_model_of_the_champion(store, experiment, poli
     weights = "model.safetensors"
     assert (champion / weights).read_bytes() == (policies / "second" / weights).read_bytes()
     assert (champion / "tokenizer.json").is_file()
-    assert resolve_alias("model.path", named, store) == f"models:/{experiment}/2"
+    assert resolve_model("model.path", named, store) == f"models:/{experiment}/2"
     kept = (champion / weights).stat().st_mtime_ns
     assert fetch_model("model.path", f"models:/{experiment}/2", store, tmp_path / "cache") == champion
     assert (champion / weights).stat().st_mtime_ns == kept, "it was fetched again"
@@ -96,6 +97,20 @@ def test_register_policy_and_fetch_model_of_a_run_with_two_policies(store, exper
     versions = run.client.search_model_versions(f"name='{experiment}'")
     assert len(versions) == 2
     assert fetched[0] == fetched[1] and fetched[2] == fetched[3] != fetched[0]
+
+
+def test_a_resume_takes_the_first_of_two_policies_of_a_run(store, experiment, run, policies, tmp_path):
+    resumed, named, fetched = RunFolder(tmp_path / "resumed"), f"runs:/{run.run_id}/policy", []
+    for name in ("first", "second"):
+        shutil.copytree(policies / name, tmp_path / "policy", dirs_exist_ok=True)
+        register_policy(run, tmp_path / "policy", experiment, GOOD, "1+1=")
+        versions = PinnedVersions.of_run(resumed)
+        pinned = versions.pin_model("reference.path", named, store)
+        versions.write(resumed.versions)
+        fetched.append(fetch_model("reference.path", pinned, store, tmp_path / "cache"))
+    assert fetched[0] == fetched[1] != fetch_model("reference.path", named, store, tmp_path / "cache")
+    weights = "model.safetensors"
+    assert (fetched[0] / weights).read_bytes() == (policies / "first" / weights).read_bytes()
 
 
 def test_fetch_model_of_a_folder_among_the_artifacts_of_a_run(store, run, policies, tmp_path):
