@@ -53,7 +53,7 @@ def files_to_send(
     Raises:
         ConfigError: git fails, git lists no file, or a link leads out of the project.
     """
-    listed = _listed_by_git(root, include)
+    listed = _listed_by_git(root, exclude, include)
     known = set(_walk(root) if listed is None else listed)
     # Every virtual environment contains this file, whatever the name of the folder.
     environments = {path.parent for path in known if path.name == "pyvenv.cfg"}
@@ -116,10 +116,11 @@ def describe_largest(sizes: Mapping[PurePath, int]) -> list[str]:
     return [f"{size / 2**20:.1f} MiB {name}" for name, size in totals.most_common(_NUM_LISTED)]
 
 
-def _listed_by_git(root: Path, include: Sequence[str]) -> list[PurePath] | None:
+def _listed_by_git(root: Path, exclude: Sequence[str], include: Sequence[str]) -> list[PurePath] | None:
     """Return the tracked files, new files that git does not ignore, and ignored files that match `include`.
 
-    The files of a submodule, or of another repository in the folder, are among them. None without git or a repository.
+    The files of a submodule, or of another repository in the folder, are among them, unless the repository is left
+    out. None without git or a repository.
 
     Raises:
         ConfigError: git fails or lists no file. Returning all files instead would send ignored files, such as
@@ -128,10 +129,9 @@ def _listed_by_git(root: Path, include: Sequence[str]) -> list[PurePath] | None:
     known = _git_files(root, *_TRACKED_OR_NEW)
     if known is None:
         return None
-    if include:
-        ignored = _git_files(root, "--others", "--ignored", "--exclude-standard") or []
-        known += [path for path in ignored if _matches(path, include)]
-    files = [path for path in _with_repositories(root, known) if os.path.lexists(root / path)]
+    left_out = (*NEVER_SENT, *exclude)
+    paths = _of_repositories(root, PurePath(), known, left_out, include)
+    files = [path for path in paths if os.path.lexists(root / path)]
     if not files:
         raise ConfigError(
             f"git lists no file of {root}: the folder is empty, or the repository around it ignores it: name the files "
@@ -140,15 +140,30 @@ def _listed_by_git(root: Path, include: Sequence[str]) -> list[PurePath] | None:
     return files
 
 
-def _with_repositories(root: Path, paths: Iterable[PurePath]) -> Iterator[PurePath]:
-    """Yield the paths, with the files of a repository in place of its folder: git lists the folder of a submodule."""
+def _of_repositories(
+    root: Path, repository: PurePath, listed: Iterable[PurePath], left_out: Sequence[str], include: Sequence[str]
+) -> Iterator[PurePath]:
+    """Yield the files of a repository, and of the repositories in it: git lists the folder of a submodule.
+
+    Args:
+        root: folder of the project.
+        repository: path of the repository below `root`.
+        listed: tracked and new paths below the repository.
+        left_out: patterns of paths below `root` to leave out.
+        include: patterns of paths below `root` to yield even if git ignores the path or `left_out` matches the path.
+    """
+    paths = [repository / path for path in listed]
+    if include:
+        ignored = _git_files(root / repository, "--others", "--ignored", "--exclude-standard") or []
+        paths += [repository / path for path in ignored if _reaches(include, repository / path)]
     for path in paths:
         place = root / path
         if place.is_symlink() or not os.path.lexists(place / ".git"):
             yield path
-        else:
-            files = _with_repositories(place, _git_files(place, *_TRACKED_OR_NEW) or ())
-            yield from (path / below for below in files)
+        # git may refuse a repository of another user, whose files would not be sent.
+        elif not _matches(path, left_out) or _reaches(include, path):
+            nested = _git_files(place, *_TRACKED_OR_NEW) or ()
+            yield from _of_repositories(root, path, nested, left_out, include)
 
 
 def _git_files(root: Path, *options: str) -> list[PurePath] | None:
@@ -204,6 +219,11 @@ def _matches(path: PurePath, patterns: Iterable[str]) -> bool:
         for pattern in patterns
         for place in places
     )
+
+
+def _reaches(patterns: Iterable[str], path: PurePath) -> bool:
+    """Return True if a pattern matches a path, or begins with the path of a folder."""
+    return _matches(path, patterns) or any(pattern.startswith(f"{path.as_posix()}/") for pattern in patterns)
 
 
 def _resolve_link(root: Path, path: PurePath, chosen: set[PurePath]) -> Iterator[tuple[PurePath, Path]]:

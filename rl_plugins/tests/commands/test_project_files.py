@@ -72,6 +72,32 @@ def test_files_to_send_has_the_files_of_submodules(project: Path) -> None:
         git(project, "add", "library")
 
 
+def test_files_to_send_has_ignored_files_of_submodules_with_include(project: Path) -> None:
+    write(project, "library/code.py", "library/run.log", "library/deep/run.log")
+    for folder in (project / "library", project / "library" / "deep"):
+        git(folder, "init", "-q")
+    (project / "library" / ".gitignore").write_text("*.log\ndeep/\n")
+    ignored = {"library/run.log", "library/deep/run.log"}
+    assert sent(project) & ignored == set()
+    for pattern, names in {"library/run.log": {"library/run.log"}, "library/deep": {"library/deep/run.log"}}.items():
+        assert sent(project, include=[pattern]) & ignored == names, pattern
+    assert sent(project, include=["library/deep/run.log"]) & ignored == {"library/deep/run.log"}
+
+
+def test_files_to_send_asks_nothing_of_a_repository_to_leave_out(project: Path) -> None:
+    before = sent(project)
+    for name in ("outputs/clone", "cloned"):
+        write(project, f"{name}/code.py")
+        git(project / name, "init", "-q")
+        # git refuses this repository, as it refuses a repository of another user.
+        (project / name / ".git" / "config").write_text("[")
+    assert sent(project, exclude=["cloned"]) == before
+    assert sent(project, exclude=["cloned"], include=["run.log"]) == before | {"run.log"}
+    for patterns in ({}, {"exclude": ["cloned"], "include": ["outputs/clone/code.py"]}):
+        with pytest.raises(ConfigError, match="git cannot list the files of"):
+            files_to_send(project, **patterns)
+
+
 def test_files_to_send_without_a_repository_are_all_light_files(project: Path, tmp_path: Path) -> None:
     (project / ".git").rename(tmp_path / "gone")
     light = {".gitignore", "train.py", "new.py", "package/data/rows.py", "package/model.py", "secret/key", "run.log"}
