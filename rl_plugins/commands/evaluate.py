@@ -103,7 +103,7 @@ def run(arguments: Namespace) -> int:
     """
     from rl_plugins.commands.terminal import Terminal
     from rl_plugins.data.parquet import COLUMNS, load_rows
-    from rl_plugins.evaluation.results import compare, evaluate, load_samples
+    from rl_plugins.evaluation.results import check_sources, compare, evaluate, load_samples
 
     if len(arguments.inputs) > 2:
         raise ConfigError(f"there are {len(arguments.inputs)} inputs: give one, or two to compare")
@@ -127,10 +127,14 @@ def run(arguments: Namespace) -> int:
     if has_policy and (not arguments.data or arguments.output is None):
         name = next(name for name in arguments.inputs if name not in given)
         raise ConfigError(f"{name} is no parquet file, so it is a policy: give --data and --output to sample from it")
-    if reward is not None:
-        rows = [samples.rows for samples in given.values()]
+    files = [samples.rows for samples in given.values()]
+    if has_policy:
         # Sampling may take hours.
-        reward = _checked_reward(reward, [*rows, load_rows(arguments.data, COLUMNS)] if has_policy else rows, arguments)
+        prompts = load_rows(arguments.data, COLUMNS)
+        check_sources(f"--data {' '.join(arguments.data)}", {row["data_source"] for row in prompts})
+        files.append(prompts)
+    if reward is not None:
+        reward = _checked_reward(reward, files, arguments)
     all_samples = [given.get(name) or load_samples(_sampled_file(name, arguments)) for name in arguments.inputs]
     console, results = Terminal(), []
     with nullcontext() if reward is None else closing(_build_scorer(reward, arguments)) as scorer:

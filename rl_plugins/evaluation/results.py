@@ -9,7 +9,7 @@ import json
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -113,11 +113,24 @@ def load_samples(path: Path) -> Samples:
         if not size or any(len(row[name] or ()) != size for name in lists):
             raise ConfigError(f"{path}, row {number}: every row must have as many responses as the first, {size}")
         sources.add(row["data_source"])
+    check_sources(path, sources)
+    return Samples(path, rows, size, is_scored)
+
+
+def check_sources(file: Path | str, sources: Set[str]) -> None:
+    """Check the data sources of prompts.
+
+    Args:
+        file: file of the prompts, for the message.
+        sources: names of the data sources.
+
+    Raises:
+        ConfigError: one of several data sources has the name of all together.
+    """
     if ALL in sources and len(sources) > 1:
         raise ConfigError(
-            f"{path}: the data source {ALL!r} has the name of all prompts together: give the data source another name"
+            f"{file}: the data source {ALL!r} has the name of all prompts together: give the data source another name"
         )
-    return Samples(path, rows, size, is_scored)
 
 
 def evaluate(

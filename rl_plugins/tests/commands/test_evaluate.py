@@ -119,6 +119,18 @@ def test_evaluate_checks_the_reward_before_sampling_from_a_policy(tmp_path, monk
         assert message in capsys.readouterr().err
 
 
+def test_evaluate_refuses_a_data_source_of_prompts_before_sampling(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "_sampled_file", lambda name, _: pytest.fail(f"{name} is sampled"))
+    rows = addition_rows(below=9, num_train=2, num_test=2, seed=0)
+    rows["test"][0]["data_source"] = "all"
+    write_splits(rows, tmp_path / "data")
+    test = tmp_path / "data/test.parquet"
+    command = ["evaluate", "policy", "--data", str(test), "--output", str(tmp_path / "out")]
+    for options in (["--reward", "exact_match"], ["--recipe", "config.yaml"]):
+        assert main([*command, *options]) == 2
+        assert f"--data {test}: the data source 'all' has the name of all prompts" in capsys.readouterr().err
+
+
 def test_evaluate_refuses_rows_with_different_numbers_of_responses(write_samples, capsys):
     rows = {("s", "a", "1"): ["1", "2"], ("s", "b", "1"): ["1"]}
     assert main(["evaluate", str(write_samples("uneven.parquet", rows)), "--reward", "exact_match"]) == 2
