@@ -20,6 +20,8 @@ from rl_plugins.errors import ConfigError
 # Last number of a seed: its purpose.
 _STEP, _PASS = 1, 2
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
+# Number of the way to order several parts. Another way needs another number: a resume would get other rows.
+_METHOD = 2
 
 
 class Order(Protocol):
@@ -133,7 +135,8 @@ class Mixture:
     """
 
     def __init__(self, parts: Sequence[RowRange], *, prompts_per_step: int, seed: int) -> None:
-        self.identity = {part.name: [part.rows, part.share] for part in parts}
+        method = {"method": _METHOD} if len(parts) > 1 else {}
+        self.identity = {**{part.name: [part.rows, part.share] for part in parts}, **method}
         self.parts = parts
         self._size, self._seed = prompts_per_step, seed
         # Every epoch has this many rows, and the same number of rows of each part.

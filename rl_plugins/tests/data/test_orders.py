@@ -109,6 +109,9 @@ def test_step_loader_refuses_a_state_of_another_mixture():
         StepLoader(Numbers(350), prompts_per_step=8, order=mixture(shares=(0.4, 0.3, 0.3))).load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"order was .* and is now None"):
         StepLoader(Numbers(350), prompts_per_step=8).load_state_dict(state)
+    del state["order"]["method"]
+    with pytest.raises(CheckpointError, match=r"'2': \[90, 0.25\]\} and is now .*'method': 2"):
+        StepLoader(Numbers(350), prompts_per_step=8, order=mixture()).load_state_dict(state)
 
 
 def test_prompt_data_module_mixes_files_without_long_prompts(row, write_rows, tokenizer):
