@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.rewards.limits import at_most
 
 _THREADS = 1024
 """Largest number of calls of plain functions at once."""
@@ -114,7 +115,7 @@ class Threads:
         limit, most = resource.getrlimit(resource.RLIMIT_DATA)
         if limit != most:
             # The kernel counts a stack in full, also without a use of its memory.
-            resource.setrlimit(resource.RLIMIT_DATA, (limit + _STACK, most))
+            resource.setrlimit(resource.RLIMIT_DATA, (at_most(limit + _STACK, most), most))
         try:
             threading.Thread(target=self._work, name="tool", daemon=True).start()
         except RuntimeError:

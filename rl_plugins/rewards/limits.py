@@ -97,8 +97,15 @@ class WorkerLimits:
             later_bytes: bytes by which the process may raise its limit later, for memory of its own.
         """
         mib = self.memory_mb if self.memory_mb is not None else _free_bytes() // (2 * _MIB)
-        limit = _private_bytes() + mib * _MIB
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit + later_bytes))
+        limit, (_, most) = _private_bytes() + mib * _MIB, resource.getrlimit(resource.RLIMIT_DATA)
+        # Only root may raise a hard limit, such as one of `ulimit -d`.
+        limits = (at_most(limit, most), at_most(limit + later_bytes, most))
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+
+
+def at_most(limit: int, most: int) -> int:
+    """Return a limit in bytes, or the hard limit `most` if the hard limit is lower."""
+    return limit if most == resource.RLIM_INFINITY else min(limit, most)
 
 
 def _private_bytes() -> int:

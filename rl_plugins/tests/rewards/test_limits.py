@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rl_plugins.rewards import limits
+from rl_plugins.tests.patience import patient
+
+# The limits hold for the whole process.
+UNDER_A_HARD_LIMIT = """
+import asyncio, resource
+from rl_plugins.environments.tool_functions import Threads
+from rl_plugins.rewards.limits import WorkerLimits
+
+most = 4 * 2**30
+resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+for mib in (512, 8192):
+    WorkerLimits(memory_mb=mib).limit_memory(Threads.stack_bytes)
+    limit, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    assert hard == most and (limit < most) == (mib < 4096), (mib, limit, hard)
+for less in (0, 4096):
+    resource.setrlimit(resource.RLIMIT_DATA, (most - less, most))
+    assert asyncio.run(Threads().run(lambda: 1)) == 1
+"""
+
+
+def test_limit_memory_and_threads_of_tools_keep_a_hard_limit() -> None:
+    subprocess.run([sys.executable, "-c", UNDER_A_HARD_LIMIT], check=True, timeout=patient(60))
 
 
 def test_free_memory_of_a_container_includes_pages_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
