@@ -116,6 +116,7 @@ def run(arguments: Namespace) -> int:
     check_model_folder("policy", model, trust_remote_code=trusted)
     samples = open_samples(arguments.output, rows, job, model)
     if samples.complete:
+        samples.remove_parts()
         print(f"{samples.path} is complete")
         return 0
     _prepare_process(job)

@@ -82,7 +82,7 @@ class SampleFile:
             lock.close()
             if self.complete:
                 # On NFS, the folder of an open file cannot be removed.
-                shutil.rmtree(self._folder, ignore_errors=True)
+                self.remove_parts()
 
     def check(self) -> None:
         """Compare the settings with the settings of an existing file, or of its parts.
@@ -130,6 +130,10 @@ class SampleFile:
                     writer.write_table(pq.ParquetFile(self._part(number)).read().replace_schema_metadata(None))
 
         write_whole(self.path, join)
+
+    def remove_parts(self) -> None:
+        """Remove the parts of a complete file. A process killed after the last part leaves the parts behind."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def _settings_file(self) -> Path:

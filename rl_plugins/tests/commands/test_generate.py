@@ -77,6 +77,10 @@ def test_generate_holds_conversations_that_evaluate_measures(
     # The same command gives the same conversations.
     assert main([*command, str(tmp_path / "b.parquet")]) == 0
     assert pq.read_table(tmp_path / "b.parquet").to_pylist() == rows
+    # A kill after the last part leaves the folder of the parts.
+    left = tmp_path / "b.parquet.parts"
+    left.mkdir()
+    assert main([*command, str(tmp_path / "b.parquet")]) == 0 and not left.exists()
 
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "a.parquet")]) == 0
