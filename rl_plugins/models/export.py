@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.file_lock import FileLock
 from rl_plugins.models.lora import has_adapter
 from rl_plugins.storage import local_path
 from rl_plugins.weights.source import WeightSource
@@ -49,7 +50,8 @@ def save_policy(
         is_writer: True on exactly one rank. This rank holds a full copy of the weights in host memory.
 
     Raises:
-        ConfigError: the model has no method `save_pretrained`, or `folder` is an address.
+        ConfigError: the model has no method `save_pretrained`, `folder` is an address, or another process is writing
+            the folder.
     """
     folder = local_path("folder", folder)
     if has_adapter(model):
@@ -77,7 +79,11 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def write_policy(model: SavesPretrained, weights: dict[str, Tensor], processor: Processor, folder: Path) -> None:
-    """Write full weights, the config of the model and a tokenizer or a processor into a folder, as one atomic step."""
+    """Write full weights, the config of the model and a tokenizer or a processor into a folder, as one atomic step.
+
+    Raises:
+        ConfigError: another process is writing the folder.
+    """
     dtype = next(iter(weights.values())).dtype
     model.config.dtype = dtype if isinstance(dtype, torch.dtype) else None
     with _atomic_folder(folder) as partial:
@@ -98,7 +104,7 @@ def save_adapter(
         is_writer: True on exactly one rank.
 
     Raises:
-        ConfigError: `folder` is an address.
+        ConfigError: `folder` is an address, or another process is writing the folder.
     """
     folder = local_path("folder", folder)
     if is_writer:
@@ -109,22 +115,33 @@ def save_adapter(
 
 @contextmanager
 def _atomic_folder(folder: Path) -> Iterator[Path]:
-    """Give a temporary folder, and move its content to `folder` at the end of the block."""
-    partial, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.removed")
-    shutil.rmtree(partial, ignore_errors=True)
+    """Give a temporary folder, and move its content to `folder` at the end of the block.
+
+    Raises:
+        ConfigError: another process is writing the folder.
+    """
+    work, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.removed")
+    partial = work / "new"
     with storing(folder):
+        work.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(work / "lock")
+        if not lock.take():
+            lock.close()
+            raise ConfigError(f"{folder}: another process is writing this folder: wait for it, or give another folder")
         try:
+            # A killed process leaves such a folder.
+            shutil.rmtree(partial, ignore_errors=True)
             yield partial
             for file in partial.rglob("*"):
                 synchronize(file)
-        except SafetensorError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise OSError(errno.ENOSPC, str(error)) from error
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        if folder.exists():
+            if folder.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                os.replace(folder, old)
+            os.replace(partial, folder)
             shutil.rmtree(old, ignore_errors=True)
-            os.replace(folder, old)
-        os.replace(partial, folder)
-    shutil.rmtree(old, ignore_errors=True)
+        except SafetensorError as error:
+            raise OSError(errno.ENOSPC, str(error)) from error
+        finally:
+            lock.close()
+            # On NFS, the folder of an open file cannot be removed.
+            shutil.rmtree(work, ignore_errors=True)

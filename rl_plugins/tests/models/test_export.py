@@ -17,6 +17,7 @@ from rl_plugins.models.export import save_adapter, save_policy
 from rl_plugins.models.lora import add_adapter, plain_weights
 from rl_plugins.models.tiny import build_model, build_tokenizer
 from rl_plugins.tests.files import rewrite_manifest
+from rl_plugins.tests.launch.configurations import message_of
 from rl_plugins.weights.source import ModuleWeightSource
 
 
@@ -55,6 +56,30 @@ def test_save_policy_takes_a_folder_as_text(tmp_path: Path) -> None:
     policy, tokenizer = build_model(), build_tokenizer()
     save_policy(policy, ModuleWeightSource(policy), tokenizer, str(tmp_path / "policy"), True)
     assert (tmp_path / "policy" / "config.json").is_file()
+
+
+def test_save_policy_refuses_a_folder_of_a_second_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, tokenizer, folder = build_model(), build_tokenizer(), tmp_path / "policy"
+    # A killed export leaves such files.
+    left = tmp_path / ".policy.partial" / "new" / "left.txt"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    refused: list[str] = []
+
+    def save() -> None:
+        save_policy(policy, ModuleWeightSource(policy), tokenizer, folder, True)
+
+    def save_twice(*arguments: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        refused.append(message_of(save))
+        policy.save_pretrained(*arguments, **options)
+
+    monkeypatch.setattr(policy, "save_pretrained", save_twice)
+    save()
+    assert refused == [f"{folder}: another process is writing this folder: wait for it, or give another folder"]
+    assert (folder / "model.safetensors").is_file() and not (folder / left.name).exists()
+    save()
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
 
 
 def test_export_to_an_address_is_refused_on_every_rank() -> None:
