@@ -16,6 +16,8 @@ from itertools import combinations
 
 import numpy as np
 
+from rl_plugins.data.boxed import last_box
+
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _SUBSETS = 256
 _RESAMPLES = 1000
@@ -26,31 +28,19 @@ _RESAMPLES = 1000
 def final_answer(response: str) -> str:
     r"""Return the answer in a response, for the vote of maj@k.
 
-    The answer is the content of the last `\boxed{}`; without a box the first number after the last `####`; without this
-    marker the last number; without a number the whole text.
+    The answer is the content of the last `\boxed{}` (see `last_box`), also of a box which the end of the response cuts
+    off; without a box the first number after the last `####`; without this marker the last number; without a number the
+    whole text.
     """
-    boxed = _last_boxed(response)
-    if boxed is not None:
-        return "".join(boxed.split())
+    box = last_box(response)
+    if box is not None:
+        return "".join(box[0].split())
     _, marker, tail = response.rpartition("####")
     numbers = _NUMBER.findall(tail)
     if numbers:
         number: str = numbers[0] if marker else numbers[-1]
         return number.replace(",", "")
     return tail.strip()
-
-
-def _last_boxed(text: str) -> str | None:
-    start = text.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    depth, first = 0, start + len(r"\boxed")
-    for position in range(first, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[first + 1 : position]
-    # The response ended inside the box.
-    return text[first + 1 :]
 
 
 # Estimators -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rl_plugins.data.boxed import last_box
 from rl_plugins.data.parquet import prompt_row
 from rl_plugins.data.prepare.files import Record, RowList, read_split
 from rl_plugins.errors import ConfigError
@@ -182,25 +183,18 @@ def _build_gsm8k(options: Namespace) -> dict[str, RowList]:
 
 
 def last_boxed(solution: str) -> str:
-    """Return the content of the last `\\boxed{...}`, nested braces included.
-
-    A box without braces, as in `$\\boxed 2$`, ends at the end of the formula.
+    """Return the content of the last `\\boxed{...}`, as `last_box` reads it.
 
     Raises:
         ValueError: there is no box, or its braces do not match.
     """
-    _, marker, tail = solution.rpartition("\\boxed")
-    if not marker:
+    box = last_box(solution)
+    if box is None:
         raise ValueError(f"the solution has no \\boxed{{}}: {solution[-60:]!r}")
-    content = tail.lstrip()
-    if not content.startswith("{"):
-        return re.split(r"\$|\\\]|\\\)|\n", content, maxsplit=1)[0].strip()
-    depth = 0
-    for position, character in enumerate(content):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return content[1:position]
-    raise ValueError(f"the braces of \\boxed do not match: {(marker + tail)[:60]!r}")
+    content, is_closed = box
+    if not is_closed:
+        raise ValueError(f"the braces of \\boxed do not match: {content[:60]!r}")
+    return content
 
 
 def _build_math(options: Namespace) -> dict[str, RowList]:

@@ -106,6 +106,8 @@ def test_sizes_up_to_doubles_and_ends_with_the_number_of_samples():
     [
         (r"so \boxed{1} no, \boxed{\frac{1}{ 2}} it is 7", r"\frac{1}{2}"),
         (r"\boxed{3 and the end was cut", "3andtheendwascut"),
+        (r"Of 5 and 7, $\boxed 2$ is right, and not 9", "2"),
+        (r"It is \boxed {1,000}, and not 9", "1,000"),
         ("4 and 5 are\n#### 1,234 apples of 9", "1234"),
         ("12 + 30 = -42.5", "-42.5"),
         (" Paris \n", "Paris"),
