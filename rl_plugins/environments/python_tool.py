@@ -15,9 +15,12 @@ class RunPython:
 
     Args:
         sandbox: way to isolate programs; see CodeSandbox.
-        limits: limits of a program; see SandboxLimits. The wait for other programs counts for `wall_s`.
+        limits: limits of a program; see SandboxLimits.
         headers: headers of requests to a server with the sandbox.
         folders: further folders that programs may read.
+
+    Attributes:
+        calls_at_once: largest number of programs at once; see `tool_of`.
 
     Raises:
         ConfigError: an option is wrong, or there is no such sandbox on this machine.
@@ -35,6 +38,7 @@ class RunPython:
         self._sandbox = CodeSandbox(
             sandbox, limits={"wall_s": _WALL_S, **(limits or {})}, headers=headers, folders=folders
         )
+        self.calls_at_once = self._sandbox.parallel
 
     def __call__(self, code: str) -> str:
         """Run a Python program in a new process, and return the printed text.
@@ -42,7 +46,7 @@ class RunPython:
         Args:
             code: the program. A result is shown only if the program prints it.
         """
-        result = self._sandbox.run(code, within_s=self._sandbox.limits.wall_s)
+        result = self._sandbox.run(code)
         texts = [result.stdout, result.stderr]
         if result.limit:
             texts.append(f"[ended by the limit: {result.limit}]")

@@ -43,10 +43,12 @@ class Tool:
     Attributes:
         schema: JSON schema, in the form of a chat template.
         call: function of the arguments by name; returns an awaitable.
+        places: places of running calls; None for any number of calls at once.
     """
 
     schema: Mapping[str, Any]
     call: Callable[[Mapping[str, Any]], Awaitable[object]]
+    places: asyncio.Semaphore | None = None
 
     @property
     def name(self) -> str:
@@ -140,6 +142,8 @@ class Threads:
 def tool_of(name: str, function: Callable[..., Any], fixed: Mapping[str, Any], threads: Threads) -> Tool:
     """Return a tool for a function, or for an instance of a class with `__call__`.
 
+    With the attribute `calls_at_once` of such an instance, further calls wait, and their time starts after the wait.
+
     Args:
         name: name of the function for messages.
         function: the function; a coroutine function is awaited, and any other function runs in a thread.
@@ -164,7 +168,8 @@ def tool_of(name: str, function: Callable[..., Any], fixed: Mapping[str, Any], t
         async def call(arguments: Mapping[str, Any]) -> object:
             return await threads.run(partial(called, **arguments, **fixed))
 
-    return Tool(schema, call)
+    calls_at_once = getattr(function, "calls_at_once", None) if is_instance else None
+    return Tool(schema, call, None if calls_at_once is None else asyncio.Semaphore(calls_at_once))
 
 
 def _schema(name: str, function: Callable[..., Any], fixed: Mapping[str, Any]) -> dict[str, Any]:

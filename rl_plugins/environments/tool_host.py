@@ -56,7 +56,7 @@ class _Call:
     number: int
     name: str
     arguments: Mapping[str, Any]
-    sent: float = 0.0
+    due: float = 0.0
     is_suspect: bool = False
 
 
@@ -133,7 +133,7 @@ class ToolHost:
             "rl_plugins.environments.tool_process", self._task, self._task.limits, "tool"
         )
         self.starts += 1
-        self._ready, self.schemas = False, list[Mapping[str, Any]]()
+        self._ready, self.schemas, self._with_places = False, list[Mapping[str, Any]](), frozenset[str]()
         self._programs: Sequence[psutil.Process] = ()
         self._listened = self._listening_since = self._started = time.monotonic()
 
@@ -144,7 +144,8 @@ class ToolHost:
         queue = self._suspects or self._waiting
         while queue and not (queue is self._suspects and self._running):
             call = queue.popleft()
-            call.sent = time.monotonic()
+            wait_s = self._task.place_s if call.name in self._with_places else 0.0
+            call.due = time.monotonic() + wait_s + self._task.deadline_s
             self._running[call.number] = call
             message = {"number": call.number, "name": call.name, "arguments": dict(call.arguments)}
             self._outbox.put(json.dumps(message).encode())
@@ -178,7 +179,7 @@ class ToolHost:
     def _read(self, message: Mapping[str, Any]) -> int:
         """Take a message; return the number of threads of late calls."""
         if "schemas" in message:
-            self._ready, self.schemas = True, message["schemas"]
+            self._ready, self.schemas, self._with_places = True, message["schemas"], frozenset(message["with_places"])
             self._programs = children_of(self._process)
             return 0
         if "error" in message:
@@ -188,6 +189,10 @@ class ToolHost:
             raise RewardError(
                 f"the process of the tools was replaced, and the new process cannot load the tools: {message['error']}"
             )
+        if "started" in message:
+            if (started := self._running.get(message["number"])) is not None:
+                started.due = message["started"] + self._task.deadline_s
+            return int(message["stuck"])
         call = self._running.pop(message["number"], None)
         if call is not None and message["kind"] == "died" and not call.is_suspect:
             self._suspect(call)
@@ -200,8 +205,7 @@ class ToolHost:
 
     def _is_overdue(self, call: _Call, now: float) -> bool:
         # The process has answered late calls before, if it lives.
-        due = max(call.sent + self._task.deadline_s, self._listening_since)
-        return now > due + self._grace_s
+        return now > max(call.due, self._listening_since) + self._grace_s
 
     def _replace(self, suspects: set[int], kind: Outcome, reason: str) -> None:
         """Start a new process.

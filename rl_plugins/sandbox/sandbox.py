@@ -60,6 +60,7 @@ class CodeSandbox:
 
     Attributes:
         limits: limits of each program.
+        parallel: largest number of programs at once.
 
     Raises:
         ConfigError: an option is wrong, or there is no such sandbox on this machine.
@@ -85,7 +86,8 @@ class CodeSandbox:
             raise ConfigError(f"file_name={file_name!r}: must be the name of a file without a folder")
         self._interpreter = None if interpreter is None else tuple(map(str, interpreter))
         self._file_name = file_name
-        self._places = threading.BoundedSemaphore(parallel or len(os.sched_getaffinity(0)))
+        self.parallel = parallel or len(os.sched_getaffinity(0))
+        self._places = threading.BoundedSemaphore(self.parallel)
         self._backend = _backend_of(sandbox, list(folders), headers or {})
 
     def run(

@@ -118,6 +118,22 @@ class Shop:
         return self.prices[item]
 
 
+class Single:
+    """Calls that run one at a time."""
+
+    name = "nap"
+    calls_at_once = 1
+
+    def __call__(self, seconds: float) -> str:
+        """Sleep.
+
+        Args:
+            seconds: time.
+        """
+        time.sleep(seconds)
+        return "slept"
+
+
 class Crowd:
     """Calls that all run at once."""
 

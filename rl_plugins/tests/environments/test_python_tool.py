@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ def test_run_python_returns_output_errors_and_limits() -> None:
     assert run_python("print(1, flush=True)\nwhile True: pass") == "1\n[ended by the limit: cpu]"
 
 
-def test_run_python_counts_the_wait_for_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_python_gives_each_program_its_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
     run_python, walls, times = RunPython("none"), list[float](), iter([0.0, 3.0])
 
     def run(job: SandboxJob) -> SandboxResult:
@@ -33,7 +34,7 @@ def test_run_python_counts_the_wait_for_other_programs(monkeypatch: pytest.Monke
     monkeypatch.setattr(run_python._sandbox._backend, "run", run)
     monkeypatch.setattr(sandbox, "time", SimpleNamespace(monotonic=lambda: next(times)))
     run_python("1")
-    assert walls == [5.0]
+    assert walls == [8.0] and run_python.calls_at_once == len(os.sched_getaffinity(0))
 
 
 def test_tool_environment_offers_run_python() -> None:

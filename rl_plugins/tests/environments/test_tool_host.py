@@ -28,9 +28,10 @@ def host_of(
     grace_s: float = 5.0,
     max_characters: int = 100,
     memory_mb: int | None = None,
+    place_s: float = 60.0,
 ) -> ToolHost:
     limits = WorkerLimits.of((), memory_mb)
-    task = ToolTask(tools, limits, patient(deadline_s), max_characters, patient(30))
+    task = ToolTask(tools, limits, patient(deadline_s), max_characters, patient(30), patient(place_s))
     return ToolHost(task, grace_s=patient(grace_s))
 
 
@@ -115,6 +116,21 @@ def test_late_call_ends_and_hanging_threads_are_left_with_their_process() -> Non
     host.close()
 
 
+def test_deadline_of_a_call_starts_after_the_wait_for_a_place() -> None:
+    host = host_of({"_target_": f"{HERE}.Single"}, deadline_s=1.0, grace_s=0.2)
+    assert results_of(host, *[("nap", {"seconds": patient(0.3)})] * 5) == [Result("", "slept")] * 5
+    assert host.starts == 1
+    host.close()
+
+
+def test_wait_for_a_place_has_a_deadline_which_the_result_names() -> None:
+    host = host_of({"_target_": f"{HERE}.Single"}, place_s=0.3)
+    first, second = results_of(host, *[("nap", {"seconds": patient(0.6)})] * 2)
+    late = f"nap: the call did not start within {patient(0.3):g} s: other calls ran all the time"
+    assert first == Result("", "slept") and second == Result("late", late)
+    host.close()
+
+
 class BlockedProcess:
     """Process and outbox without tools: each call has a result at once, up to the call `block`."""
 
@@ -125,7 +141,7 @@ class BlockedProcess:
         self.ended, self._end = Pipe()
         self._names: list[str] = []
         names.append(self._names)
-        self._tools.send_bytes(b'{"schemas": []}')
+        self._tools.send_bytes(b'{"schemas": [], "with_places": []}')
 
     def has_ended(self) -> bool:
         return False
