@@ -25,7 +25,8 @@ address="$head:6379"
 
 # Ray refuses everybody without the token of the job. Only the user of the job can read the file.
 token=$(mktemp "$shared/ray-token-XXXXXX")
-trap 'rm -f "$token"' EXIT
+finished=$token.finished
+trap 'rm -f "$token" "$finished"' EXIT
 od -An -vtx1 -N32 /dev/urandom | tr -d ' \n' >"$token"
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token" RAY_USAGE_STATS_ENABLED=0
 
@@ -33,10 +34,11 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token" RAY_USAGE_STATS_ENABLED=
 asked=
 trap 'asked=1; [ ! -d "$run" ] || touch "$run/stop"' TERM
 
-# Ray starts on every machine, and the recipe starts on the first machine. Ray ends with the recipe.
+# Ray starts on every machine, and the recipe starts on the first machine. Ray ends with the recipe. A finished recipe leaves a
+# mark, because the status of symmetric-run is 0 without a recipe, too: if Ray does not start, or after an interrupt.
 srun ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" \
     --num-cpus "$SLURM_CPUS_PER_TASK" --num-gpus 4 -- \
-    env RAY_ADDRESS="$address" python -m rl_plugins.recipes.grpo \
+    env RAY_ADDRESS="$address" sh -c '"$@" && touch "$0"' "$finished" python -m rl_plugins.recipes.grpo \
     run.output_dir="${run%/*}" run.name="${run##*/}" run.resume=auto \
     model.path="$shared/models/policy" model.precision=bf16-true \
     "data.train_files=[$shared/data/train.parquet]" "data.val_files=[$shared/data/test.parquet]" reward=gsm8k \
@@ -50,6 +52,10 @@ while [ "$status" -eq 143 ] && [ -n "$asked" ]; do
     status=0
     wait "$job" || status=$?
 done
+if [ "$status" -eq 0 ] && [ ! -e "$finished" ]; then
+    echo "error: the recipe has not run to its end: Ray did not start, or was interrupted. The lines above say why" >&2
+    status=1
+fi
 if [ "$status" -eq 75 ]; then
     echo "stopped and saved. To continue, submit the job again with RUN=${run##*/}"
 fi

@@ -54,13 +54,18 @@ def test_rayjob_groups_have_the_fields_of_kuberay(job):
     assert isinstance(job["spec"]["ttlSecondsAfterFinished"], int)
 
 
+def recipe_of_slurm(text: str) -> str:
+    """The command of the recipe in the script, before the user's options."""
+    (command,) = re.findall(r"python -m rl_plugins\.recipes.*?(?=\"\$@\")", text, re.DOTALL)
+    return command
+
+
 def test_jobs_that_start_again_continue_their_run(job):
     assert job["spec"]["backoffLimit"] > 0
     assert "run.resume=auto" in shlex.split(job["spec"]["entrypoint"])
     text = (FOLDER / "slurm.sh").read_text(encoding="utf-8")
     assert "\n#SBATCH --requeue\n" in text and "\n#SBATCH --open-mode=append\n" in text
-    command = text.partition("srun ")[2].partition('"$@"')[0]
-    assert " run.resume=auto " in command
+    assert " run.resume=auto " in recipe_of_slurm(text)
 
 
 def placed(command: list[str]) -> list[Role]:
@@ -136,9 +141,8 @@ def test_slurm_script_is_a_job_whose_run_fits_the_machines():
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", text, re.MULTILINE))
     gpus = int(options["nodes"]) * int(options["gpus-per-node"])
     assert f"placement.num_workers={gpus} " in text and f"--num-gpus {options['gpus-per-node']} " in text
-    (command,) = re.findall(r"python -m rl_plugins\.recipes.*?(?=\"\$@\")", text, re.DOTALL)
     # A value inserted by the shell is one word for the recipe.
-    words = shlex.split(re.sub(r"\$\{[^}]*\}|\$\w+", "word", command.replace("\\\n", " ")))
+    words = shlex.split(re.sub(r"\$\{[^}]*\}|\$\w+", "word", recipe_of_slurm(text).replace("\\\n", " ")))
     check_command(words)
     machine = {"CPU": float(options["cpus-per-task"]), "GPU": float(options["gpus-per-node"])}
     check_is_tight(placed(words), machine, int(options["nodes"]))
@@ -160,20 +164,25 @@ def test_slurm_script_takes_variables_from_slurm_and_the_user(tmp_path):
         assert outcome.returncode != 0 and f"{name}: " in outcome.stderr
 
 
-def slurm_job(folder: Path, python: str, number: int) -> dict[str, str]:
+AFTER_RAY = 'while [ "$1" != -- ]; do shift; done; shift; "$@"'
+"""A stand-in for srun: run the recipe's command."""
+
+
+def slurm_job(folder: Path, python: str, number: int, srun: str = AFTER_RAY) -> dict[str, str]:
     """Write stand-ins of the programs of a Slurm job, and return the variables of the job.
 
     Args:
         folder: shared folder, which also gets the environment.
         python: lines of the stand-in for Python.
         number: number of the job.
+        srun: lines of the stand-in for srun.
     """
     programs = folder / "environment" / "bin"
     programs.mkdir(parents=True, exist_ok=True)
     shell = {
         "activate": f"PATH={programs}:$PATH",
         "scontrol": "echo machine-1; echo machine-2",
-        "srun": 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"',
+        "srun": srun,
         "python": python,
     }
     for name, text in shell.items():
@@ -196,6 +205,19 @@ def test_slurm_script_gives_each_job_a_run_and_continues_a_named_run(tmp_path):
     assert run_of(17) == run_of(17) == [folder, "grpo-17", "auto"]
     assert run_of(18) == [folder, "grpo-18", "auto"]
     assert run_of(18, RUN="grpo-17") == run_of(17)
+
+
+def test_slurm_script_fails_if_ray_ends_with_status_0_without_a_finished_run(tmp_path):
+    def status(python: str, srun: str) -> int:
+        script = ["bash", str(FOLDER / "slurm.sh")]
+        outcome = subprocess.run(script, env=slurm_job(tmp_path, python, 17, srun), capture_output=True, text=True)
+        assert ("the recipe has not run to its end" in outcome.stderr) == (outcome.returncode == 1)
+        assert list(tmp_path.glob("ray-token-*")) == []
+        return outcome.returncode
+
+    assert status("exit 0", AFTER_RAY) == 0
+    assert status("exit 0", "exit 0") == status("kill $PPID", f"({AFTER_RAY}); exit 0") == 1
+    assert status("exit 2", AFTER_RAY) == 2
 
 
 def test_slurm_script_asks_the_run_to_stop_on_sigterm(tmp_path):
