@@ -36,7 +36,8 @@ trap 'asked=1; [ ! -d "$run" ] || touch "$run/stop"' TERM
 
 # Ray starts on every machine, and the recipe starts on the first machine. Ray ends with the recipe. A finished recipe leaves a
 # mark, because the status of symmetric-run is 0 without a recipe, too: if Ray does not start, or after an interrupt.
-srun ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" \
+# Since Slurm 22.05, srun does not inherit --cpus-per-task of the job.
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" \
     --num-cpus "$SLURM_CPUS_PER_TASK" --num-gpus 4 -- \
     env RAY_ADDRESS="$address" sh -c '"$@" && touch "$0"' "$finished" python -m rl_plugins.recipes.grpo \
     run.output_dir="${run%/*}" run.name="${run##*/}" run.resume=auto \

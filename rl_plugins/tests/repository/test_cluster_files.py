@@ -220,6 +220,16 @@ def test_slurm_script_fails_if_ray_ends_with_status_0_without_a_finished_run(tmp
     assert status("exit 2", AFTER_RAY) == 2
 
 
+def test_slurm_step_has_the_cpus_of_the_job(tmp_path):
+    environment = slurm_job(tmp_path, "", 17, f'printf "%s\\n" "$@"; {AFTER_RAY}')
+    script = ["bash", str(FOLDER / "slurm.sh")]
+    said = subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout
+    words = said.splitlines()
+    step = words[: words.index("ray")]
+    assert step == ["--cpus-per-task=16"]
+    assert words[words.index("--num-cpus") + 1] == "16"
+
+
 def test_slurm_script_asks_the_run_to_stop_on_sigterm(tmp_path):
     run = tmp_path / "outputs" / "grpo-17"
     run.mkdir(parents=True)
