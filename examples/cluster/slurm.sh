@@ -6,6 +6,8 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=16
 #SBATCH --gpus-per-node=4
+#SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=04:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -30,14 +32,19 @@ trap 'rm -f "$token" "$finished"' EXIT
 od -An -vtx1 -N32 /dev/urandom | tr -d ' \n' >"$token"
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token" RAY_USAGE_STATS_ENABLED=0
 
+# Each job has whole machines, because the end of Ray on a machine ends every Ray of the user there. Ray's own folder, /tmp/ray,
+# may belong to another user. The name is short, because the path of a socket has at most 107 characters.
+export RAY_TMPDIR=/tmp/ray-$SLURM_JOB_ID
+
 # Slurm sends SIGTERM five minutes before the end, or before a preemption. The run then finishes its step and saves.
 asked=
 trap 'asked=1; [ ! -d "$run" ] || touch "$run/stop"' TERM
 
 # Ray starts on every machine, and the recipe starts on the first machine. Ray ends with the recipe. A finished recipe leaves a
 # mark, because the status of symmetric-run is 0 without a recipe, too: if Ray does not start, or after an interrupt.
-# Since Slurm 22.05, srun does not inherit --cpus-per-task of the job.
-srun --cpus-per-task="$SLURM_CPUS_PER_TASK" ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" \
+# Since Slurm 22.05, srun does not inherit --cpus-per-task of the job. chmod fails for a folder of another user.
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" sh -c 'mkdir -p -m 700 "$0" && chmod 700 "$0" && exec "$@"' "$RAY_TMPDIR" \
+    ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" \
     --num-cpus "$SLURM_CPUS_PER_TASK" --num-gpus 4 -- \
     env RAY_ADDRESS="$address" sh -c '"$@" && touch "$0"' "$finished" python -m rl_plugins.recipes.grpo \
     run.output_dir="${run%/*}" run.name="${run##*/}" run.resume=auto \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import stat
 import subprocess
 from pathlib import Path
 
@@ -151,9 +152,10 @@ def test_slurm_script_is_a_job_whose_run_fits_the_machines():
 def test_slurm_script_takes_variables_from_slurm_and_the_user(tmp_path):
     text = (FOLDER / "slurm.sh").read_text(encoding="utf-8")
     used = set(re.findall(r"\$\{?([A-Z_]+)", text))
-    # Slurm sets SLURM_ variables for jobs with --nodes and --cpus-per-task; the user's variables have an error message.
+    # Slurm sets SLURM_ variables for jobs with --nodes and --cpus-per-task, and the script sets RAY_TMPDIR; the user's
+    # variables have an error message.
     of_slurm = {"SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK"}
-    assert used == of_slurm | {"ENVIRONMENT", "SHARED", "RUN", "MLFLOW_TRACKING_URI"}
+    assert used == of_slurm | {"ENVIRONMENT", "SHARED", "RUN", "MLFLOW_TRACKING_URI", "RAY_TMPDIR"}
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "activate").touch()
     given = {"PATH": os.environ["PATH"], "ENVIRONMENT": str(tmp_path), "SHARED": str(tmp_path)}
@@ -164,8 +166,8 @@ def test_slurm_script_takes_variables_from_slurm_and_the_user(tmp_path):
         assert outcome.returncode != 0 and f"{name}: " in outcome.stderr
 
 
-AFTER_RAY = 'while [ "$1" != -- ]; do shift; done; shift; "$@"'
-"""A stand-in for srun: run the recipe's command."""
+AFTER_RAY = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'
+"""A stand-in for srun or Ray: run the recipe's command."""
 
 
 def slurm_job(folder: Path, python: str, number: int, srun: str = AFTER_RAY) -> dict[str, str]:
@@ -183,6 +185,7 @@ def slurm_job(folder: Path, python: str, number: int, srun: str = AFTER_RAY) -> 
         "activate": f"PATH={programs}:$PATH",
         "scontrol": "echo machine-1; echo machine-2",
         "srun": srun,
+        "ray": AFTER_RAY,
         "python": python,
     }
     for name, text in shell.items():
@@ -225,9 +228,30 @@ def test_slurm_step_has_the_cpus_of_the_job(tmp_path):
     script = ["bash", str(FOLDER / "slurm.sh")]
     said = subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout
     words = said.splitlines()
-    step = words[: words.index("ray")]
+    step = words[: words.index("sh")]
     assert step == ["--cpus-per-task=16"]
     assert words[words.index("--num-cpus") + 1] == "16"
+
+
+def test_ray_of_each_slurm_job_has_a_short_folder_of_the_user_alone(tmp_path):
+    text = (FOLDER / "slurm.sh").read_text(encoding="utf-8")
+    assert "\n#SBATCH --exclusive\n" in text and "\n#SBATCH --mem=0\n" in text
+    # The stand-in replaces the folder in /tmp of the machine.
+    srun = f'shift; command=("${{@:1:3}}"); folder=$4; shift 4; exec "${{command[@]}}" {tmp_path}$folder "$@"'
+
+    def folder_of(number: int) -> Path:
+        environment = slurm_job(tmp_path, 'echo "$RAY_TMPDIR"', number, srun)
+        script = ["bash", str(FOLDER / "slurm.sh")]
+        return Path(subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout.strip())
+
+    first, second = folder_of(17), folder_of(18)
+    assert first != second == folder_of(18)
+    for folder in (first, second):
+        made = Path(f"{tmp_path}{folder}")
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700 and len(str(folder)) < 30
+    made.chmod(0o755)
+    folder_of(18)
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
 
 
 def test_slurm_script_asks_the_run_to_stop_on_sigterm(tmp_path):
