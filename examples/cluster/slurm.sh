@@ -1,6 +1,8 @@
 #!/bin/bash
-# A recipe as a Slurm job: sbatch examples/cluster/slurm.sh. Each job has a run of its own, which Slurm continues when it puts
-# the job back into the queue. RUN=NAME sbatch examples/cluster/slurm.sh continues the run NAME.
+# A recipe as a Slurm job:
+#   MLFLOW_TRACKING_URI=http://mlflow:5000 ENVIRONMENT=/shared/venv SHARED=/shared sbatch examples/cluster/slurm.sh
+# Each job has a run of its own, which Slurm continues when it puts the job back into the queue. RUN=NAME before the command
+# continues the run NAME.
 #SBATCH --job-name=grpo
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import itertools
 import re
 import sys
 from argparse import ArgumentParser
@@ -87,15 +88,16 @@ def text_of(node: ast.expr) -> str | None:
 
 def check_command(words: list[str]) -> None:
     """Check a command against the started program."""
-    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
-        words = words[1:]
-    program, *arguments = [word for word in words if word not in _PLACEHOLDERS]
+    given = list(itertools.takewhile(re.compile(r"[A-Z_]+=").match, words))
+    program, *arguments = [word for word in words[len(given) :] if word not in _PLACEHOLDERS]
     if program == "rl-plugins":
         _check_subcommand(*arguments)
     elif program == "make":
         _check_make(arguments)
     elif program != "python":
         assert program in _FOREIGN, f"{program} is unknown"
+        if program == "sbatch":
+            _check_variables(ROOT / arguments[0], {word.partition("=")[0] for word in given})
         if "--" in arguments:
             check_command(arguments[arguments.index("--") + 1 :])
     elif arguments[0] == "-m":
@@ -179,6 +181,12 @@ def _check_flags(arguments: list[str] | tuple[str, ...], source: str) -> None:
     for word in arguments:
         flag = word.partition("=")[0]
         assert not flag.startswith("--") or flag == "--help" or f'"{flag}"' in source, f"{flag} is unknown"
+
+
+def _check_variables(script: Path, given: set[str]) -> None:
+    """Check that a command gives each variable which its shell script refuses to miss."""
+    missing = set(re.findall(r"\$\{(\w+):\?", script.read_text(encoding="utf-8"))) - given
+    assert not missing, f"{script} needs {missing}"
 
 
 def _imports(code: str) -> list[str]:

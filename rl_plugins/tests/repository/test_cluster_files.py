@@ -166,6 +166,11 @@ def test_slurm_script_takes_variables_from_slurm_and_the_user(tmp_path):
         assert outcome.returncode != 0 and f"{name}: " in outcome.stderr
 
 
+def test_command_in_the_head_of_the_slurm_script_gives_the_variables():
+    (command,) = re.findall(r"^#   (.*sbatch .*)$", (FOLDER / "slurm.sh").read_text(encoding="utf-8"), re.MULTILINE)
+    check_command(shlex.split(command))
+
+
 AFTER_RAY = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'
 """A stand-in for srun or Ray: run the recipe's command."""
 

@@ -117,6 +117,7 @@ def test_commands_of_a_page_name_existing_options_flags_and_paths(page):
         ("rl-plugins submit -- grpo run.nam=x", ValueError),
         ("ray job submit -- python -m rl_plugins.recipes.grpo run.nam=x", ValueError),
         ("rayy job submit", AssertionError),
+        ("SHARED=/shared sbatch examples/cluster/slurm.sh", AssertionError),
     ],
 )
 def test_check_command_refuses_a_wrong_command(command, error):
