@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 TOP_LEVEL_ROOMS = ("callbacks", "recipes", "strategies")
-SUFFIXES = {".py", ".pyi", ".yaml", ".json", ".html"}
+SUFFIXES = {".py", ".pyi", ".yaml", ".json", ".html", ".typed"}
 
 
 def shipped(root: Path) -> set[str]:
-    """The names, in a wheel, of the tree's Python, stub, YAML, JSON and HTML files, without the tests."""
+    """The names, in a wheel, of the tree's files with one of the suffixes, without the tests."""
     names = set()
     for top in ("rl_plugins", *TOP_LEVEL_ROOMS):
         for file in (root / top).rglob("*"):
@@ -56,7 +56,8 @@ def wheel_names(root, tmp_path_factory) -> set[str]:
 def test_wheel_holds_the_files_of_the_tree(root, wheel_names):
     found = {name for name in wheel_names if ".dist-info/" not in name}
     expected = shipped(root)
-    assert "rl_plugins/strategies/__init__.py" in expected
+    # Type checkers take a mark in the top folder for all packages below.
+    assert {"rl_plugins/strategies/__init__.py", "rl_plugins/py.typed"} <= expected
     assert expected - found == set(), "list the package (or its files) in pyproject.toml"
     assert found - expected == set()
 
