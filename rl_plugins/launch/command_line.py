@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,11 @@ if TYPE_CHECKING:
 _ABSENT = object()
 _GROUPS = re.compile(r"^[^=]*[.+](?=\w+=)")
 """Groups of an option before its own name."""
+_FLAGS_WITH_VALUE = {
+    *("--cfg", "--config-dir", "--config-name", "--config-path", "--experimental-rerun", "--package"),
+    *("-c", "-cd", "-cn", "-cp", "-p"),
+}
+"""Flags of Hydra whose value is the next argument, which may have an `=`."""
 _NOT_IN_NAMES = re.compile(r"[^\w.=+-]")
 
 
@@ -205,8 +211,7 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
     register_schema()
     # Without this variable Hydra prints its own text around an error, and ends the process.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    # Hydra's parser does not accept flags between overrides: flags and their values come first.
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: "=" in argument and not argument.startswith("-"))
+    sys.argv[1:] = _flags_first(sys.argv[1:])
     composed: list[tuple[Any, str]] = []
     jobs: list[list[str]] = []
 
@@ -231,6 +236,20 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
             # A pipeline has a name of its own.
             (config.run if "run" in config else config).name += name
     return composed
+
+
+def _flags_first(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with flags and their values first: Hydra's parser accepts no flags between overrides."""
+    flags, overrides = list[str](), list[str]()
+    left = iter(arguments)
+    for argument in left:
+        if argument in _FLAGS_WITH_VALUE:
+            flags += [argument, *islice(left, 1)]
+        elif argument.startswith("~") or ("=" in argument and not argument.startswith("-")):
+            overrides.append(argument)
+        else:
+            flags.append(argument)
+    return [*flags, *overrides]
 
 
 def _recipe_of(name: str, extended: str) -> str:

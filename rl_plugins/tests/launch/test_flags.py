@@ -1,0 +1,34 @@
+"""Flags of Hydra between the overrides of a command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_plugins.launch.command_line import compose_for_command_line
+
+OVERRIDES = ["model.path=x", "data.train_files=[y]", "run.steps=3"]
+
+
+def test_flags_may_follow_overrides_and_deletions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["grpo", "~algorithm.kl", *OVERRIDES, "--cfg", "job", "-p", "algorithm"])
+    assert compose_for_command_line("grpo") == []
+    shown = capsys.readouterr().out
+    assert "advantage: grpo" in shown and "kl:" not in shown
+
+
+@pytest.mark.parametrize("flags", [("--config-dir", "--config-name"), ("-cd", "-cn")])
+def test_value_of_a_flag_may_have_an_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, str]
+) -> None:
+    folder = tmp_path / "a=b"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("defaults: [grpo, _self_]\nrun: {seed: 7}\n")
+    monkeypatch.setattr(sys, "argv", ["grpo", *OVERRIDES, flags[0], str(folder), flags[1], "mine", "run.name=z"])
+    ((config, recipe),) = compose_for_command_line("grpo")
+    assert recipe == "grpo"
+    assert (config.run.seed, config.run.steps, config.run.name) == (7, 3, "z")
