@@ -232,7 +232,7 @@ class Lines:
 
 
 class DataReport(Callback):
-    """Print a line at the start of training for each split whose too long prompts were dropped.
+    """Print a line at the start of training for each split and each reason for which prompts were dropped.
 
     Args:
         label: text at the start of each line.
@@ -247,7 +247,9 @@ class DataReport(Callback):
             return
         # Lightning's types do not declare `Trainer.datamodule`.
         data: object = getattr(trainer, "datamodule", None)
-        dropped: dict[str, int] = getattr(data, "dropped_prompts", {})
-        for split, count in dropped.items():
-            if count:
-                print(f"{self._label}: {split}: {count} prompts are longer than the limit and left out", flush=True)
+        reasons = {"dropped_prompts": "are longer than the limit", "dropped_images": "have bad images"}
+        for name, reason in reasons.items():
+            dropped: dict[str, int] = getattr(data, name, {})
+            for split, count in dropped.items():
+                if count:
+                    print(f"{self._label}: {split}: {count} prompts {reason} and are left out", flush=True)

@@ -85,7 +85,8 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
 
     Attributes:
         images: maker of the inputs of images, since `setup`; None without a processor.
-        dropped_prompts: number of rows left out as too long or with bad images, by "train" and "validation".
+        dropped_prompts: number of rows left out as too long, by "train" and "validation".
+        dropped_images: number of rows left out for bad images, by "train" and "validation".
         sources: tokenised rows, by "train" and "validation".
     """
 
@@ -126,6 +127,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         self.seed = seed
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.dropped_prompts: dict[str, int] = {}
+        self.dropped_images: dict[str, int] = {}
         self.sources: dict[str, BatchSource[Any]] = {}
         self._part_starts: list[int] = []
         self._train_loader: StepLoader[Batch] | None = None
@@ -170,8 +172,9 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             bad_images.clear()
             self.sources[split] = self.build(rows, tokenizer, split)
             kept = len(self.sources[split])
-            dropped = self.dropped_prompts[split] = len(rows) - kept
-            rank_zero_info(f"{split}: {kept} prompts, {dropped - len(bad_images)} dropped as too long")
+            self.dropped_images[split] = len(bad_images)
+            too_long = self.dropped_prompts[split] = len(rows) - kept - len(bad_images)
+            rank_zero_info(f"{split}: {kept} prompts, {too_long} dropped as too long")
             if bad_images:
                 rank_zero_info(f"{split}: {len(bad_images)} dropped for bad images, such as {bad_images[0]}")
 

@@ -145,11 +145,15 @@ def test_bar_shows_the_time_left_and_the_metrics_that_fit(
 def test_data_report_prints_dropped_prompts_on_rank_0_only(
     is_global_zero: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = SimpleNamespace(dropped_prompts={"train": 3, "validation": 0})
+    data = SimpleNamespace(dropped_prompts={"train": 3, "validation": 0}, dropped_images={"train": 1, "validation": 2})
     trainer: Any = SimpleNamespace(is_global_zero=is_global_zero, datamodule=data)
     DataReport("run").on_train_start(trainer, LightningModule())
-    expected = "run: train: 3 prompts are longer than the limit and left out\n"
-    assert capsys.readouterr().out == (expected if is_global_zero else "")
+    expected = [
+        "run: train: 3 prompts are longer than the limit and are left out",
+        "run: train: 1 prompts have bad images and are left out",
+        "run: validation: 2 prompts have bad images and are left out",
+    ]
+    assert capsys.readouterr().out.splitlines() == (expected if is_global_zero else [])
 
 
 def test_data_report_prints_nothing_without_a_data_module(capsys: pytest.CaptureFixture[str]) -> None:

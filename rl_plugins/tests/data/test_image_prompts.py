@@ -118,7 +118,7 @@ def test_bad_images_filter_counts_the_rows_that_are_left_out(caplog: pytest.LogC
     with caplog.at_level("INFO"):
         data.setup("fit")
     # Without an image, `<image>` is text.
-    assert data.sources["train"].kept.tolist() == [0, 2] and data.dropped_prompts["train"] == 2
+    assert data.sources["train"].kept.tolist() == [0, 2] and data.dropped_images == {"train": 2, "validation": 0}
     assert "train: 2 prompts, 0 dropped as too long" in caplog.text
     assert "train: 2 dropped for bad images, such as list, row 1, column 'images': image 0 is no" in caplog.text
     assert "validation: 1 prompts, 0 dropped" in caplog.text and caplog.text.count("dropped for bad images") == 1
@@ -131,6 +131,16 @@ def test_bad_images_filter_counts_the_rows_that_are_left_out(caplog: pytest.LogC
     unknown: Any = "skip"
     with pytest.raises(ConfigError, match="bad_images='skip': choose 'filter' or 'error'"):
         PromptDataModule(rows, tokenizer=processor("llava"), prompts_per_step=1, bad_images=unknown)
+
+
+def test_rows_left_out_as_too_long_and_for_bad_images_are_counted_apart() -> None:
+    rows = [row("a"), row("long " * 100), row("<image>b", b"text")]
+    data = PromptDataModule(
+        rows, tokenizer=processor("llava"), prompts_per_step=1, max_prompt_tokens=64, bad_images="filter"
+    )
+    data.setup("fit")
+    assert data.sources["train"].kept.tolist() == [0]
+    assert (data.dropped_prompts, data.dropped_images) == ({"train": 1}, {"train": 1})
 
 
 def test_a_row_whose_image_was_removed_is_left_out_or_ends_the_run(
