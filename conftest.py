@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rl_plugins.tests.patience import TIME_SCALE, patient
+from rl_plugins.tests.shell_variables import forget_servers
 
 pytest_plugins = ["pytester", "rl_plugins.tests.time_limits"]
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from integration_tests.scheduling import FileScheduling
 
 INTEGRATION_TESTS = Path(__file__).parent / "integration_tests"
+
+forget_servers(os.environ)
 
 # Servers of tests listen on this machine.
 os.environ.setdefault("NO_PROXY", "127.0.0.1,127.0.0.2,localhost")
