@@ -25,6 +25,8 @@ TIMED = start=$$(date +%s); $(MAKE) --no-print-directory $(1) && \
 	echo "make $@ took $$(( ($$(date +%s) - start) / 60 )) min $$(( ($$(date +%s) - start) % 60 )) s"
 # Built ops belong to this environment: the default folder is shared by every environment of the user.
 export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
+# The environment has a torch for CPUs, and `placement.device=auto` would choose a GPU. An empty value hides all GPUs.
+unit integration extended integration-and-extended campaign soak: export CUDA_VISIBLE_DEVICES =
 # Without byte code on disk each of a run's processes compiles some 10,000 files at its start.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
+import pytest
 from ray.cluster_utils import Cluster
 from ray.util.state import list_actors
 
@@ -50,7 +51,11 @@ class Machines:
 
     def add(self, cpus: int, gpus: int = 0) -> None:
         """Add a node. The GPUs of the node need not exist."""
-        node = self._cluster.add_node(num_cpus=cpus, num_gpus=gpus, object_store_memory=_OBJECT_STORE_BYTES)
+        with pytest.MonkeyPatch.context() as patch:
+            if gpus:
+                # Ray refuses more GPUs than the variable shows.
+                patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+            node = self._cluster.add_node(num_cpus=cpus, num_gpus=gpus, object_store_memory=_OBJECT_STORE_BYTES)
         self._nodes[node.node_id] = node
 
     def actors(self, wanted: Callable[[Any], bool]) -> list[Any]:

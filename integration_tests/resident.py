@@ -59,7 +59,10 @@ def running_ray(request: pytest.FixtureRequest) -> Iterator[RunningRay]:
 
     A test may start actors and kill them. At the end of a test, none of its actors may hold a CPU or GPU of Ray.
     """
-    ray.init(address="local", num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False)
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray refuses more GPUs than the variable shows.
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        ray.init(address="local", num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False)
     running = RunningRay({})
     asked_for = [name for name in engine_configs("") if any(_uses(item, name) for item in request.session.items)]
     if asked_for:

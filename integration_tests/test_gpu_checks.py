@@ -14,7 +14,9 @@ from rl_plugins.launch.placement import alive_nodes
 pytestmark = pytest.mark.usefixtures("running_ray")
 
 
-def test_check_nodes_reads_the_facts_of_a_node_in_a_task_of_ray() -> None:
+def test_check_nodes_reads_the_facts_of_a_node_in_a_task_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ray has started without the variable, and `make` hides the GPUs of this machine from this process.
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (node,) = alive_nodes()
     where = f"machine {node['NodeManagerAddress']}"
     assert gpu_checks._read_node(node["NodeID"], where) == read_machine()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from rl_plugins.tests.loops import for_each
 
 ROOT = Path(__file__).parents[3]
 
@@ -23,6 +26,19 @@ def test_makefile_takes_an_absolute_or_a_relative_folder_of_the_environment(venv
 def test_limits_of_tests_have_a_margin_in_make_test_alone(target: str, margin: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert f"\n{target}: export TEST_TIME_MARGIN = {margin}\n" in makefile
+
+
+@for_each("target", ["unit", "integration", "extended", "integration-and-extended", "campaign", "soak", "gpu"])
+def test_all_targets_with_tests_but_gpu_hide_the_gpus_of_the_machine(target: str, tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir(exist_ok=True)
+    python.write_text("#!/bin/sh\necho value=${CUDA_VISIBLE_DEVICES-none}\n")
+    python.chmod(0o755)
+    (tmp_path / ".installed").touch()
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    command = ["make", "--silent", target, f"VENV={tmp_path}"]
+    shown = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=60)
+    assert set(shown.stdout.split()) == {"value=none" if target == "gpu" else "value="}
 
 
 @pytest.mark.parametrize(("status", "printed"), [(0, ""), (1, ""), (2, "one process\n")])
