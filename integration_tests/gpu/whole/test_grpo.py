@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from integration_tests.conftest import Recipe
-from integration_tests.gpu.whole import NEEDS_CUDA, needs_two_gpus, train
+from integration_tests.gpu.whole import NEEDS_CUDA, STEPS, needs_two_gpus, train
 
 pytestmark = NEEDS_CUDA
 
@@ -52,13 +52,14 @@ def test_engine_in_float32_has_the_log_probs_of_the_policy(start_recipe: Callabl
     train(start_recipe, "float32", "placement.num_workers=1", precision="32-true")
 
 
-def test_sleep_levels_free_cache_and_weights(start_recipe: Callable[..., Recipe]) -> None:
-    asleep: dict[str, list[float]] = {}
-    for level in ("kv_cache", "all", "none"):
+def test_engine_frees_memory_in_every_step_with_each_level_of_sleep(start_recipe: Callable[..., Recipe]) -> None:
+    for level, sleeps in (("kv_cache", STEPS), ("all", STEPS), ("none", 0)):
         _, steps = train(start_recipe, f"sleep-{level}", "placement.num_workers=1", f"rollout.sleep={level}")
-        asleep[level] = [row["memory/engine_asleep"] for row in steps if "memory/engine_asleep" in row]
-    assert not asleep["none"]
-    assert max(asleep["all"]) < min(asleep["kv_cache"])
+        slept = [row for row in steps if "memory/engine_asleep" in row]
+        # The run itself compares the freed bytes with the KV cache. vLLM releases cache and weights of the GPU at both
+        # levels, and "kv_cache" keeps a copy of the weights in host memory: the numbers of two runs tell no level.
+        assert len(slept) == sleeps, level
+        assert all(row["memory/engine_asleep"] < row["memory/engine_awake"] for row in slept), level
 
 
 @needs_two_gpus
