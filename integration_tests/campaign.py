@@ -34,7 +34,7 @@ import psutil
 from integration_tests.command_server import run_command
 from integration_tests.conftest import Recipe, recipes_in, save_workplace
 from integration_tests.mlflow_server import Server
-from rl_plugins.run_folder import read_metrics
+from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.tests.patience import wait_until
 from rl_plugins.tests.shell_variables import forget_servers
 
@@ -153,7 +153,7 @@ class Outcome:
         moment: moment of the kill.
         statuses: exit status of each start of the run.
         killed: True if a process of the kind was found and killed.
-        restart_s: seconds from the kill to the next row of metrics.
+        restart_s: seconds from the kill to the next row of metrics, of a new start if the first start has failed.
         end_s: seconds from the kill to the end of the first start.
         differences: metrics, steps and files that differ from a run left alone.
         left: processes, shared memory and temporary files left behind.
@@ -280,10 +280,13 @@ def _run_with_kill(
     while not statuses or (statuses[-1] and len(statuses) < STARTS):
         if statuses:
             run = start(*overrides)
-        if not restart_s and _goes_on(run, rows):
-            restart_s = round(time.monotonic() - killed_at, 1)
+            rows = _rows_of_earlier_starts(run)
+        row_s = round(time.monotonic() - killed_at, 1) if not restart_s and _goes_on(run, rows) else 0.0
         statuses.append(run.wait(1800))
         end_s = end_s or round(time.monotonic() - killed_at, 1)
+        # A run that ends by the kill may write a row before.
+        if run is not first or not statuses[0]:
+            restart_s = restart_s or row_s
     faults = _faults(first, statuses[0], KINDS[kind].signals[0]) if KINDS[kind].asks else []
     return Outcome(kind, number, moment, statuses, killed, restart_s, end_s, faults=faults)
 
@@ -296,6 +299,22 @@ def _faults(run: Recipe, status: int, number: signal.Signals) -> list[str]:
     said = run.tail(1_000_000)
     faults = [mark for mark in ("Traceback", "*** SIG", "Fatal Python error") if mark in said]
     return faults if status in (0, 75, 128 + number, -signal.SIGINT) else [*faults, f"status {status}"]
+
+
+def _rows_of_earlier_starts(run: Recipe) -> int:
+    """Wait until a new start continues the run, or has ended; return the number of rows of metrics until then.
+
+    Workers of an earlier start may write rows after the end of their command.
+    """
+    folder = RunFolder(run.run)
+    resumes, from_checkpoint = folder.times_resumed(), folder.latest_checkpoint() is not None
+
+    def continues() -> bool:
+        # Only a start from a checkpoint writes a line. Processes of earlier starts are no descendants.
+        return folder.times_resumed() > resumes if from_checkpoint else bool(run.processes("ray::RayTrainWorker"))
+
+    wait_until(lambda: continues() or run.process.poll() is not None, "the new start", 1800, run.tail)
+    return len(run.metrics())
 
 
 def _goes_on(run: Recipe, rows: int) -> bool:

@@ -10,14 +10,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from integration_tests import campaign
 from integration_tests.campaign import (
     MARK,
     Campaign,
+    Kind,
     Moment,
     Outcome,
     differences,
@@ -26,6 +30,7 @@ from integration_tests.campaign import (
     tables,
     write_page,
 )
+from integration_tests.conftest import Recipe
 from rl_plugins.run_folder import append_metrics
 
 LOST = Outcome("engine", 0, Moment(3, 0.5), [0], True, 8.2, 20.0)
@@ -59,6 +64,63 @@ def test_read_results_goes_on_after_a_torn_line_and_write_page_keeps_the_text_ar
     text = page.read_text()
     assert text.startswith("before\n<!-- kills -->\n| killed") and text.endswith("<!-- end kills -->\nafter\n")
     assert row in text and "old" not in text
+
+
+class ScriptedProcess:
+    """A command in place of a process: each question for the status does the next action."""
+
+    pid = 0
+
+    def __init__(self, actions: list[Callable[[], None]], status: int, clock: list[float]) -> None:
+        self._actions, self._status, self._clock = actions, status, clock
+
+    def poll(self) -> int | None:
+        if not self._actions:
+            return self._status
+        self._actions.pop(0)()
+        self._clock[0] += 1
+        return None
+
+    def wait(self, timeout: float) -> int:
+        while self.poll() is None:
+            pass
+        return self._status
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_seconds_to_the_next_step_leave_out_rows_of_the_start_that_failed(
+    checkpoint: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, clock, workers = tmp_path / "outputs" / "run", [0.0], list[object]()
+    folder.mkdir(parents=True)
+    if checkpoint:
+        (folder / "checkpoint_00000003").mkdir()
+    monkeypatch.setattr(campaign, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda _: None))
+    monkeypatch.setattr(Recipe, "processes", lambda run, name="": workers)
+    monkeypatch.setitem(campaign.KINDS, "driver", Kind((), lambda run: [SimpleNamespace(send_signal=print)]))
+
+    def nothing() -> None:
+        """Come before the kill, which waits twice for a process of the kind."""
+
+    def row() -> None:
+        append_metrics(folder / "metrics.jsonl", {"train/loss": 0.1}, 4)
+
+    def begin() -> None:
+        if checkpoint:
+            (folder / "resumes.txt").write_text("run: resumed from checkpoint_00000003\n")
+        else:
+            workers.append("worker")
+
+    # The first start writes a row and fails. A worker of the first start writes another row beside the second start.
+    starts = [([nothing, nothing, row], 1), ([row, begin, row], 0)]
+    (tmp_path / "log").touch()
+
+    def start() -> Recipe:
+        return Recipe(tmp_path, ScriptedProcess(*starts.pop(0), clock), tmp_path / "log", "run")  # type: ignore[arg-type]
+
+    outcome = campaign._run_with_kill(start, "driver", 0, Moment(0, 0), None)
+    assert outcome.statuses == [1, 0] and outcome.killed
+    assert (outcome.end_s, outcome.restart_s) == (1, 4)
 
 
 def test_differences_names_metrics_and_files_that_differ(tmp_path: Path) -> None:
