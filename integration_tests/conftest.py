@@ -21,7 +21,7 @@ from integration_tests.resident import (  # noqa: F401
     bfloat16_engine,
     float32_engine,
     pytest_collection_modifyitems,
-    pytest_runtest_teardown,
+    pytest_runtest_protocol,
     running_ray,
 )
 from rl_plugins.data.prepare.files import write_splits

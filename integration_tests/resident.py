@@ -89,13 +89,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
-    """Stop Ray after the last test with Ray."""
-    yield
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Stop Ray after the last test with Ray, also if the test runs once more because it was late."""
+    result = yield
     if _uses(item, "running_ray"):
         items = item.session.items
         if not any(_uses(later, "running_ray") for later in items[items.index(item) + 1 :]):
             ray.shutdown()
+    return result
 
 
 # Engines ----------------------------------------------------------------------------------------------------------

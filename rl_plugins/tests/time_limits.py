@@ -3,8 +3,10 @@
 The seconds of a test are the seconds of its set-up, call and teardown. A fixture of several tests has a limit of its
 own, the limit of a test of the tier, so the order of the tests changes no outcome. A slow or busy machine changes no
 outcome either: the limit of a test over its limit is multiplied by the slowdown of the machine at this moment. A
-machine that stood still for a while is no longer slow then, so a late test runs once more, and fails if late again. A
-shared fixture cannot run again, so its limit has `STILL_S` on top.
+machine that stood still for a while is no longer slow then, so a late test runs once more, and fails if the second run
+is late again or fails. A shared fixture cannot run again, so its limit has `STILL_S` on top.
+
+Each of the two runs has the whole timeout of pytest-timeout, which `TEST_TIME_SCALE` multiplies.
 
 A start of a process, and the first reading of a file, can be later than the slowdown of a computation says. So
 `make test`, which decides about a change on any machine, multiplies all limits by 3 (`TEST_TIME_MARGIN`). Neither
@@ -16,9 +18,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
+
+from rl_plugins.tests.patience import patient
 
 LIMITS_S = {"unit": 5.0, "integration": 60.0, "gpu": 600.0}
 """Largest seconds of a test in a tier."""
@@ -151,6 +156,14 @@ def excess(subject: str, seconds: float, limit: float) -> str | None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Scale the timeout of the command line, or else of the configuration."""
+    timeout = config.option.timeout or config.getini("timeout")
+    if timeout:
+        config.option.timeout = patient(float(timeout))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
@@ -193,8 +206,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     late = item.stash.get(_LATE, None)
     if late and all(report.passed for report in reports):
         again = _run_again(item, nextitem)
-        # The second run may find files or processes of the first: only its time counts.
-        if item.stash.get(_LATE, None) and all(report.passed for report in again):
+        if failed := [report.longreprtext for report in again if report.failed]:
+            # The time of a failure says nothing about the time of the test.
+            _fail(reports[-1], "\n".join([late, "The test ran once more, and failed:", *failed]))
+        elif item.stash.get(_LATE, None):
             _fail(reports[-1], late)
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
@@ -211,4 +226,15 @@ def _run_again(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.T
     if isinstance(item, pytest.Function):
         # pytest has no public function that lets a test ask for its fixtures again.
         item._initrequest()
+    _start_timeout_again(item)
     return runtestprotocol(item, nextitem=nextitem, log=False)
+
+
+def _start_timeout_again(item: pytest.Item) -> None:
+    # The plugin starts one timer for both runs.
+    plugin: Any = item.config.pluginmanager.get_plugin("timeout")
+    assert plugin is not None, "pytest-timeout is not installed"
+    settings = plugin._get_item_settings(item)
+    if settings.timeout and not settings.func_only:
+        item.ihook.pytest_timeout_cancel_timer(item=item)
+        item.ihook.pytest_timeout_set_timer(item=item, settings=settings)

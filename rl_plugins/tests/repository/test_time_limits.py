@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from rl_plugins.tests import time_limits
+from rl_plugins.tests import patience, time_limits
 
 SLOW = """
 import time
@@ -61,6 +62,74 @@ def test_test_that_was_late_once_passes(pytester: pytest.Pytester, monkeypatch: 
     pytester.makepyfile(test_seconds="import time\ntimes = iter([2.1, 0])\ndef test_a(): time.sleep(next(times))\n")
     result = pytester.runpytest_inprocess("-p", "rl_plugins.tests.time_limits", "-p", "no:cacheprovider")
     assert result.parseoutcomes() == {"passed": 1}
+
+
+def run_of(pytester: pytest.Pytester, test: str, *options: str) -> pytest.RunResult:
+    pytester.makepyfile(test_seconds=test)
+    return pytester.runpytest_inprocess("-p", "rl_plugins.tests.time_limits", "-p", "no:cacheprovider", *options)
+
+
+def test_late_test_fails_if_the_timeout_is_shorter_than_both_runs(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time_limits, "LIMITS_S", {"unit": 0.2})
+    result = run_of(pytester, "import time\ndef test_a(): time.sleep(1.2)\n", "--timeout", "2.3")
+    assert result.parseoutcomes() == {"passed": 1, "errors": 1}
+    shown = result.stdout.str()
+    assert "test_seconds.py::test_a took" in shown and "The test ran once more" not in shown
+
+
+def test_late_test_fails_if_the_second_run_fails(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_limits, "LIMITS_S", {"unit": 0.2})
+    result = run_of(pytester, "import time\ntimes = iter([0.3])\ndef test_a(): time.sleep(next(times))\n")
+    assert result.parseoutcomes() == {"passed": 1, "errors": 1}
+    shown = result.stdout.str()
+    assert (
+        shown.index("test_a took") < shown.index("The test ran once more, and failed:") < shown.index("StopIteration")
+    )
+
+
+@pytest.mark.parametrize(("option", "seconds"), [([], 90), (["--timeout", "7"], 21)])
+def test_scale_of_deadlines_multiplies_the_timeout_of_the_configuration_and_of_the_command(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, option: list[str], seconds: int
+) -> None:
+    monkeypatch.setattr(patience, "TIME_SCALE", 3.0)
+    pytester.makeini("[pytest]\ntimeout = 30\n")
+    test = f"def test_a(pytestconfig): assert pytestconfig._env_timeout == {seconds}\n"
+    assert run_of(pytester, test, *option).parseoutcomes() == {"passed": 1}
+
+
+LAST_WITH_RAY = """
+import time
+
+import pytest
+import ray
+
+times = iter([0.3, 0.0])
+
+
+@pytest.fixture(scope="session")
+def running_ray():
+    return None
+
+
+def test_last(running_ray):
+    time.sleep(next(times))
+    assert not ray.shutdown.called
+
+
+def test_without_ray():
+    assert ray.shutdown.called
+"""
+
+
+def test_resident_ray_runs_for_the_second_run_of_the_last_test_with_ray(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.shutdown", Mock())
+    monkeypatch.setattr(time_limits, "LIMITS_S", {"unit": 0.2})
+    pytester.makeconftest("from integration_tests.resident import pytest_runtest_protocol\n")
+    assert run_of(pytester, LAST_WITH_RAY).parseoutcomes() == {"passed": 2}
 
 
 def test_shared_fixture_has_a_separate_limit(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
