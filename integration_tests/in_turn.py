@@ -22,6 +22,8 @@ from rl_plugins.launch.command_line import compose_config
 def runs_in_turn(recipes: Sequence[Sequence[str]], folder: Path) -> Iterator[Callable[[str], Path]]:
     """Start all runs; return a function, which waits for the end of a run and returns the folder of the run.
 
+    No process is left at the end of the block.
+
     Args:
         recipes: name and overrides of each run, with `run.output_dir=FOLDER`.
         folder: folder for the runs.
@@ -38,11 +40,14 @@ def runs_in_turn(recipes: Sequence[Sequence[str]], folder: Path) -> Iterator[Cal
         ended.add(run)
         return folder / run
 
-    yield wait_for
-    if len(ended) == len(recipes):
-        assert started.wait() == 0, started.tail()
-    elif started.process.poll() is None:
-        started.kill()
+    try:
+        yield wait_for
+        if len(ended) == len(recipes):
+            assert started.wait() == 0, started.tail()
+    finally:
+        # Also after a failed test: Ray and the workers would take the time of all later tests.
+        if started.process.poll() is None:
+            started.kill()
 
 
 if __name__ == "__main__":
