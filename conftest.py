@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rl_plugins.tests.patience import TIME_SCALE, patient
-from rl_plugins.tests.shell_variables import forget_servers
+from rl_plugins.tests.shell_variables import ask_no_proxy_for_this_machine, forget_servers
 
 pytest_plugins = ["pytester", "rl_plugins.tests.time_limits"]
 
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 INTEGRATION_TESTS = Path(__file__).parent / "integration_tests"
 
 forget_servers(os.environ)
-
-# Servers of tests listen on this machine.
-os.environ.setdefault("NO_PROXY", "127.0.0.1,127.0.0.2,localhost")
+ask_no_proxy_for_this_machine(os.environ)
 
 # Imported objects stay until the end. The collector would search them during the collection of tests, in each test and
 # at the end of the process: 7 s of 17 s without any test.

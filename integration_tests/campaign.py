@@ -36,7 +36,7 @@ from integration_tests.conftest import Recipe, recipes_in, save_workplace
 from integration_tests.mlflow_server import Server
 from rl_plugins.run_folder import RunFolder, read_metrics
 from rl_plugins.tests.patience import wait_until
-from rl_plugins.tests.shell_variables import forget_servers
+from rl_plugins.tests.shell_variables import ask_no_proxy_for_this_machine, forget_servers
 
 STEPS = 8
 STARTS = 6
@@ -449,6 +449,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments (default: %(default)s)")
     options = parser.parse_args(arguments)
     forget_servers(os.environ)
+    ask_no_proxy_for_this_machine(os.environ)
     campaign = Campaign(options.folder, options.seed)
     done = {(outcome.kind, outcome.number) for outcome in campaign.results() if outcome.killed}
     # All kinds in turn, so that a stopped campaign has results of each kind.

@@ -20,3 +20,12 @@ def forget_servers(environment: MutableMapping[str, str]) -> None:
     """Remove `OF_SERVERS`: tests run on this machine, and write into no store of the developer."""
     for name in OF_SERVERS:
         environment.pop(name, None)
+
+
+def ask_no_proxy_for_this_machine(environment: MutableMapping[str, str]) -> None:
+    """Add this machine to the hosts without a proxy: servers of tests listen here.
+
+    Most libraries read the variable with small letters first.
+    """
+    for name in ("NO_PROXY", "no_proxy"):
+        environment[name] = ",".join(filter(None, (environment.get(name), "127.0.0.1,127.0.0.2,localhost")))
