@@ -136,7 +136,7 @@ class Moment:
 
     Attributes:
         step: finished step before the kill; 0 is the start-up.
-        delay_s: seconds after the step, or after the start of the first process of the kind.
+        delay_s: seconds after the step, or after the first process of the kind or connection to the server.
     """
 
     step: int
@@ -202,11 +202,16 @@ class Campaign:
         Args:
             kind: name in `KINDS`.
             number: number of the kill.
-            moment: moment of the kill; by default a random one, which depends on seed, kind and number.
+            moment: moment of the kill; by default a random one, which depends on seed, kind, number, and the number of
+                kills before that found no process.
         """
         recipe = (*KINDS[kind].recipe, *self._options)
         whole = self._left_alone(recipe)
-        chance = random.Random(f"{self._seed}-{kind}-{number}")
+        # The same moment would find no process again.
+        missed = sum(
+            (outcome.kind, outcome.number) == (kind, number) for outcome in self.results() if not outcome.killed
+        )
+        chance = random.Random(f"{self._seed}-{kind}-{number}" + (f"-{missed}" if missed else ""))
         moment = moment or Moment(chance.randrange(STEPS), round(chance.uniform(0, 2), 3))
         name = f"{kind.replace(' ', '-')}-{number}"
         shutil.rmtree(self._folder / "outputs" / name, ignore_errors=True)
@@ -261,6 +266,9 @@ def _run_with_kill(
         run.wait_for_step(moment.step, 1800)
     elif server is None:
         run.wait_until(partial(KINDS[kind].find, run), kind, 1800)
+    else:
+        # The run has connected to the server.
+        run.wait_until((run.run / "mlflow_run_id").is_file, "the run in MLflow", 1800)
     time.sleep(moment.delay_s)
     killed, killed_at = server is not None, time.monotonic()
     if server is not None:

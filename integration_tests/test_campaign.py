@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,10 @@ class ScriptedProcess:
         return self._status
 
 
+def nothing() -> None:
+    """Let a scripted process go on."""
+
+
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_seconds_to_the_next_step_leave_out_rows_of_the_start_that_failed(
     checkpoint: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -99,9 +104,6 @@ def test_seconds_to_the_next_step_leave_out_rows_of_the_start_that_failed(
     monkeypatch.setattr(Recipe, "processes", lambda run, name="": workers)
     monkeypatch.setitem(campaign.KINDS, "driver", Kind((), lambda run: [SimpleNamespace(send_signal=print)]))
 
-    def nothing() -> None:
-        """Come before the kill, which waits twice for a process of the kind."""
-
     def row() -> None:
         append_metrics(folder / "metrics.jsonl", {"train/loss": 0.1}, 4)
 
@@ -111,16 +113,51 @@ def test_seconds_to_the_next_step_leave_out_rows_of_the_start_that_failed(
         else:
             workers.append("worker")
 
-    # The first start writes a row and fails. A worker of the first start writes another row beside the second start.
+    # The kill waits twice for a process. The first start writes a row and fails. A worker of the first start writes
+    # another row beside the second start.
     starts = [([nothing, nothing, row], 1), ([row, begin, row], 0)]
     (tmp_path / "log").touch()
 
     def start() -> Recipe:
-        return Recipe(tmp_path, ScriptedProcess(*starts.pop(0), clock), tmp_path / "log", "run")  # type: ignore[arg-type]
+        process: Any = ScriptedProcess(*starts.pop(0), clock)
+        return Recipe(tmp_path, process, tmp_path / "log", "run")
 
     outcome = campaign._run_with_kill(start, "driver", 0, Moment(0, 0), None)
     assert outcome.statuses == [1, 0] and outcome.killed
     assert (outcome.end_s, outcome.restart_s) == (1, 4)
+
+
+def test_tracking_server_is_killed_after_a_run_has_connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, connected = [0.0], tmp_path / "outputs" / "run" / "mlflow_run_id"
+    connected.parent.mkdir(parents=True)
+    (tmp_path / "log").touch()
+    actions: list[Callable[[], None]] = [nothing, connected.touch, nothing]
+
+    def kill() -> None:
+        assert connected.is_file()
+
+    server: Any = SimpleNamespace(uri="http://127.0.0.1:5000", kill=kill, start=nothing)
+    process: Any = ScriptedProcess(actions, 0, clock)
+    run = Recipe(tmp_path, process, tmp_path / "log", "run")
+    outcome = campaign._run_with_kill(lambda *_: run, campaign.TRACKING_SERVER, 0, Moment(0, 0), server)
+    assert outcome.killed and outcome.statuses == [0]
+
+
+def test_kill_without_a_process_is_repeated_at_another_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments: list[Moment] = []
+
+    def missed(start: object, kind: str, number: int, moment: Moment, server: object) -> Outcome:
+        moments.append(moment)
+        return Outcome(kind, number, moment, [0], False, 0.0, 9.0)
+
+    monkeypatch.setattr(Campaign, "_left_alone", lambda self, recipe: tmp_path)
+    for name, result in (("_run_with_kill", missed), ("differences", lambda *_: []), ("left_behind", lambda *_: [])):
+        monkeypatch.setattr(campaign, name, result)
+    for folder in (tmp_path, tmp_path, tmp_path / "again"):
+        (folder / "workplace" / "tiny").mkdir(parents=True, exist_ok=True)
+        Campaign(folder).run("engine", 3)
+    first, repeated, reproduced = moments
+    assert first == reproduced != repeated
 
 
 def test_differences_names_metrics_and_files_that_differ(tmp_path: Path) -> None:
