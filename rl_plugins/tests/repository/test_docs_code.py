@@ -61,6 +61,15 @@ def test_readme_commands_for_cpus_and_gpus_differ_by_devices_and_the_name_of_the
     assert more == {"run.name", "model.precision", "placement.num_workers"}
 
 
+def test_all_pages_with_commands_are_typed_or_left_out_with_a_reason():
+    from integration_tests import test_docs_commands as typed
+
+    assert {page for page in WRITTEN if any(typed.lines(page))} == typed.PAGES_LEFT_OUT.keys() | {*typed.PAGES}
+    lines = [" ".join(line.split()) for page in typed.PAGES for line in typed.lines(page)]
+    for start in (*typed.LEFT_OUT, *typed.TYPED_BEFORE, *typed.WITH_VLLM):
+        assert any(line.startswith(start) for line in lines), f"no page in PAGES has a line {start!r}"
+
+
 @pytest.mark.parametrize("page", sorted(page for page, text in WRITTEN.items() if blocks(text, "python")))
 def test_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
