@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.files import flip_byte, rewrite_manifest
 from rl_plugins.tests.launch.configurations import configured, message_of
 from rl_plugins.tests.launch.test_bad_input import GOOD, IN_ONE_PROCESS
+from rl_plugins.tests.repository.documentation import WRITTEN, blocks
 
 STEPS = 4
 
@@ -160,6 +162,22 @@ def test_finished_step_counts_a_run_that_ended_early_by_itself(starts: list[str 
     assert starts == []
     run_recipe(options(tmp_path, "run.resume=auto", "run.steps=9", "run.target_reward=0.9"))
     assert starts == [str(run.checkpoint(STEPS))]
+
+
+def test_copy_of_a_finished_run_repeats_a_step_after_the_commands_of_the_page(
+    starts: list[str | None], tmp_path: Path
+) -> None:
+    run, again = RunFolder(tmp_path / "grpo"), RunFolder(tmp_path / "again")
+    leave_finished(run)
+    run.checkpoint(STEPS - 1).mkdir()
+    shutil.copytree(run.path, again.path)
+    again.checkpoint(STEPS).rmdir()
+    (block,) = (block for block in blocks(WRITTEN["docs/callbacks.md"], "bash") if "run.name=again" in block)
+    removed = re.findall(r"^rm (.*)$", block, re.MULTILINE)
+    for file in re.findall(r"outputs/again/(\S+)", " ".join(removed)):
+        (again.path / file).unlink(missing_ok=True)
+    run_recipe(options(tmp_path, "run.name=again", "run.resume=true"))
+    assert starts == [str(again.checkpoint(STEPS - 1))]
 
 
 def test_check_resume_names_auto_where_true_finds_no_folder(starts: list[str | None], tmp_path: Path) -> None:
