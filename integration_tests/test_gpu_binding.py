@@ -18,6 +18,7 @@ import ray
 from rl_plugins.errors import EngineLost
 from rl_plugins.rollout.vllm.gpu_binding import RankGPU, engine_places
 from rl_plugins.tests.patience import patient
+from rl_plugins.tests.time_limits import slowdown
 
 if TYPE_CHECKING:
     from integration_tests.resident import RunningRay
@@ -188,7 +189,8 @@ def test_engines_on_8_machines_of_8_gpus_see_the_gpus_that_ray_gives_to_their_ra
                     training = []
         finally:
             ray.shutdown()
-    assert placed_s < PLACED_S
+    # Nine nodes of Ray share the cores of this machine.
+    assert placed_s < PLACED_S * slowdown()
     assert len({rank.node for rank in ranks}) == NODES and len(set(ranks)) == NODES * GPUS
     for size, of_engines in seen.items():
         assert [len(shown) for shown in of_engines] == [size] * (NODES * GPUS // size)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import pytest
 
 from integration_tests.conftest import recipes_in
+from rl_plugins.tests.patience import is_running
 
 pytestmark = pytest.mark.extended
+
+SERVER = "rl_plugins.rewards.judge_engine"
+"""Words in the title of the server's process."""
 
 
 def test_run_starts_an_engine_for_the_judge_and_waits_for_a_killed_server(workplace: Path, tmp_path: Path) -> None:
@@ -24,10 +27,12 @@ def test_run_starts_an_engine_for_the_judge_and_waits_for_a_killed_server(workpl
             "rollout.engine=transformers",
         )  # fmt: skip
         run.wait_for_step(1)
-        run.kill_one("rl_plugins.rewards.judge_engine")
+        first = run.processes(SERVER)
+        run.kill_one(SERVER)
+        run.wait_until(lambda: not {*run.processes(SERVER)} <= {*first}, "another server of the judge")
+        servers = [*first, *run.processes(SERVER)]
         assert run.wait() == 0, run.tail()
-        lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
-    assert not any("rl_plugins.rewards.judge_engine" in line for line in lines)
+    assert not any(is_running(server.pid) for server in servers)
     rows = run.trained()
     assert len(rows) == 6 and all(row["train/judge/calls"] == 8 for row in rows)
     assert all(row["train/reward_raised"] == row["train/reward_timeout"] == 0 for row in rows)
