@@ -329,7 +329,7 @@ def _critics(config: RecipeConfig, policy: ModelShape) -> list[PlannedCritic]:
     algorithm: Mapping[str, Any] = config.algorithm or {}
     if algorithm.get("advantage") not in WITH_VALUES:
         # PRIME trains a process reward model of this size.
-        return [PlannedCritic(policy, policy.parameters)] if config.stage == "prime" else []
+        return [PlannedCritic("process_reward_model", policy, policy.parameters)] if config.stage == "prime" else []
     critics = []
     for name in CRITIC_POOLS if algorithm.get("constraint") else CRITIC_POOLS[:1]:
         if name not in config.placement.pools:
@@ -337,7 +337,7 @@ def _critics(config: RecipeConfig, policy: ModelShape) -> list[PlannedCritic]:
             shape = read_shape(f"{name}.path", options.path or config.model.path)
             lora = options.lora
             adapter = shape.adapter(lora.rank, with_experts=lora.experts) if lora.rank else shape.parameters
-            critics.append(PlannedCritic(shape, adapter, _moment_width(options.optimizer)))
+            critics.append(PlannedCritic(name, shape, adapter, _moment_width(options.optimizer)))
     return critics
 
 

@@ -247,7 +247,9 @@ def overrides(work: Workload, plan: Plan, cluster: Cluster) -> dict[str, Any]:
     options |= {"strategy.zero_stage": plan.zero_stage} if plan.zero_stage else {"strategy.name": "fsdp"}
     if cluster.device.is_cpu:
         return {**options, _SLEEP: plan.sleep}
-    return {**options, "strategy.offload.policy": plan.offload, _ENGINE_SHARE: plan.engine_share}
+    trained = ("policy", *(critic.name for critic in work.critics))
+    places = {f"strategy.offload.{model}": plan.offload for model in trained}
+    return {**options, **places, _ENGINE_SHARE: plan.engine_share}
 
 
 def advice(candidate: Candidate) -> str:

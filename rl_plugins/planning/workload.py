@@ -22,11 +22,13 @@ class PlannedCritic:
     """A model that a step trains beside the policy.
 
     Attributes:
+        name: name of the model in the stage, such as `critic`.
         shape: shape of the model.
         trained: parameters with a gradient.
         moment_width: bytes of a number in the moments of the optimizer; None without quantisation.
     """
 
+    name: str
     shape: ModelShape
     trained: int
     moment_width: float | None = None

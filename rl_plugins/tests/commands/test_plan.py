@@ -8,15 +8,18 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from rl_plugins.algorithms.advantages import ADVANTAGES
 from rl_plugins.commands.main import main
-from rl_plugins.commands.plan import WITH_VALUES, given_values, read_shape, workload_of
+from rl_plugins.commands.plan import WITH_VALUES, given_values, read_shape, words_of, workload_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.placement import check_fit, roles_of
+from rl_plugins.planning.devices import DEVICES
+from rl_plugins.planning.search import Cluster, overrides, plans, search
 from rl_plugins.planning.workload import PlannedCritic
 from rl_plugins.tests.launch.configurations import configured
 from rl_plugins.tests.repository.test_import_weight import HEAVY
@@ -25,6 +28,7 @@ QWEN_7B = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
     "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
 }  # fmt: skip
+PAIR = Cluster(DEVICES["h100"], 2)
 
 
 @pytest.fixture
@@ -201,10 +205,10 @@ def test_workload_of_refuses_copies_of_the_model(model):
 def test_workload_of_has_the_models_of_the_algorithm(model):
     plain = work("grpo", model)
     assert plain.critics == [] and plain.frozen == {}
-    critic = PlannedCritic(plain.policy, plain.policy.parameters)
+    critic = PlannedCritic("critic", plain.policy, plain.policy.parameters)
     assert work("ppo", model).critics == [critic]
     adapter = work("ppo", model, "critic.lora.rank=8").critics
-    assert adapter == [PlannedCritic(plain.policy, plain.policy.adapter(8))]
+    assert adapter == [PlannedCritic("critic", plain.policy, plain.policy.adapter(8))]
     pools = ("placement.critic.actors=1", "placement.reference.actors=1", "algorithm.kl.coefficient=0.1")
     elsewhere = work("ppo", model, *pools)
     assert elsewhere.critics == [] and elsewhere.frozen == {}
@@ -221,10 +225,29 @@ def test_workload_of_has_the_models_of_the_algorithm(model):
     assert [critic.moment_width for critic in eight_bit.critics] == [None, 1 + 4 / 256]
     assert work("grpo", model, "model.lora.rank=8", "model.lora.quantization=nf4").four_bits and not plain.four_bits
     safe = work("safe_rlhf", model, f"cost_model.path={model}")
-    assert safe.critics == [critic] * 2 and set(safe.frozen) == {"reference", "cost_model"}
-    assert set(work("prime", model).frozen) == {"reference"} and work("prime", model).critics == [critic]
+    assert safe.critics == [critic, replace(critic, name="cost_critic")]
+    assert set(safe.frozen) == {"reference", "cost_model"}
+    assert set(work("prime", model).frozen) == {"reference"}
+    assert work("prime", model).critics == [replace(critic, name="process_reward_model")]
 
 
 def test_with_values_names_the_advantages_whose_functions_take_values():
     asking = {name for name, function in ADVANTAGES.items() if "values_BT" in inspect.signature(function).parameters}
     assert asking == WITH_VALUES
+
+
+def test_plan_with_the_optimizer_on_the_host_places_every_trained_model_there(model):
+    for recipe, trained in {
+        "grpo": {"policy"},
+        "ppo": {"policy", "critic"},
+        "safe_rlhf": {"policy", "critic", "cost_critic"},
+        "prime": {"policy", "process_reward_model"},
+    }.items():
+        planned = work(recipe, model, f"cost_model.path={model}") if recipe == "safe_rlhf" else work(recipe, model)
+        on_host = [plan for plan in plans(planned, PAIR) if plan.offload == "cpu"]
+        options = (words_of(overrides(planned, plan, PAIR)) for plan in on_host)
+        (words,) = {tuple(word for word in each if ".offload." in word) for each in options}
+        config = configured(recipe, f"model.path={model}", *words)
+        assert {name for name, place in config.strategy.offload.places.items() if place == "cpu"} == trained
+    kept = search(work("ppo", model), PAIR, given={"strategy.offload.critic": "cpu"})
+    assert {candidate.plan.offload for candidate in kept} == {"cpu"}
