@@ -70,7 +70,7 @@ def trainer_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Part
     return {
         "sampling": sampling,
         "log_probs": {**states, **frozen, **passes},
-        "update": {**states, **frozen, **_update(work, plan, device, sizes)},
+        "update": {**states, **frozen, **_update(work, plan, device, sizes, states.get("gradients", 0.0))},
     }
 
 
@@ -171,8 +171,8 @@ def _states(shape: ModelShape, work: Workload, plan: Plan, trained: int, moment_
     }
     if trained < shape.parameters:
         parts["parameters"] += trained * width
-    if plan.zero_stage == 3:
-        # ZeRO-3 never frees the buffer of gradients, which are added up in float32.
+    if plan.zero_stage == 3 and plan.offload != "cpu":
+        # ZeRO-3 never frees the buffer of gradients, which are added up in float32. The buffer is beside the masters.
         parts["gradients"] = trained * 4 / workers
     return parts
 
@@ -222,11 +222,18 @@ def _gathered(shape: ModelShape, work: Workload, plan: Plan, *, four_bits: bool 
     return numbers
 
 
-def _update(work: Workload, plan: Plan, device: Device, sizes: MicroBatchSizes) -> Parts:
+def _update(work: Workload, plan: Plan, device: Device, sizes: MicroBatchSizes, buffers: float) -> Parts:
     """Return the peak memory of an update in addition to the states of the models.
 
     The peak is in a pass or in the optimizer step. The model is the one of policy and critics that trains the most
     parameters.
+
+    Args:
+        work: work of the step.
+        plan: placement of the step.
+        device: device of the worker.
+        sizes: micro-batches of the worker.
+        buffers: bytes of the gradients that the models keep between updates.
     """
     shape, trained, workers, width = work.policy, work.trained_parameters, plan.trainers, work.width
     four_bits = work.four_bits
@@ -244,11 +251,12 @@ def _update(work: Workload, plan: Plan, device: Device, sizes: MicroBatchSizes) 
         bucket, in_step = 0.0, shard * summed
     else:
         bucket = min(trained, REDUCE_BUCKET) * width
-        # ZeRO-1 accumulates whole gradients until the last pass; ZeRO-2 and ZeRO-3 accumulate shards in float32.
+        # ZeRO-1 accumulates whole gradients until the last pass; ZeRO-2 accumulates shards in float32.
         gradients = shard * (width if plan.zero_stage == 1 else 4)
         if plan.zero_stage == 1 and sizes.passes > work.updates:
             gradients += trained * width
         if plan.zero_stage == 3:
+            gradients = buffers
             # ZeRO-3 copies a bucket before sending, and gathers parameters into one buffer before splitting.
             bucket = 2 * bucket + min(shape.large(PERSISTENT), PREFETCHED) * width
         in_step = shard * 4

@@ -18,7 +18,7 @@ from rl_plugins.planning.memory import (
     trainer_memory,
 )
 from rl_plugins.planning.shape import Experts, ModelShape
-from rl_plugins.planning.workload import Plan, Workload
+from rl_plugins.planning.workload import Plan, PlannedCritic, Workload
 
 # A block: 4 x 64 x 64 of attention, 3 x 64 x 128 of the MLP, 2 x 64 of norms.
 SHAPE = ModelShape(layers=2, hidden=64, intermediate=128, heads=4, kv_heads=4, head_dim=16, vocab=1000, norms=128)
@@ -131,6 +131,17 @@ def test_trainer_memory_of_stage_1_has_whole_gradients_with_several_micro_batche
     assert trainer_memory(WORK, plan, GPU)["update"]["gradients"] == 2 * P + 2 * P / 2
     once = replace(WORK, micro_batch_tokens=10_000)
     assert trainer_memory(once, plan, GPU)["update"]["gradients"] == 2 * P / 2
+
+
+def test_trainer_memory_of_an_update_has_the_gradients_of_all_models_under_stage_3():
+    critic = PlannedCritic("critic", SHAPE, P)
+    plan = Plan(2, 1, zero_stage=3, offload="stay")
+    for critics in (), (critic,), (critic, critic):
+        phases = trainer_memory(replace(WORK, critics=critics), plan, GPU)
+        assert phases["update"]["gradients"] == phases["log_probs"]["gradients"] == (1 + len(critics)) * 4 * P / 2
+        # DeepSpeed keeps the buffer beside the master weights.
+        on_host = trainer_memory(replace(WORK, critics=critics), replace(plan, offload="cpu"), GPU)
+        assert on_host["update"]["gradients"] == 0 and "gradients" not in on_host["log_probs"]
 
 
 def test_trainer_memory_of_fsdp2_has_whole_gradients_with_several_micro_batches():
