@@ -221,7 +221,8 @@ def memory_needs(work: Workload, plan: Plan, device: Device) -> dict[str, dict[s
     # A bucket holds the largest tensor. The engine has a copy of it, and the next bucket is gathered meanwhile.
     bucket = max(work.bucket_bytes, work.policy.largest * work.width)
     moving = {"engine's weights": weights["engine's weights"], "bucket": 3 * bucket}
-    kept = {name: value for name, value in trainer["log_probs"].items() if name in ("parameters", "gradients")}
+    # Only optimizer states leave the device before a weight update.
+    kept = {name: value for name, value in trainer["log_probs"].items() if name.endswith(("parameters", "gradients"))}
     asleep = {"engine's rest": engine["asleep"]["left"]}
     return {
         "device": {

@@ -140,6 +140,13 @@ def test_memory_needs_of_an_update_hold_three_buckets_of_the_largest_tensor():
     assert small == 3 * 2 * 152064 * 3584 and large == 3 * 2**31
 
 
+def test_memory_needs_of_a_weight_update_has_the_parameters_of_frozen_models():
+    plan = next(plan for plan in plans(WORK, NODE) if plan.colocated and plan.zero_stage == 1)
+    needs = memory_needs(replace(WORK, frozen={"reference": QWEN_7B}), plan, NODE.device)["device"]
+    assert needs["update_weights"]["reference parameters"] == 2 * QWEN_7B.parameters
+    assert not {"masters", "moments", "activations"} & needs["update_weights"].keys()
+
+
 def test_plans_of_colocated_engines_on_accelerators_sleep_as_in_a_run():
     def sleeps(work: Workload, sleep: str | None = None) -> set[str]:
         return {plan.sleep for plan in plans(work, NODE, sleep=sleep) if plan.colocated}
