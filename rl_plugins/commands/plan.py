@@ -98,14 +98,12 @@ def run(arguments: Namespace) -> int:
         ConfigError: no placement fits. The message names the placement with the least missing memory, and the options
             to change.
     """
-    from rl_plugins.config.checks import check_options
     from rl_plugins.config.recipe import parse_config
     from rl_plugins.launch.command_line import compose_config
 
     cluster = _build_cluster(arguments)
     composed = compose_config(arguments.recipe, arguments.overrides)
     config = parse_config(composed)
-    check_options(config)
     config.placement.device = "cpu" if cluster.device.is_cpu else "cuda"
     work = workload_of(
         config,

@@ -28,6 +28,11 @@ QWEN_7B = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
     "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
 }  # fmt: skip
+MIXTURE = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "head_dim": 128,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+}  # fmt: skip
 PAIR = Cluster(DEVICES["h100"], 2)
 
 
@@ -58,14 +63,18 @@ def test_plan_prints_the_placements_and_the_options_of_the_best(model, capsys):
     check_fit(roles_of(config), [{"CPU": 64.0, "GPU": 8.0}], "the machine")
 
 
+def test_plan_chooses_the_number_of_workers_for_expert_parallelism(tmp_path, capsys):
+    (tmp_path / "mixture.json").write_text(json.dumps(MIXTURE))
+    divided = ["strategy.name=fsdp", "strategy.expert_parallel=8", "model.precision=bf16-true"]
+    words = ["plan", "grpo", f"model.path={tmp_path}/mixture.json", *divided, "--device", "h200", "--devices", "8"]
+    assert main(words) == 0
+    assert "placement.num_workers=8" in capsys.readouterr().out.splitlines()[-1].split()
+
+
 def test_plan_of_a_mixture_holds_all_experts_and_computes_the_chosen_experts(tmp_path, capsys):
-    dense = {
-        "model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 768, "num_hidden_layers": 48, "head_dim": 128,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936, "max_position_embeddings": 40960,
-    }  # fmt: skip
-    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-    (tmp_path / "dense.json").write_text(json.dumps({**dense, "intermediate_size": 8 * 768}))
-    (tmp_path / "mixture.json").write_text(json.dumps({**dense, "model_type": "qwen3_moe", **experts}))
+    dense = {name: size for name, size in MIXTURE.items() if "expert" not in name and "moe" not in name}
+    (tmp_path / "dense.json").write_text(json.dumps({**dense, "model_type": "qwen3"}))
+    (tmp_path / "mixture.json").write_text(json.dumps(MIXTURE))
     training = []
     for name in ("dense", "mixture"):
         words = ["plan", "grpo", f"model.path={tmp_path / name}.json", "--device", "h100", "--devices", "64"]
@@ -118,13 +127,15 @@ def test_plan_has_the_precision_of_a_run_on_the_device(model, capsys):
         ("++placement.rollout=colocated", "placement.rollout=colocated"),
         ("batch.updates_per_step=16", "placement.num_workers=2"),
         ("rollout.tensor_parallel_size=4", "rollout.tensor_parallel_size=4"),
+        # The search chooses the number of workers.
+        ("rollout.engines=per_worker rollout.tensor_parallel_size=4", "rollout.tensor_parallel_size=4"),
         # Sampling ahead of training needs log-probs of the whole distribution: top_p=1.
         ("sampling.top_p=0.9", "schedule.max_staleness=0"),
     ],
 )
 def test_plan_keeps_an_option_of_the_command_line_in_any_spelling(word, kept, model, capsys):
     words = ["plan", "grpo", f"model.path={model}", "--device", "h200", "model.precision=bf16-true", "--devices", "8"]
-    assert main([*words, word]) == 0
+    assert main([*words, *word.split()]) == 0
     assert kept in capsys.readouterr().out.splitlines()[-1].split()
 
 
