@@ -129,7 +129,7 @@ def plans(
                     yield replace(plan, engine_share=engine_share or _engine_share(work, plan, cluster.device))
             else:
                 for plan in _split(work, cluster, trainers, stage):
-                    yield replace(plan, engine_share=engine_share or SPLIT_GPU_SHARE)
+                    yield replace(plan, engine_share=engine_share or _split_share(work, cluster.device))
 
 
 def _on_cpu(trainers: int, stage: int) -> Iterator[Plan]:
@@ -292,6 +292,12 @@ def _engine_share(work: Workload, plan: Plan, device: Device) -> float:
     weights = engine_memory(work, plan, device)["sampling"]["weights"]
     useful = (weights + kv_cache_needed(work, plan, on_cpu=False)) / device.memory + _KEPT_FREE
     return max(0.05, int(min(free, useful + 0.05, 0.9) * 20) / 20)
+
+
+def _split_share(work: Workload, device: Device) -> float:
+    """Return the share of a device for an engine without trainers, in steps of 0.05: at most the default of a run."""
+    besides = (device.engine_base + work.bucket_bytes) / device.memory
+    return min(SPLIT_GPU_SHARE, int((1 - _KEPT_FREE - besides) * 20) / 20)
 
 
 def _agrees(options: Mapping[str, Any], given: Mapping[str, Any]) -> bool:

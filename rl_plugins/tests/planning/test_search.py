@@ -62,6 +62,18 @@ def test_plans_leave_memory_for_communicators_and_buffers_beside_a_colocated_eng
     assert shares
 
 
+def test_plans_leave_memory_for_libraries_and_bucket_beside_a_split_engine():
+    work, shares = replace(WORK, bucket_bytes=2**28), {}
+    for name in ("h100", "a100-40gb", "l40s", "a40", "l4", "4090"):
+        device = DEVICES[name]
+        split = [plan for plan in plans(work, Cluster(device, 2)) if not plan.colocated]
+        (shares[name],) = {plan.engine_share for plan in split}
+        for plan in split:
+            engine = memory_needs(work, plan, device)["engine"]["sampling"]
+            assert sum(engine.values()) <= 0.95 * device.memory
+    assert shares == {"h100": 0.9, "a100-40gb": 0.85, "l40s": 0.85, "a40": 0.85, "l4": 0.8, "4090": 0.85}
+
+
 def test_plans_keep_an_engine_within_a_machine():
     # Sixteen devices beside two trainers are four engines of four; three machines of six have room for three.
     sizes = {plan.tensor_parallel for plan in plans(WORK, Cluster(DEVICES["h100"], 6, 3))}
