@@ -95,8 +95,8 @@ def run(arguments: Namespace) -> int:
     """Search over placements, and print a table and the command line of the best placement.
 
     Raises:
-        ConfigError: no placement fits. The message names the placement with the least missing memory, and the options
-            to change.
+        ConfigError: the run has no engine of vLLM, or no placement fits. The message then names the placement with the
+            least missing memory, and the options to change.
     """
     from rl_plugins.config.recipe import parse_config
     from rl_plugins.launch.command_line import compose_config
@@ -104,6 +104,11 @@ def run(arguments: Namespace) -> int:
     cluster = _build_cluster(arguments)
     composed = compose_config(arguments.recipe, arguments.overrides)
     config = parse_config(composed)
+    if config.rollout.engine != "vllm":
+        raise ConfigError(
+            f"rollout.engine={config.rollout.engine}: plan places engines of vLLM: use rollout.engine=vllm and "
+            "launcher=ray"
+        )
     config.placement.device = "cpu" if cluster.device.is_cpu else "cuda"
     work = workload_of(
         config,
@@ -213,10 +218,10 @@ def refusal(config: RecipeConfig, options: Mapping[str, Any], cluster: Cluster) 
     for option, value in options.items():
         group, _, name = option.rpartition(".")
         setattr(attrgetter(group)(planned), name, value)
-    if planned.schedule.max_staleness and (changes := planned.sampling.reshaping):
-        return f"schedule.max_staleness=1 corrects for stale samples, and cannot with sampling.{changes[0]}"
     on_cpu = cluster.device.is_cpu
-    planned.placement.device = "cpu" if on_cpu else "cuda"
+    planned.set_device("cpu" if on_cpu else "cuda")
+    if planned.schedule.max_staleness and (reason := _refusal_of_stale_samples(planned)):
+        return reason
     # The number of CPU cores beside accelerators is unknown.
     machine = {"CPU": cluster.per_node} if on_cpu else {"CPU": math.inf, "GPU": cluster.per_node}
     try:
@@ -225,6 +230,21 @@ def refusal(config: RecipeConfig, options: Mapping[str, Any], cluster: Cluster) 
         check_fit(roles_of(planned), [machine] * cluster.nodes, "the planned cluster")
     except ConfigError as error:
         return str(error)
+    return ""
+
+
+def _refusal_of_stale_samples(config: RecipeConfig) -> str:
+    """Return the message with which a run refuses stale samples; empty if the run accepts stale samples.
+
+    A run asks the algorithm itself, whose import takes seconds.
+    """
+    chosen, algorithm = "schedule.max_staleness=1", config.algorithm or {}
+    if changes := config.sampling.reshaping:
+        return f"{chosen} corrects for stale samples, and cannot with sampling.{changes[0]}"
+    if config.oversampling > 1:
+        return f"{chosen} cannot be combined with algorithm.group_filter.oversampling={config.oversampling}"
+    if config.model.router_replay == "recompute" and algorithm.get("correction") == "none":
+        return f"{chosen} compares the policy with the sampler, and model.router_replay=recompute needs old log-probs"
     return ""
 
 
@@ -246,8 +266,8 @@ def workload_of(
         image_patches: mean patches of an image. By default the patches of an image of the model's size.
 
     Raises:
-        ConfigError: the recipe does not sample its training data, the architecture of a model is unknown, or there are
-            images for a model of text.
+        ConfigError: the recipe does not sample its training data, plans do not know an option or the architecture of a
+            model, or there are images for a model of text.
     """
     from rl_plugins.config.recipe import COLLECTING_STAGES
 
@@ -278,6 +298,7 @@ def workload_of(
         cache_width=1.0 if str(config.rollout.vllm.get("kv_cache_dtype")).startswith("fp8") else None,
         moment_width=_moment_width(config.optimizer),
         prompts=config.batch.prompts_per_step,
+        oversampling=config.oversampling,
         samples=config.batch.samples_per_prompt,
         prompt_tokens=prompt_tokens or config.data.max_prompt_tokens,
         response_tokens=response_tokens or config.sampling.max_tokens,

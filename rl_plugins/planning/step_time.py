@@ -93,7 +93,7 @@ def rollout_seconds(work: Workload, plan: Plan, device: Device) -> float:
     flops, bandwidth = (rates[work.engine_dtype] * devices for rates in (device.sample_flops, device.sample_bandwidth))
     read = responses * prompt_tokens_of_sample(work, on_cpu=device.is_cpu)
     # The engine keeps the features of an image for the other responses to the prompt.
-    images = math.ceil(work.prompts / plan.engines) * work.image_flops(shape)
+    images = math.ceil(work.sampled_prompts / plan.engines) * work.image_flops(shape)
     prefill = (shape.forward_flops(read, work.prompt_tokens / 2) + images) / flops
     context = work.prompt_tokens + work.response_tokens / 2
     reading = (work.read_bytes(sequences) + sequences * context * work.sample_bytes) / bandwidth

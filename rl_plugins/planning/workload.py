@@ -47,6 +47,7 @@ class Workload:
         moment_width: bytes of a number in the moments of the policy's optimizer, if the optimizer quantises its states;
             None without quantisation.
         prompts: prompts of a step.
+        oversampling: prompts that an engine gets for each prompt of a step.
         samples: responses to each prompt.
         prompt_tokens: mean tokens of a prompt.
         response_tokens: mean tokens of a response.
@@ -79,6 +80,7 @@ class Workload:
     cache_width: float | None = None
     moment_width: float | None = None
     prompts: int = 64
+    oversampling: int = 1
     samples: int = 8
     prompt_tokens: float = 512
     response_tokens: float = 1024
@@ -137,9 +139,14 @@ class Workload:
         return heads * self.engine_width + (parameters - heads) * (self.matrix_width or self.engine_width)
 
     @property
+    def sampled_prompts(self) -> int:
+        """Prompts that the engines get for a step."""
+        return self.prompts * self.oversampling
+
+    @property
     def responses(self) -> int:
-        """Responses of a step."""
-        return self.prompts * self.samples
+        """Responses that the engines sample for a step."""
+        return self.sampled_prompts * self.samples
 
     @property
     def sample_tokens(self) -> float:

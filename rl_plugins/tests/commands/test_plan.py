@@ -131,6 +131,9 @@ def test_plan_has_the_precision_of_a_run_on_the_device(model, capsys):
         ("rollout.engines=per_worker rollout.tensor_parallel_size=4", "rollout.tensor_parallel_size=4"),
         # Sampling ahead of training needs log-probs of the whole distribution: top_p=1.
         ("sampling.top_p=0.9", "schedule.max_staleness=0"),
+        # A schedule keeps extra groups in flight, and recomputed routes need old log-probs.
+        ("algorithm=dapo algorithm.group_filter.oversampling=4", "schedule.max_staleness=0"),
+        ("model.router_replay=recompute", "schedule.max_staleness=0"),
     ],
 )
 def test_plan_keeps_an_option_of_the_command_line_in_any_spelling(word, kept, model, capsys):
@@ -168,6 +171,7 @@ def test_plan_refuses_the_impossible_and_loads_no_heavy_library(model, root):
         (["grpo", "model.path=M", "--rows", "0"], "argument --rows: 0: must be at least 1"),
         (["grpo", "model.path=M", "--response-tokens", "-1"], "argument --response-tokens: -1: must be at least 1"),
         (["grpo", "model.path=M", "rollout.dtype=float16"], "rollout.dtype=float16: plan has rates for float32"),
+        (["grpo", "model.path=M", "rollout.engine=transformers"], "rollout.engine=transformers: plan places engines"),
         (["grpo", "model.path=M", "batch.samples_per_prompt=0"], "batch.samples_per_prompt=0: must be at least 1"),
         (
             ["grpo", "model.path=M", "batch.updates_per_step=3"],
@@ -211,6 +215,12 @@ def work(recipe, model, *options):
 def test_workload_of_refuses_copies_of_the_model(model):
     with pytest.raises(ConfigError, match=r"strategy\.workers_per_copy=2: plans divide a model over all workers"):
         work("grpo", model, "strategy.name=fsdp", "strategy.workers_per_copy=2", "placement.num_workers=2")
+
+
+def test_workload_of_samples_more_prompts_for_a_group_filter(model):
+    plain = work("grpo", model)
+    filtered = work("grpo", model, "algorithm=dapo", "algorithm.group_filter.oversampling=4")
+    assert filtered.prompts == plain.prompts and filtered.responses == 4 * plain.responses
 
 
 def test_workload_of_has_the_models_of_the_algorithm(model):

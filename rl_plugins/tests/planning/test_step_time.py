@@ -49,6 +49,12 @@ def test_rollout_seconds_of_samples_that_do_not_fit_at_once_add_up_in_waves():
     assert rollout_seconds(WORK, replace(APART, engine_share=0.5), small) == pytest.approx(double)
 
 
+def test_step_time_of_oversampled_prompts_is_longer_in_sampling_alone():
+    time, filtered = (step_time(replace(WORK, oversampling=n), APART, DEVICE, 8) for n in (1, 3))
+    assert filtered.rollout == rollout_seconds(replace(WORK, prompts=3 * WORK.prompts), APART, DEVICE) > time.rollout
+    assert filtered.training == time.training
+
+
 def test_rollout_seconds_count_the_kept_tokens_of_a_sample_and_share_the_blocks_of_a_prompt():
     # Both samples of a prompt keep 48 of its 49 tokens together, and responses of 20 tokens: (1 + 24 + 20) tokens each.
     work = replace(WORK, prompt_tokens=49, max_tokens=1000)
