@@ -278,11 +278,7 @@ def workload_of(
             f"rollout.dtype={config.rollout_dtype}: plan has rates for {' and '.join(DTYPE_BYTES)} only: "
             "use one of the two"
         )
-    if config.strategy.workers_per_copy:
-        raise ConfigError(
-            f"strategy.workers_per_copy={config.strategy.workers_per_copy}: plans divide a model over all workers: "
-            "leave the option out, and plan the devices of one copy"
-        )
+    _refuse_unplanned(config)
     policy = read_shape("model.path", config.model.path)
     for argument, value in {"--images": images, "--image-patches": image_patches}.items():
         if value and policy.tower is None:
@@ -323,6 +319,17 @@ def workload_of(
         kv_cache_bytes=config.rollout.cpu_kv_cache_gib * GIB,
         bucket_bytes=config.engine_limits["bucket_mb"] * 2**20,
     )
+
+
+def _refuse_unplanned(config: RecipeConfig) -> None:
+    if config.strategy.workers_per_copy:
+        raise ConfigError(
+            f"strategy.workers_per_copy={config.strategy.workers_per_copy}: plans divide a model over all workers: "
+            "leave the option out, and plan the devices of one copy"
+        )
+    for model, place in config.strategy.offload.places.items():
+        if place == "nvme":
+            raise ConfigError(f"strategy.offload.{model}=nvme: plan has no rates of drives: plan with cpu")
 
 
 def _frozen_models(config: RecipeConfig, policy: ModelShape) -> dict[str, ModelShape]:

@@ -130,7 +130,12 @@ def sample_cache(work: Workload, plan: Plan, *, on_cpu: bool) -> float:
     prompt share the blocks of the prompt.
     """
     tokens = prompt_tokens_of_sample(work, on_cpu=on_cpu) + work.response_tokens
-    return tokens * work.sample_bytes / plan.tensor_parallel
+    return tokens * token_cache(work, plan)
+
+
+def token_cache(work: Workload, plan: Plan) -> float:
+    """Return the bytes of KV cache of a token on each device of an engine; a device has at least one KV head."""
+    return work.sample_bytes / min(plan.tensor_parallel, work.policy.kv_heads)
 
 
 def prompt_tokens_of_sample(work: Workload, *, on_cpu: bool) -> float:
@@ -146,7 +151,7 @@ def prompt_tokens_of_sample(work: Workload, *, on_cpu: bool) -> float:
 
 def largest_sample_cache(work: Workload, plan: Plan) -> float:
     """Return the bytes of KV cache of one sample of the largest length, on each device of an engine."""
-    return work.max_tokens * work.sample_bytes / plan.tensor_parallel
+    return work.max_tokens * token_cache(work, plan)
 
 
 def total(parts: Mapping[str, float]) -> float:

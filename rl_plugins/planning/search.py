@@ -23,6 +23,7 @@ KEPT_BYTES = 4 * GIB
 """Memory beside a colocated engine for NCCL's communicators and buffers of training, which never leave the GPU."""
 _ENGINE_SHARE = "rollout.gpu_memory_utilization"
 _SLEEP = "rollout.sleep"
+_OFFLOAD = "strategy.offload.policy"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,9 @@ def search(
     given = given or {}
     sizes = [replace(work, micro_batch_tokens=budget) for budget in micro_batch_budgets(work)]
     candidates = []
-    for plan in plans(work, cluster, fsdp=fsdp, engine_share=given.get(_ENGINE_SHARE), sleep=given.get(_SLEEP)):
+    stay = given.get(_OFFLOAD) == "stay"
+    share, sleep = given.get(_ENGINE_SHARE), given.get(_SLEEP)
+    for plan in plans(work, cluster, fsdp=fsdp, engine_share=share, sleep=sleep, stay=stay):
         for checkpointing in (False, True):
             variants = [replace(size, gradient_checkpointing=checkpointing) for size in sizes]
             allowed = [variant for variant in variants if _agrees(overrides(variant, plan, cluster), given)]
@@ -109,6 +112,7 @@ def plans(
     fsdp: bool = False,
     engine_share: float | None = None,
     sleep: str | None = None,
+    stay: bool = False,
 ) -> Iterator[Plan]:
     """Yield all placements that the launcher allows: every worker has the same number of prompts in each update.
 
@@ -118,6 +122,7 @@ def plans(
         fsdp: use FSDP2 in place of ZeRO.
         engine_share: share of an accelerator's memory for an engine; by default the best share.
         sleep: memory that colocated engines on accelerators free while the workers train; by default that of a run.
+        stay: states of trained models stay on accelerators while colocated engines sample.
     """
     sleep = sleep or default_sleep(on_gpus=True, sends_adapter=work.sends_adapter)
     for stage in (0,) if fsdp else (1, 2, 3):
@@ -125,7 +130,7 @@ def plans(
             if cluster.device.is_cpu:
                 yield from _on_cpu(trainers, stage)
             elif trainers == cluster.devices:
-                for plan in _colocated(work, cluster, stage, sleep):
+                for plan in _colocated(work, cluster, stage, sleep, stay=stay):
                     yield replace(plan, engine_share=engine_share or _engine_share(work, plan, cluster.device))
             else:
                 for plan in _split(work, cluster, trainers, stage):
@@ -138,25 +143,28 @@ def _on_cpu(trainers: int, stage: int) -> Iterator[Plan]:
             yield Plan(trainers, engines, zero_stage=stage, sleep=sleep, offload="stay")
 
 
-def _colocated(work: Workload, cluster: Cluster, stage: int, sleep: str) -> Iterator[Plan]:
+def _colocated(work: Workload, cluster: Cluster, stage: int, sleep: str, *, stay: bool) -> Iterator[Plan]:
     """Yield plans with trainers and engines on all accelerators."""
+    at_hand = "stay" if stay else "while_sampling"
     for size in _sizes(work, cluster, cluster.devices):
-        for offload in ("while_sampling", "cpu") if stage else ("while_sampling",):
+        for offload in (at_hand, "cpu") if stage else (at_hand,):
             engines = cluster.devices // size
             yield Plan(cluster.devices, engines, size, zero_stage=stage, offload=offload, sleep=sleep)
 
 
 def _sizes(work: Workload, cluster: Cluster, devices: int) -> Iterator[int]:
-    """Yield the possible sizes of an engine. An engine is within a machine and divides the KV heads evenly.
+    """Yield the possible sizes of an engine within a machine. Its devices share the heads evenly, or copy KV heads.
 
     Args:
         work: work of the step.
         cluster: machines for the step.
         devices: devices of all engines together.
     """
+    heads, kv_heads = work.policy.heads, work.policy.kv_heads
     for size in (1, 2, 4, 8):
         within = cluster.nodes * (cluster.per_node // size)
-        if not (work.policy.kv_heads % size or devices % size or devices // size > within):
+        shares_heads = heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+        if shares_heads and devices % size == 0 and devices // size <= within:
             yield size
 
 
@@ -222,7 +230,8 @@ def memory_needs(work: Workload, plan: Plan, device: Device) -> dict[str, dict[s
     bucket = max(work.bucket_bytes, work.policy.largest * work.width)
     moving = {"engine's weights": weights["engine's weights"], "bucket": 3 * bucket}
     # Only optimizer states leave the device before a weight update.
-    kept = {name: value for name, value in trainer["log_probs"].items() if name.endswith(("parameters", "gradients"))}
+    states = ("parameters", "gradients", *(("masters", "moments") if plan.offload == "stay" else ()))
+    kept = {name: value for name, value in trainer["log_probs"].items() if name.endswith(states)}
     asleep = {"engine's rest": engine["asleep"]["left"]}
     return {
         "device": {

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 
 from rl_plugins.memory import SPARE_SHARE
 from rl_plugins.planning.devices import Device
-from rl_plugins.planning.memory import engine_memory, prompt_tokens_of_sample, sample_cache, total, trainer_memory
+from rl_plugins.planning.memory import (
+    engine_memory,
+    prompt_tokens_of_sample,
+    sample_cache,
+    token_cache,
+    total,
+    trainer_memory,
+)
 from rl_plugins.planning.shape import ModelShape
 from rl_plugins.planning.workload import Plan, Workload, micro_batch_sizes
 
@@ -96,7 +103,8 @@ def rollout_seconds(work: Workload, plan: Plan, device: Device) -> float:
     images = math.ceil(work.sampled_prompts / plan.engines) * work.image_flops(shape)
     prefill = (shape.forward_flops(read, work.prompt_tokens / 2) + images) / flops
     context = work.prompt_tokens + work.response_tokens / 2
-    reading = (work.read_bytes(sequences) + sequences * context * work.sample_bytes) / bandwidth
+    cached = sequences * context * token_cache(work, plan) * plan.tensor_parallel
+    reading = (work.read_bytes(sequences) + cached) / bandwidth
     multiplying = shape.forward_flops(sequences, context) / flops
     communication = 0.0
     if plan.tensor_parallel > 1:

@@ -172,6 +172,7 @@ def test_plan_refuses_the_impossible_and_loads_no_heavy_library(model, root):
         (["grpo", "model.path=M", "--response-tokens", "-1"], "argument --response-tokens: -1: must be at least 1"),
         (["grpo", "model.path=M", "rollout.dtype=float16"], "rollout.dtype=float16: plan has rates for float32"),
         (["grpo", "model.path=M", "rollout.engine=transformers"], "rollout.engine=transformers: plan places engines"),
+        (["grpo", "model.path=M", "strategy.offload.policy=nvme"], "policy=nvme: plan has no rates of drives"),
         (["grpo", "model.path=M", "batch.samples_per_prompt=0"], "batch.samples_per_prompt=0: must be at least 1"),
         (
             ["grpo", "model.path=M", "batch.updates_per_step=3"],

@@ -11,11 +11,11 @@ from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.planning.devices import DEVICES, GIB, device_named
-from rl_plugins.planning.memory import trainer_memory
+from rl_plugins.planning.memory import token_cache, trainer_memory
 from rl_plugins.planning.search import KEPT_BYTES, Cluster, advice, memory_needs, overrides, plans, search
 from rl_plugins.planning.shape import ModelShape
 from rl_plugins.planning.step_time import step_time
-from rl_plugins.planning.workload import Workload
+from rl_plugins.planning.workload import Plan, Workload
 from rl_plugins.rollout.vllm.gpu_binding import RankGPU, engine_places
 from rl_plugins.tests.launch.configurations import configured
 
@@ -78,6 +78,29 @@ def test_plans_keep_an_engine_within_a_machine():
     # Sixteen devices beside two trainers are four engines of four; three machines of six have room for three.
     sizes = {plan.tensor_parallel for plan in plans(WORK, Cluster(DEVICES["h100"], 6, 3))}
     assert sizes == {1, 2}
+
+
+def test_plans_share_or_copy_heads_as_engines_do():
+    def heads_of(heads: int, kv_heads: int) -> ModelShape:
+        return replace(QWEN_7B, heads=heads, kv_heads=kv_heads)
+
+    def sizes(heads: int, kv_heads: int) -> set[int]:
+        return {plan.tensor_parallel for plan in plans(replace(WORK, policy=heads_of(heads, kv_heads)), NODE)}
+
+    assert sizes(32, 4) == sizes(32, 1) == {1, 2, 4, 8}
+    assert sizes(28, 4) == {1, 2, 4} and sizes(24, 3) == {1}
+    # Eight devices have copies of four KV heads.
+    work, eight = replace(WORK, policy=heads_of(32, 4)), Plan(8, 1, 8)
+    assert token_cache(work, eight) == token_cache(work, replace(eight, tensor_parallel=4)) == work.sample_bytes / 4
+
+
+def test_plans_keep_states_beside_colocated_engines_if_given():
+    given = {"strategy.offload.policy": "stay", "placement.rollout": "colocated", "strategy.zero_stage": 2}
+    found = search(WORK, NODE, given=given)
+    assert found and {candidate.plan.offload for candidate in found} == {"stay"}
+    needs = memory_needs(WORK, found[0].plan, NODE.device)["device"]
+    for phase in ("sampling", "update_weights"):
+        assert needs[phase]["masters"] + needs[phase]["moments"] == 12 * QWEN_7B.parameters / 8
 
 
 def test_plans_give_workers_equal_prompts_in_every_update():
