@@ -74,7 +74,7 @@ class EngineOptions(Settings):
 
     Attributes:
         prefix_caching: share the KV cache of common prefixes. Every weight update drops the cache.
-        cpu_kv_cache_gib: size of the KV cache in GiB (CPU).
+        cpu_kv_cache_gib: size of the KV cache of each process in GiB (CPU).
         tensor_parallel_size: number of devices of the engine; on CPU, of its processes.
         check_updates: number of weight updates between two comparisons of the engine with the policy, tensor by tensor
             and by the log-probs of a short prompt; 0 disables comparisons.

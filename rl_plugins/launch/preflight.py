@@ -189,7 +189,7 @@ def check_this_machine(config: RecipeConfig) -> None:
         available = {"CPU": float(os.cpu_count() or 1), "GPU": float(gpus)}
         check_fit(roles_of(config), [available], f"this machine with {hidden}" if hidden else "this machine")
         path_of_sessions()
-        if not config.on_gpus:
+        if config.needs_vllm and not config.on_gpus:
             _check_memory(config)
 
 
@@ -223,15 +223,14 @@ def _surely_on_cpu(config: RecipeConfig) -> bool:
 
 
 def _check_memory(config: RecipeConfig) -> None:
-    # Each engine on CPU writes the whole KV cache once, when the engine starts.
-    if not config.needs_vllm:
-        return
-    engines, gib = config.num_engines, config.rollout.cpu_kv_cache_gib
+    # Each process of an engine on CPU writes its whole KV cache once, at the start.
+    engines, size, gib = config.num_engines, config.rollout.tensor_parallel_size, config.rollout.cpu_kv_cache_gib
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    if engines * gib > total:
+    if engines * size * gib > total:
         raise ConfigError(
-            f"the rollout engines need {engines * gib} GiB for their KV caches (rollout.engines={engines} x "
-            f"rollout.cpu_kv_cache_gib={gib}), this machine has {total:.0f} GiB of memory: lower one of the two"
+            f"the rollout engines need {engines * size * gib} GiB for their KV caches (rollout.engines={engines} x "
+            f"rollout.tensor_parallel_size={size} x rollout.cpu_kv_cache_gib={gib}), this machine has {total:.0f} GiB "
+            "of memory: lower one of the three"
         )
 
 

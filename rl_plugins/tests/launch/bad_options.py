@@ -231,6 +231,10 @@ CHECKS: dict[str, list[Case]] = {
             ["rollout.cpu_kv_cache_gib=100000"],
             ["need 100000 GiB", "rollout.engines=1", "rollout.cpu_kv_cache_gib=100000", "GiB of memory: lower"],
         ),
+        (
+            ["rollout.cpu_kv_cache_gib=100000", "rollout.tensor_parallel_size=2"],
+            ["need 200000 GiB", "rollout.tensor_parallel_size=2", "rollout.cpu_kv_cache_gib=100000"],
+        ),
         (["placement.teacher.actors=2"], ["placement.teacher.actors=2", "teacher.path", "leave the pool out"]),
         (
             ["placement.reference.actors=1", "placement.cpus_per_worker=0.01"],
