@@ -16,12 +16,13 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.commands.main import number
-from rl_plugins.config.models import LANGUAGE_MODEL, CriticOptions, OptimizerConfig
+from rl_plugins.config.models import LANGUAGE_MODEL, CriticOptions, OptimizerConfig, ReferenceConfig, TeacherConfig
 from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE
 from rl_plugins.errors import ConfigError
@@ -43,6 +44,12 @@ _MOMENT_WIDTHS = {
 """Bytes of a number, with its share of a block's scale, in the moments of optimizers of torchao and bitsandbytes."""
 WITH_VALUES = {"gae", "bilevel_gae"}
 """Advantages that need a critic."""
+_UNPLANNED = {
+    "workers_per_copy": (0, "divide a model over all workers: leave the option out, and plan the devices of one copy"),
+    "tensor_parallel": (1, "divide no layer of training: leave the option out"),
+    "sequence_parallel": (1, "give each worker whole samples: leave the option out"),
+}
+"""Options of `strategy` which are not planned: the value without an effect, and the end of the message."""
 _ROWS = 12
 _QUANTIZED = {
     **dict.fromkeys(("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8"), 1.0),
@@ -118,7 +125,13 @@ def run(arguments: Namespace) -> int:
         image_patches=arguments.image_patches,
     )
     given = given_values(composed, arguments.overrides)
-    candidates = search(work, cluster, fsdp=config.strategy.name == "fsdp", given=given)
+    candidates = search(
+        work,
+        cluster,
+        fsdp=config.strategy.name == "fsdp",
+        accumulate_shards=config.strategy.accumulate_shards,
+        given=given,
+    )
     candidates = _allowed_candidates(config, candidates, cluster)
     print(_describe_workload(work, cluster))
     for line in table(candidates[: arguments.rows]):
@@ -286,7 +299,8 @@ def workload_of(
                 f"{argument}={value:g}: model.path={config.model.path} reads text alone: leave {argument} out"
             )
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-    return Workload(
+    frozen, places = _frozen_models(config, policy), config.strategy.offload.places
+    work = Workload(
         policy,
         precision=config.precision,
         engine_dtype=config.rollout_dtype,
@@ -312,21 +326,22 @@ def workload_of(
         adapts_experts=config.model.lora.experts,
         expert_parallel=config.strategy.expert_parallel,
         merged=config.rollout.lora == "merged",
-        frozen=_frozen_models(config, policy),
+        frozen=frozen,
+        places={name: place for name in frozen if (place := places[name.partition(".")[0]]) != "stay"},
         critics=_critics(config, policy),
         max_num_seqs=config.engine_limits["max_num_seqs"],
         prefix_caching=config.rollout.prefix_caching,
         kv_cache_bytes=config.rollout.cpu_kv_cache_gib * GIB,
         bucket_bytes=config.engine_limits["bucket_mb"] * 2**20,
     )
+    return replace(work, averages=_averages(config, work))
 
 
 def _refuse_unplanned(config: RecipeConfig) -> None:
-    if config.strategy.workers_per_copy:
-        raise ConfigError(
-            f"strategy.workers_per_copy={config.strategy.workers_per_copy}: plans divide a model over all workers: "
-            "leave the option out, and plan the devices of one copy"
-        )
+    """Refuse options which change memory and time in a way unknown to plans."""
+    for option, (unused, reason) in _UNPLANNED.items():
+        if (value := getattr(config.strategy, option)) != unused:
+            raise ConfigError(f"strategy.{option}={value}: plans {reason}")
     for model, place in config.strategy.offload.places.items():
         if place == "nvme":
             raise ConfigError(f"strategy.offload.{model}=nvme: plan has no rates of drives: plan with cpu")
@@ -348,6 +363,18 @@ def _frozen_models(config: RecipeConfig, policy: ModelShape) -> dict[str, ModelS
     if has_reference and "reference" not in config.placement.pools:
         frozen["reference"] = read_shape("reference.path", config.reference.path or config.model.path)
     return frozen
+
+
+def _averages(config: RecipeConfig, work: Workload) -> dict[str, int]:
+    """Return the numbers in the averages of models in float32, by model."""
+    averages = {"policy": work.trained_parameters} if config.average.keep else {}
+    for name in ("reference", "teacher"):
+        options: ReferenceConfig | TeacherConfig = getattr(config, name)
+        # A model in float32 is its own average, and the average of a model on the host is there, too.
+        in_low_precision = name in work.frozen and work.width < 4 and work.places.get(name) != "cpu"
+        if options.update_every and options.keep and in_low_precision:
+            averages[name] = work.frozen[name].parameters
+    return averages
 
 
 def _critics(config: RecipeConfig, policy: ModelShape) -> list[PlannedCritic]:

@@ -52,7 +52,7 @@ def trainer_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Part
     for critic in work.critics:
         further = _states(critic.shape, work, plan, critic.trained, critic.moment_width)
         states = {key: states.get(key, 0.0) + further.get(key, 0.0) for key in states}
-    frozen = {f"{name} parameters": _resident(shape, work, plan) for name, shape in work.frozen.items()}
+    frozen = _untrained(work, plan, device)
     others = (*(critic.shape for critic in work.critics), *work.frozen.values())
     gathered = [_gathered(shape, work, plan) for shape in others]
     sizes = micro_batch_sizes(work, plan.trainers)
@@ -65,8 +65,10 @@ def trainer_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Part
     if device.is_cpu:
         # The C library keeps freed blocks of less than 32 MB for the next pass.
         sampling["activations"] = _activations(work, sizes) * device.fragments
-    elif plan.offload == "while_sampling" and plan.colocated:
-        sampling = frozen
+    elif plan.colocated:
+        sampling = frozen if plan.offload == "while_sampling" else sampling
+        leaving = {f"{name} parameters" for name, place in work.places.items() if place == "while_sampling"}
+        sampling = {name: size for name, size in sampling.items() if name not in leaving}
     return {
         "sampling": sampling,
         "log_probs": {**states, **frozen, **passes},
@@ -179,6 +181,18 @@ def _states(shape: ModelShape, work: Workload, plan: Plan, trained: int, moment_
     if plan.zero_stage == 3 and plan.offload != "cpu":
         # ZeRO-3 never frees the buffer of gradients, which are added up in float32. The buffer is beside the masters.
         parts["gradients"] = trained * 4 / workers
+    return parts
+
+
+def _untrained(work: Workload, plan: Plan, device: Device) -> Parts:
+    """Return the parameters of frozen models, and the averages, on a worker between passes."""
+    shards = plan.trainers if plan.zero_stage in (0, 3) else 1
+    parts = {f"{name} average": 4 * numbers / shards for name, numbers in work.averages.items()}
+    for name, shape in work.frozen.items():
+        parts[f"{name} parameters"] = _resident(shape, work, plan)
+        if work.places.get(name) == "cpu" and not device.is_cpu:
+            # The shards are on the host.
+            parts[f"{name} parameters"] -= shape.parameters * work.width / plan.trainers
     return parts
 
 

@@ -75,7 +75,12 @@ class Candidate:
 
 
 def search(
-    work: Workload, cluster: Cluster, *, fsdp: bool = False, given: Mapping[str, Any] | None = None
+    work: Workload,
+    cluster: Cluster,
+    *,
+    fsdp: bool = False,
+    accumulate_shards: bool = False,
+    given: Mapping[str, Any] | None = None,
 ) -> list[Candidate]:
     """Return all placements: the fitting placements, fastest first, then the others, least short first.
 
@@ -85,6 +90,7 @@ def search(
         work: work of the step.
         cluster: machines for the step.
         fsdp: use FSDP2 in place of ZeRO.
+        accumulate_shards: FSDP2 accumulates gradients in shards.
         given: values of recipe options that must not change. Placements with other values are left out.
     """
     given = given or {}
@@ -93,6 +99,7 @@ def search(
     stay = given.get(_OFFLOAD) == "stay"
     share, sleep = given.get(_ENGINE_SHARE), given.get(_SLEEP)
     for plan in plans(work, cluster, fsdp=fsdp, engine_share=share, sleep=sleep, stay=stay):
+        plan = replace(plan, accumulate_shards=accumulate_shards)
         for checkpointing in (False, True):
             variants = [replace(size, gradient_checkpointing=checkpointing) for size in sizes]
             allowed = [variant for variant in variants if _agrees(overrides(variant, plan, cluster), given)]
@@ -230,7 +237,7 @@ def memory_needs(work: Workload, plan: Plan, device: Device) -> dict[str, dict[s
     bucket = max(work.bucket_bytes, work.policy.largest * work.width)
     moving = {"engine's weights": weights["engine's weights"], "bucket": 3 * bucket}
     # Only optimizer states leave the device before a weight update.
-    states = ("parameters", "gradients", *(("masters", "moments") if plan.offload == "stay" else ()))
+    states = ("parameters", "gradients", "average", *(("masters", "moments") if plan.offload == "stay" else ()))
     kept = {name: value for name, value in trainer["log_probs"].items() if name.endswith(states)}
     asleep = {"engine's rest": engine["asleep"]["left"]}
     return {

@@ -213,6 +213,10 @@ def _log_probs(work: Workload, plan: Plan, device: Device, per_node: int) -> flo
             seconds += _exchange(work, shape, plan, device, per_node, times=2)
             hooks = shape.tensors * device.gather_s if plan.zero_stage == 3 else 0.0
             seconds += sizes.passes * (whole / _link(device, plan.trainers, per_node) + hooks)
+    on_host = sum(shape.parameters for name, shape in work.frozen.items() if work.places.get(name) == "cpu")
+    if not device.is_cpu:
+        # Every pass fetches the shards.
+        seconds += sizes.passes * on_host * work.width / plan.trainers / device.host_link
     return seconds
 
 

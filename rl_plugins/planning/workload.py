@@ -67,6 +67,8 @@ class Workload:
         merged: the engine receives whole weights of a policy with an adapter.
         critics: critics, and a process reward model, that the training workers train.
         frozen: shapes of the models without training on the training workers, by the names of the models.
+        places: places of the parameters of frozen models, if not `stay`: `while_sampling` or `cpu`.
+        averages: numbers of the models with an average in float32, by the names of the models.
         max_num_seqs: largest number of responses sampled by an engine at the same time.
         prefix_caching: the engine reads a prompt once for all its responses.
         kv_cache_bytes: bytes of the KV cache reserved by an engine on a CPU.
@@ -100,6 +102,8 @@ class Workload:
     merged: bool = False
     critics: Sequence[PlannedCritic] = ()
     frozen: Mapping[str, ModelShape] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
+    averages: Mapping[str, int] = field(default_factory=dict)
     max_num_seqs: int = 256
     prefix_caching: bool = True
     kv_cache_bytes: float = 2**30

@@ -172,6 +172,8 @@ def test_plan_refuses_the_impossible_and_loads_no_heavy_library(model, root):
         (["grpo", "model.path=M", "--response-tokens", "-1"], "argument --response-tokens: -1: must be at least 1"),
         (["grpo", "model.path=M", "rollout.dtype=float16"], "rollout.dtype=float16: plan has rates for float32"),
         (["grpo", "model.path=M", "rollout.engine=transformers"], "rollout.engine=transformers: plan places engines"),
+        (["grpo", "model.path=M", "strategy.sequence_parallel=2"], "plans give each worker whole samples"),
+        (["grpo", "model.path=M", "strategy.name=fsdp", "strategy.tensor_parallel=2"], "plans divide no layer"),
         (["grpo", "model.path=M", "strategy.offload.policy=nvme"], "policy=nvme: plan has no rates of drives"),
         (["grpo", "model.path=M", "batch.samples_per_prompt=0"], "batch.samples_per_prompt=0: must be at least 1"),
         (
@@ -216,6 +218,16 @@ def work(recipe, model, *options):
 def test_workload_of_refuses_copies_of_the_model(model):
     with pytest.raises(ConfigError, match=r"strategy\.workers_per_copy=2: plans divide a model over all workers"):
         work("grpo", model, "strategy.name=fsdp", "strategy.workers_per_copy=2", "placement.num_workers=2")
+
+
+def test_plan_counts_averages_offload_of_frozen_models_and_gradients_in_shards(model, capsys):
+    shown = []
+    options = ["", "strategy.accumulate_shards=true", "average.keep=0.9", "strategy.offload.reference=cpu"]
+    for option in [*options, "reference.update_every=1 reference.keep=0.9"]:
+        words = ["strategy.name=fsdp", "model.precision=bf16-true", "algorithm.kl.coefficient=0.1", *option.split()]
+        assert main(["plan", "grpo", f"model.path={model}", *words, "--device", "h200", "--devices", "2"]) == 0
+        shown.append(capsys.readouterr().out.splitlines()[:-1])
+    assert shown.count(shown[0]) == 1
 
 
 def test_workload_of_samples_more_prompts_for_a_group_filter(model):

@@ -62,6 +62,20 @@ def test_trainer_memory_of_colocated_trainers_is_frozen_models_while_engines_sam
     assert total(trainer_memory(work, apart, GPU)["sampling"]) == pytest.approx(2 * P + 12 * P / 2 + 2 * P)
 
 
+def test_trainer_memory_of_frozen_models_elsewhere_and_of_averages():
+    work = replace(WORK, frozen={"reference": SHAPE, "teacher": SHAPE}, averages={"policy": P, "reference": P})
+    work = replace(work, places={"reference": "cpu", "teacher": "while_sampling"})
+    for stage, small, average in ((3, 2 * P, 4 * P / 2), (0, 0.0, 4 * P / 2), (1, P, 4 * P)):
+        phases = trainer_memory(work, Plan(2, 2, zero_stage=stage), GPU)
+        kept = {"policy average": average, "reference average": average, "reference parameters": small}
+        assert phases["sampling"] == pytest.approx(kept)
+        for phase in ("log_probs", "update"):
+            assert {name: phases[phase][name] for name in kept} == pytest.approx(kept)
+            assert phases[phase]["teacher parameters"] > 0
+    on_cpu = trainer_memory(work, Plan(2, 2, zero_stage=3, offload="stay"), CPU)["sampling"]
+    assert on_cpu["reference parameters"] == on_cpu["teacher parameters"] == 2 * P / 2 + 2 * P
+
+
 def test_trainer_memory_of_an_adapter_has_states_of_the_adapter_only():
     adapter = 2 * 8 * (4 * 128 + 3 * 192)
     plan = Plan(2, 1, zero_stage=1, offload="stay")

@@ -143,6 +143,15 @@ def test_step_time_one_step_ahead_is_the_longer_of_sampling_and_training():
     assert ahead.step == pytest.approx(max(waiting.rollout, waiting.training) + between)
 
 
+def test_step_time_fetches_a_reference_on_the_host_in_every_pass():
+    work = replace(WORK, frozen={"reference": SHAPE}, micro_batch_tokens=1)
+    plan = Plan(2, 1, colocated=False, zero_stage=3)
+    fetched = replace(work, places={"reference": "cpu"})
+    here, there = (step_time(one, plan, DEVICE, 8).log_probs for one in (work, fetched))
+    passes = micro_batch_sizes(work, 2).passes
+    assert passes > 1 and there - here == pytest.approx(passes * 2 * SHAPE.parameters / 2 / 1e6)
+
+
 def test_step_time_moves_states_only_if_an_engine_has_no_room_beside_the_states():
     plan = Plan(2, 2, zero_stage=3, sleep="all", engine_share=0.4)
     stays = step_time(WORK, replace(plan, offload="stay"), DEVICE, 2).move
