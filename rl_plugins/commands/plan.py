@@ -299,7 +299,7 @@ def workload_of(
                 f"{argument}={value:g}: model.path={config.model.path} reads text alone: leave {argument} out"
             )
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-    frozen, places = _frozen_models(config, policy), config.strategy.offload.places
+    frozen, places = _frozen_models(config), config.strategy.offload.places
     work = Workload(
         policy,
         precision=config.precision,
@@ -327,8 +327,8 @@ def workload_of(
         expert_parallel=config.strategy.expert_parallel,
         merged=config.rollout.lora == "merged",
         frozen=frozen,
-        places={name: place for name in frozen if (place := places[name.partition(".")[0]]) != "stay"},
-        critics=_critics(config, policy),
+        places={name: place for name in frozen if (place := places.get(name.partition(".")[0], "stay")) != "stay"},
+        critics=_critics(config),
         max_num_seqs=config.engine_limits["max_num_seqs"],
         prefix_caching=config.rollout.prefix_caching,
         kv_cache_bytes=config.rollout.cpu_kv_cache_gib * GIB,
@@ -347,21 +347,15 @@ def _refuse_unplanned(config: RecipeConfig) -> None:
             raise ConfigError(f"strategy.offload.{model}=nvme: plan has no rates of drives: plan with cpu")
 
 
-def _frozen_models(config: RecipeConfig, policy: ModelShape) -> dict[str, ModelShape]:
+def _frozen_models(config: RecipeConfig) -> dict[str, ModelShape]:
     """Return the shapes of the models beside the policy that the training workers do not train, by name."""
-    frozen = {
-        option.removesuffix(".path"): read_shape(option, path)
-        for option, path in config.model_paths.items()
-        if option.startswith(("teacher.", "reward_model.", "cost_model."))
-        and option.partition(".")[0] not in config.placement.pools
-    }
-    if config.teacher.update_every and not config.teacher.path:
-        frozen["teacher"] = policy
-    kl = ((config.algorithm or {}).get("kl") or {}).get("coefficient", 0.0)
-    # The reference of an adapter is the policy with the adapter off.
-    has_reference = config.reference.path or (kl and not config.model.lora.rank) or config.stage == "prime"
-    if has_reference and "reference" not in config.placement.pools:
-        frozen["reference"] = read_shape("reference.path", config.reference.path or config.model.path)
+    frozen, paths = {}, config.model_paths
+    for role in (role for role, count in config.frozen_models.items() if count):
+        group = "process_reward_model" if role == "process_reference" else role
+        # A model without a path of its own starts from the policy.
+        for option in [option for option in paths if option.startswith(f"{group}.")] or ["model.path"]:
+            name = option if option.startswith("teacher.paths.") else role
+            frozen[name] = read_shape(option, paths[option])
     return frozen
 
 
@@ -377,13 +371,16 @@ def _averages(config: RecipeConfig, work: Workload) -> dict[str, int]:
     return averages
 
 
-def _critics(config: RecipeConfig, policy: ModelShape) -> list[PlannedCritic]:
+def _critics(config: RecipeConfig) -> list[PlannedCritic]:
     """Return the models that the training workers train beside the policy."""
     algorithm: Mapping[str, Any] = config.algorithm or {}
-    if algorithm.get("advantage") not in WITH_VALUES:
-        # PRIME trains a process reward model of this size.
-        return [PlannedCritic("process_reward_model", policy, policy.parameters)] if config.stage == "prime" else []
     critics = []
+    if config.stage == "prime":
+        option = "process_reward_model.path"
+        shape = read_shape(option, config.model_paths.get(option, config.model.path))
+        critics.append(PlannedCritic("process_reward_model", shape, shape.parameters))
+    if algorithm.get("advantage") not in WITH_VALUES:
+        return critics
     for name in CRITIC_POOLS if algorithm.get("constraint") else CRITIC_POOLS[:1]:
         if name not in config.placement.pools:
             options: CriticOptions = getattr(config, name)

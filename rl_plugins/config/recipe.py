@@ -188,14 +188,14 @@ class RecipeConfig(Settings):
     def frozen_models(self) -> dict[str, int]:
         """Number of frozen models in the training workers by role. Models in pools have other processes."""
         kl = self.algorithm.get("kl") if isinstance(self.algorithm, dict) else None
-        compares = self.stage == "prime" or (isinstance(kl, dict) and bool(kl.get("coefficient")))
+        compares = isinstance(kl, dict) and bool(kl.get("coefficient"))
         if self.stage.endswith("preference_optimization"):
             compares = self.loss.name not in LOSSES_WITHOUT_REFERENCE
         numbers = {
             # Without its adapter, the policy is the reference.
             "reference": bool(self.reference.path) or (compares and not self.model.lora.rank),
-            "reward_model": bool(self.reward_model.path),
-            "cost_model": bool(self.cost_model.path),
+            "process_reference": self.stage == "prime",
+            **{role: bool(getattr(self, role).path) for role in ("reward_model", "cost_model")},
             "teacher": len(self.teacher.paths) or bool(self.teacher.path or self.teacher.update_every),
         }
         return {role: int(number) for role, number in numbers.items() if role not in self.placement.pools}
@@ -209,7 +209,7 @@ class RecipeConfig(Settings):
         share = default_gpu_share(
             split=self.placement.rollout == "split",
             takes_turns=trained_leave and self.rollout_sleep != "none",
-            staying=sum(number for model, number in self.frozen_models.items() if places[model] == "stay"),
+            staying=sum(number for role, number in self.frozen_models.items() if places.get(role, "stay") == "stay"),
         )
         return {
             "max_num_seqs": rollout.max_num_seqs or default_max_num_seqs(on_gpus=on_gpus),

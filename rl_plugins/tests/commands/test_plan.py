@@ -261,13 +261,25 @@ def test_workload_of_has_the_models_of_the_algorithm(model):
     safe = work("safe_rlhf", model, f"cost_model.path={model}")
     assert safe.critics == [critic, replace(critic, name="cost_critic")]
     assert set(safe.frozen) == {"reference", "cost_model"}
-    assert set(work("prime", model).frozen) == {"reference"}
-    assert work("prime", model).critics == [replace(critic, name="process_reward_model")]
 
 
 def test_with_values_names_the_advantages_whose_functions_take_values():
     asking = {name for name, function in ADVANTAGES.items() if "values_BT" in inspect.signature(function).parameters}
     assert asking == WITH_VALUES
+
+
+def test_workload_of_prime_has_the_process_reward_model_and_a_reference_of_both_models(model, tmp_path):
+    small = tmp_path / "small.json"
+    small.write_text(json.dumps({**QWEN_7B, "num_hidden_layers": 7}))
+    policy = read_shape("model.path", str(model))
+    for path, layers in {"null": 28, str(small): 7}.items():
+        shape = replace(policy, layers=layers)
+        options = (f"process_reward_model.path={path}", "placement.reference.actors=1")
+        planned = work("prime", model, *options, "algorithm.kl.coefficient=0.1")
+        assert planned.critics == [PlannedCritic("process_reward_model", shape, shape.parameters)]
+        assert planned.frozen == {"process_reference": shape}
+        beside = work("prime", model, *options[:1], "algorithm.kl.coefficient=0.1")
+        assert beside.frozen == {"reference": policy, "process_reference": shape}
 
 
 def test_plan_with_the_optimizer_on_the_host_places_every_trained_model_there(model):

@@ -62,6 +62,17 @@ def test_default_share_of_a_gpu_leaves_room_for_frozen_models_that_stay(options:
     assert on("cuda", *options).engine_limits["gpu_memory_utilization"] == share
 
 
+def test_default_share_of_a_gpu_leaves_room_for_the_references_of_prime() -> None:
+    for options, share in (
+        ((), 0.5),
+        (("model.lora.rank=8",), 0.5),
+        (("algorithm.kl.coefficient=0.01",), 0.4),
+        (("algorithm.kl.coefficient=0.01", "placement.reference.actors=1"), 0.5),
+    ):
+        config = configured("prime", "model.path=model", "placement.device=cuda", *options)
+        assert config.engine_limits["gpu_memory_utilization"] == share, options
+
+
 @pytest.mark.parametrize(
     ("device", "options", "sleep"),
     [
