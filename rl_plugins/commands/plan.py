@@ -50,6 +50,8 @@ _UNPLANNED = {
     "sequence_parallel": (1, "give each worker whole samples: leave the option out"),
 }
 """Options of `strategy` which are not planned: the value without an effect, and the end of the message."""
+_SCORING = {"reward_model", "cost_model"}
+"""Frozen models with a scalar head."""
 _ROWS = 12
 _QUANTIZED = {
     **dict.fromkeys(("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8"), 1.0),
@@ -355,7 +357,8 @@ def _frozen_models(config: RecipeConfig) -> dict[str, ModelShape]:
         # A model without a path of its own starts from the policy.
         for option in [option for option in paths if option.startswith(f"{group}.")] or ["model.path"]:
             name = option if option.startswith("teacher.paths.") else role
-            frozen[name] = read_shape(option, paths[option])
+            shape = read_shape(option, paths[option])
+            frozen[name] = _with_scalar_head(shape) if role in _SCORING else shape
     return frozen
 
 
@@ -384,11 +387,16 @@ def _critics(config: RecipeConfig) -> list[PlannedCritic]:
     for name in CRITIC_POOLS if algorithm.get("constraint") else CRITIC_POOLS[:1]:
         if name not in config.placement.pools:
             options: CriticOptions = getattr(config, name)
-            shape = read_shape(f"{name}.path", options.path or config.model.path)
+            shape = _with_scalar_head(read_shape(f"{name}.path", options.path or config.model.path))
             lora = options.lora
             adapter = shape.adapter(lora.rank, with_experts=lora.experts) if lora.rank else shape.parameters
             critics.append(PlannedCritic(name, shape, adapter, _moment_width(options.optimizer)))
     return critics
+
+
+def _with_scalar_head(shape: ModelShape) -> ModelShape:
+    """Return the shape of a model whose output head is replaced by a single row, which plans leave out."""
+    return replace(shape, tied=True)
 
 
 def _moment_width(optimizer: OptimizerConfig) -> float | None:

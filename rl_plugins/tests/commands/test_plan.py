@@ -239,17 +239,19 @@ def test_workload_of_samples_more_prompts_for_a_group_filter(model):
 def test_workload_of_has_the_models_of_the_algorithm(model):
     plain = work("grpo", model)
     assert plain.critics == [] and plain.frozen == {}
-    critic = PlannedCritic("critic", plain.policy, plain.policy.parameters)
+    # A scalar head has the place of the output head.
+    headless = replace(plain.policy, tied=True)
+    critic = PlannedCritic("critic", headless, plain.policy.parameters - 152064 * 3584)
     assert work("ppo", model).critics == [critic]
     adapter = work("ppo", model, "critic.lora.rank=8").critics
-    assert adapter == [PlannedCritic("critic", plain.policy, plain.policy.adapter(8))]
+    assert adapter == [PlannedCritic("critic", headless, plain.policy.adapter(8))]
     pools = ("placement.critic.actors=1", "placement.reference.actors=1", "algorithm.kl.coefficient=0.1")
     elsewhere = work("ppo", model, *pools)
     assert elsewhere.critics == [] and elsewhere.frozen == {}
     assert set(work("grpo", model, "algorithm.kl.coefficient=0.1").frozen) == {"reference"}
     # The base of an adapter is its reference.
     assert work("grpo", model, "algorithm.kl.coefficient=0.1", "model.lora.rank=8").frozen == {}
-    assert set(work("grpo", model, f"reward_model.path={model}").frozen) == {"reward_model"}
+    assert work("grpo", model, f"reward_model.path={model}").frozen == {"reward_model": headless}
     quantised = work("grpo", model, "++rollout.vllm.quantization=fp8", "++rollout.vllm.kv_cache_dtype=fp8_e5m2")
     assert quantised.matrix_width == quantised.cache_width == 1.0 and plain.matrix_width is plain.cache_width is None
     eight_bit = "optimizer.name={_target_: torchao.optim.AdamW8bit}"
@@ -260,7 +262,7 @@ def test_workload_of_has_the_models_of_the_algorithm(model):
     assert work("grpo", model, "model.lora.rank=8", "model.lora.quantization=nf4").four_bits and not plain.four_bits
     safe = work("safe_rlhf", model, f"cost_model.path={model}")
     assert safe.critics == [critic, replace(critic, name="cost_critic")]
-    assert set(safe.frozen) == {"reference", "cost_model"}
+    assert safe.frozen == {"reference": plain.policy, "cost_model": headless}
 
 
 def test_with_values_names_the_advantages_whose_functions_take_values():
