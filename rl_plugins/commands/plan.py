@@ -390,7 +390,8 @@ def _critics(config: RecipeConfig) -> list[PlannedCritic]:
             shape = _with_scalar_head(read_shape(f"{name}.path", options.path or config.model.path))
             lora = options.lora
             adapter = shape.adapter(lora.rank, with_experts=lora.experts) if lora.rank else shape.parameters
-            critics.append(PlannedCritic(name, shape, adapter, _moment_width(options.optimizer)))
+            four_bits = lora.quantization is not None
+            critics.append(PlannedCritic(name, shape, adapter, _moment_width(options.optimizer), four_bits))
     return critics
 
 

@@ -48,16 +48,18 @@ def trainer_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Part
     """
     states = _states(work.policy, work, plan, work.trained_parameters, work.moment_width)
     if work.four_bits:
-        states["parameters"] -= _saved_by_four_bits(work, plan)
+        states["parameters"] -= _saved_by_four_bits(work.policy, work, plan)
     for critic in work.critics:
         further = _states(critic.shape, work, plan, critic.trained, critic.moment_width)
+        if critic.four_bits:
+            further["parameters"] -= _saved_by_four_bits(critic.shape, work, plan)
         states = {key: states.get(key, 0.0) + further.get(key, 0.0) for key in states}
     frozen = _untrained(work, plan, device)
-    others = (*(critic.shape for critic in work.critics), *work.frozen.values())
-    gathered = [_gathered(shape, work, plan) for shape in others]
+    models = [(work.policy, work.four_bits), *((critic.shape, critic.four_bits) for critic in work.critics)]
+    models += [(shape, False) for shape in work.frozen.values()]
     sizes = micro_batch_sizes(work, plan.trainers)
     passes = {
-        "gathered": max(_gathered(work.policy, work, plan, four_bits=work.four_bits), *gathered, 0.0),
+        "gathered": max(_gathered(shape, work, plan, four_bits=four_bits) for shape, four_bits in models),
         **_head(work, device, sizes),
         "activations": _forward_activations(work, sizes),
     }
@@ -205,11 +207,11 @@ def _resident(shape: ModelShape, work: Workload, plan: Plan) -> float:
     return shape.parameters * work.width / (plan.trainers if plan.zero_stage == 0 else 1)
 
 
-def _saved_by_four_bits(work: Workload, plan: Plan) -> float:
+def _saved_by_four_bits(shape: ModelShape, work: Workload, plan: Plan) -> float:
     """Return the bytes that a worker saves between passes: the codes are sharded as other weights, the scales not."""
-    adapted = work.policy.layers * sum(_sizes(work.policy.adapted_layers))
-    if work.policy.tower is not None and work.adapts_tower:
-        adapted += sum(_sizes(work.policy.tower.linear_layers))
+    adapted = shape.layers * sum(_sizes(shape.adapted_layers))
+    if shape.tower is not None and (work.adapts_tower or shape is not work.policy):
+        adapted += sum(_sizes(shape.tower.linear_layers))
     shards = plan.trainers if plan.zero_stage in (0, 3) else 1
     return adapted * ((work.width - CODE_WIDTH) / shards - SCALE_WIDTH)
 
@@ -258,7 +260,7 @@ def _update(work: Workload, plan: Plan, device: Device, sizes: MicroBatchSizes, 
     four_bits = work.four_bits
     for critic in work.critics:
         if critic.trained > trained:
-            shape, trained, four_bits = critic.shape, critic.trained, False
+            shape, trained, four_bits = critic.shape, critic.trained, critic.four_bits
     shard = trained / workers
     if plan.zero_stage == 0:
         summed = 4 if work.precision != "bf16-true" else width

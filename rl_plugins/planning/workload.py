@@ -26,12 +26,14 @@ class PlannedCritic:
         shape: shape of the model.
         trained: parameters with a gradient.
         moment_width: bytes of a number in the moments of the optimizer; None without quantisation.
+        four_bits: the weights under the adapter are in 4 bits.
     """
 
     name: str
     shape: ModelShape
     trained: int
     moment_width: float | None = None
+    four_bits: bool = False
 
 
 @dataclass(frozen=True)

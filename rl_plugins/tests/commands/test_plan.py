@@ -245,6 +245,7 @@ def test_workload_of_has_the_models_of_the_algorithm(model):
     assert work("ppo", model).critics == [critic]
     adapter = work("ppo", model, "critic.lora.rank=8").critics
     assert adapter == [PlannedCritic("critic", headless, plain.policy.adapter(8))]
+    assert work("ppo", model, "critic.lora.rank=8", "critic.lora.quantization=nf4").critics[0].four_bits
     pools = ("placement.critic.actors=1", "placement.reference.actors=1", "algorithm.kl.coefficient=0.1")
     elsewhere = work("ppo", model, *pools)
     assert elsewhere.critics == [] and elsewhere.frozen == {}

@@ -115,6 +115,16 @@ def test_trainer_memory_of_layers_in_four_bits(stage, saved):
         assert packed[phase]["gathered"] == pytest.approx(plain[phase]["gathered"] - gathered + largest)
 
 
+def test_trainer_memory_of_a_critic_in_four_bits():
+    critic = PlannedCritic("critic", SHAPE, SHAPE.adapter(8))
+    plain, packed = (
+        trainer_memory(replace(WORK, lora_rank=8, critics=[one]), Plan(2, 1, zero_stage=1, offload="stay"), GPU)
+        for one in (critic, replace(critic, four_bits=True))
+    )
+    for phase in plain:
+        assert plain[phase]["parameters"] - packed[phase]["parameters"] == pytest.approx(1.5 * ADAPTED - SCALES)
+
+
 def test_trainer_memory_gathers_a_reference_in_whole_numbers():
     work = replace(WORK, lora_rank=8, frozen={"reference": SHAPE})
     plain, packed = (
