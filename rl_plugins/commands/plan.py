@@ -30,7 +30,7 @@ from rl_plugins.model_json import read_model_config
 from rl_plugins.planning.devices import CPU_FILE, DEVICES, GIB, device_named
 from rl_plugins.planning.search import Candidate, Cluster, advice, overrides, search
 from rl_plugins.planning.shape import ModelShape, shape_of
-from rl_plugins.planning.workload import DTYPE_BYTES, PlannedCritic, Workload
+from rl_plugins.planning.workload import DTYPE_BYTES, PlannedCritic, Workload, trained_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -388,10 +388,10 @@ def _critics(config: RecipeConfig) -> list[PlannedCritic]:
         if name not in config.placement.pools:
             options: CriticOptions = getattr(config, name)
             shape = _with_scalar_head(read_shape(f"{name}.path", options.path or config.model.path))
-            lora = options.lora
-            adapter = shape.adapter(lora.rank, with_experts=lora.experts) if lora.rank else shape.parameters
-            four_bits = lora.quantization is not None
-            critics.append(PlannedCritic(name, shape, adapter, _moment_width(options.optimizer), four_bits))
+            lora, four_bits = options.lora, options.lora.quantization is not None
+            with_tower = options.optimizer.vision_lr != 0 and not (lora.rank and lora.target_modules == LANGUAGE_MODEL)
+            trained = trained_of(shape, lora.rank, with_tower=with_tower, with_experts=lora.experts)
+            critics.append(PlannedCritic(name, shape, trained, _moment_width(options.optimizer), four_bits))
     return critics
 
 

@@ -178,12 +178,17 @@ def _states(shape: ModelShape, work: Workload, plan: Plan, trained: int, moment_
         "masters": 4 * optimizer,
         "moments": 2 * (moment_width or 4) * optimizer,
     }
-    if trained < shape.parameters:
+    if _is_adapter(shape, trained):
         parts["parameters"] += trained * width
     if plan.zero_stage == 3 and plan.offload != "cpu":
         # ZeRO-3 never frees the buffer of gradients, which are added up in float32. The buffer is beside the masters.
         parts["gradients"] = trained * 4 / workers
     return parts
+
+
+def _is_adapter(shape: ModelShape, trained: int) -> bool:
+    """Return True for the parameters of an adapter, and False for those of a model with or without its vision tower."""
+    return trained < shape.parameters - (0 if shape.tower is None else sum(shape.tower.matrices))
 
 
 def _untrained(work: Workload, plan: Plan, device: Device) -> Parts:
@@ -264,8 +269,8 @@ def _update(work: Workload, plan: Plan, device: Device, sizes: MicroBatchSizes, 
     shard = trained / workers
     if plan.zero_stage == 0:
         summed = 4 if work.precision != "bf16-true" else width
-        adapted = trained < shape.parameters
-        elsewhere = 0.0 if adapted else shape.sparse_blocks * shape.experts_elsewhere(work.expert_parallel)
+        elsewhere = shape.sparse_blocks * shape.experts_elsewhere(work.expert_parallel)
+        elsewhere = 0.0 if _is_adapter(shape, trained) else elsewhere
         # FSDP2 adds up whole gradients in float32 until the last pass.
         is_whole = sizes.passes > work.updates and not plan.accumulate_shards
         gradients = (trained - elsewhere) * 4 if is_whole else shard * summed

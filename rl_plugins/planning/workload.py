@@ -168,9 +168,8 @@ class Workload:
     @property
     def trained_parameters(self) -> int:
         """Parameters of the policy with a gradient."""
-        if not self.lora_rank:
-            return self.policy.parameters
-        return self.policy.adapter(self.lora_rank, with_tower=self.adapts_tower, with_experts=self.adapts_experts)
+        with_tower = self.trains_tower and (self.adapts_tower or not self.lora_rank)
+        return trained_of(self.policy, self.lora_rank, with_tower=with_tower, with_experts=self.adapts_experts)
 
     @property
     def sends_adapter(self) -> bool:
@@ -181,6 +180,20 @@ class Workload:
     def sent_parameters(self) -> int:
         """Parameters in a weight update of the engine."""
         return self.trained_parameters if self.sends_adapter else self.policy.parameters
+
+
+def trained_of(shape: ModelShape, lora_rank: int, *, with_tower: bool, with_experts: bool) -> int:
+    """Return the parameters with a gradient of a model, or of its adapter.
+
+    Args:
+        shape: shape of the model.
+        lora_rank: rank of the adapter; 0 without an adapter.
+        with_tower: the vision tower is trained, too.
+        with_experts: the matrices of each expert have an adapter, too.
+    """
+    if lora_rank:
+        return shape.adapter(lora_rank, with_tower=with_tower, with_experts=with_experts)
+    return shape.parameters - (0 if with_tower or shape.tower is None else sum(shape.tower.matrices))
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,10 @@ def test_plan_counts_the_time_of_images(tmp_path, capsys):
     config = configured("grpo", f"model.path={model}", "optimizer.vision_lr=0")
     work = workload_of(config)
     assert (work.images, work.image_patches, work.trains_tower) == (1.0, None, False)
-    # 448 x 448 pixels.
+    critic = workload_of(configured("ppo", f"model.path={model}", "critic.optimizer.vision_lr=0")).critics[0]
     assert work.policy.tower is not None
+    assert critic.trained == critic.shape.parameters - sum(work.policy.tower.matrices)
+    # 448 x 448 pixels.
     assert work.image_flops(work.policy) == work.policy.tower.forward_flops(1024)
 
 

@@ -17,7 +17,7 @@ from rl_plugins.planning.memory import (
     total,
     trainer_memory,
 )
-from rl_plugins.planning.shape import Experts, ModelShape
+from rl_plugins.planning.shape import Experts, ModelShape, Tower
 from rl_plugins.planning.workload import Plan, PlannedCritic, Workload
 
 # A block: 4 x 64 x 64 of attention, 3 x 64 x 128 of the MLP, 2 x 64 of norms.
@@ -81,6 +81,16 @@ def test_trainer_memory_of_an_adapter_has_states_of_the_adapter_only():
     plan = Plan(2, 1, zero_stage=1, offload="stay")
     states = trainer_memory(replace(WORK, lora_rank=8), plan, GPU)["sampling"]
     assert total(states) == pytest.approx(2 * P + 2 * adapter + 12 * adapter / 2)
+
+
+def test_trainer_memory_of_a_frozen_tower_has_its_parameters_alone():
+    tower = Tower(1, ((64, 64),), (), (), width=64, patches=16, multiplied=0)
+    work = replace(WORK, policy=replace(SHAPE, tower=tower), trains_tower=False)
+    for stage, kept in ((1, 2 * (P + 64 * 64) + 12 * P / 2), (0, 2 * (P + 64 * 64) / 2 + 4 * P / 2)):
+        states = trainer_memory(work, Plan(2, 1, zero_stage=stage, offload="stay"), GPU)["sampling"]
+        assert total(states) == pytest.approx(kept)
+    # The adapter of a frozen tower is frozen, too.
+    assert replace(work, lora_rank=8).trained_parameters == SHAPE.adapter(8)
 
 
 def test_trainer_memory_of_quantised_moments_has_a_byte_and_a_share_of_a_scale():
