@@ -309,6 +309,7 @@ def workload_of(
         matrix_width=_QUANTIZED.get(str(config.rollout.vllm.get("quantization"))),
         cache_width=1.0 if str(config.rollout.vllm.get("kv_cache_dtype")).startswith("fp8") else None,
         moment_width=_moment_width(config.optimizer),
+        muon=config.optimizer.is_muon,
         prompts=config.batch.prompts_per_step,
         oversampling=config.oversampling,
         samples=config.batch.samples_per_prompt,
@@ -391,7 +392,8 @@ def _critics(config: RecipeConfig) -> list[PlannedCritic]:
             lora, four_bits = options.lora, options.lora.quantization is not None
             with_tower = options.optimizer.vision_lr != 0 and not (lora.rank and lora.target_modules == LANGUAGE_MODEL)
             trained = trained_of(shape, lora.rank, with_tower=with_tower, with_experts=lora.experts)
-            critics.append(PlannedCritic(name, shape, trained, _moment_width(options.optimizer), four_bits))
+            width, muon = _moment_width(options.optimizer), options.optimizer.is_muon
+            critics.append(PlannedCritic(name, shape, trained, width, four_bits, muon))
     return critics
 
 

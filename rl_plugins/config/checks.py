@@ -224,7 +224,7 @@ def _check_optimizers(config: RecipeConfig) -> None:
             optimizers[f"{critic}.optimizer"] = (critic, getattr(config, critic).optimizer)
     for option, (model, optimizer) in optimizers.items():
         library, path = optimizer.path.partition(".")[0], f"{option}.name={optimizer.path}"
-        if optimizer.path in ("Muon", "torch.optim.Muon") and config.strategy.name == "zero":
+        if optimizer.is_muon and config.strategy.name == "zero":
             raise ConfigError(
                 f"{path}: Muon needs whole matrices, and ZeRO shards optimizers by flat pieces of all parameters: add "
                 "strategy.name=fsdp, or use another optimizer"

@@ -343,6 +343,11 @@ class OptimizerConfig(Settings):
         """Name or dotted path of the class or function."""
         return str(self.name["_target_"] if is_node(self.name) else self.name)
 
+    @property
+    def is_muon(self) -> bool:
+        """True for Muon, which a run takes with AdamW for the parameters that are no matrices."""
+        return self.path in ("Muon", "torch.optim.Muon")
+
     def factor(self, step: int) -> float:
         """Return the share of `lr` at a step of the stage."""
         if step < self.warmup_steps:

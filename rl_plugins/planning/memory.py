@@ -46,11 +46,11 @@ def trainer_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Part
         Bytes of each part by phase: `sampling` (while the engine samples), `log_probs` (passes without gradient) and
         `update`.
     """
-    states = _states(work.policy, work, plan, work.trained_parameters, work.moment_width)
+    states = _states(work.policy, work, plan, work.trained_parameters, work.moment_width, muon=work.muon)
     if work.four_bits:
         states["parameters"] -= _saved_by_four_bits(work.policy, work, plan)
     for critic in work.critics:
-        further = _states(critic.shape, work, plan, critic.trained, critic.moment_width)
+        further = _states(critic.shape, work, plan, critic.trained, critic.moment_width, muon=critic.muon)
         if critic.four_bits:
             further["parameters"] -= _saved_by_four_bits(critic.shape, work, plan)
         states = {key: states.get(key, 0.0) + further.get(key, 0.0) for key in states}
@@ -163,14 +163,21 @@ def total(parts: Mapping[str, float]) -> float:
     return sum(parts.values())
 
 
-def _states(shape: ModelShape, work: Workload, plan: Plan, trained: int, moment_width: float | None) -> Parts:
+def _states(
+    shape: ModelShape, work: Workload, plan: Plan, trained: int, moment_width: float | None, *, muon: bool
+) -> Parts:
     """Return the weights, master weights and moments of a trained model between the passes of a step."""
     workers, width = plan.trainers, work.width
     if plan.zero_stage == 0:
         # FSDP2 keeps shards in the dtype of training, which is float32 under `bf16-mixed`.
         stored = 4 if work.precision == "bf16-mixed" else width
         frozen = (shape.parameters - trained if trained < shape.parameters else 0) * width / workers
-        moments = 2 * trained * (moment_width or stored) / workers
+        numbers = 2 * trained
+        if muon:
+            # Matrices of hidden layers have one moment. AdamW takes the steps of the ends, and of stacks of experts.
+            others = shape.embedding * (1 if shape.tied else 2) + shape.sparse_blocks * shape.experts_of_block
+            numbers = trained + (0 if _is_adapter(shape, trained) else others)
+        moments = numbers * (moment_width or stored) / workers
         return {"parameters": trained * stored / workers + frozen, "moments": moments}
     optimizer = 0.0 if plan.offload == "cpu" else trained / workers
     parts = {

@@ -27,6 +27,7 @@ class PlannedCritic:
         trained: parameters with a gradient.
         moment_width: bytes of a number in the moments of the optimizer; None without quantisation.
         four_bits: the weights under the adapter are in 4 bits.
+        muon: the optimizer is Muon.
     """
 
     name: str
@@ -34,6 +35,7 @@ class PlannedCritic:
     trained: int
     moment_width: float | None = None
     four_bits: bool = False
+    muon: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Workload:
         cache_width: bytes of a number in the KV cache; None for the engine's dtype.
         moment_width: bytes of a number in the moments of the policy's optimizer, if the optimizer quantises its states;
             None without quantisation.
+        muon: the policy's optimizer is Muon.
         prompts: prompts of a step.
         oversampling: prompts that an engine gets for each prompt of a step.
         samples: responses to each prompt.
@@ -83,6 +86,7 @@ class Workload:
     matrix_width: float | None = None
     cache_width: float | None = None
     moment_width: float | None = None
+    muon: bool = False
     prompts: int = 64
     oversampling: int = 1
     samples: int = 8

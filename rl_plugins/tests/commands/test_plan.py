@@ -259,7 +259,8 @@ def test_workload_of_has_the_models_of_the_algorithm(model):
     assert quantised.matrix_width == quantised.cache_width == 1.0 and plain.matrix_width is plain.cache_width is None
     eight_bit = "optimizer.name={_target_: torchao.optim.AdamW8bit}"
     assert work("grpo", model, eight_bit, "strategy.name=fsdp").moment_width == 1 + 4 / 256
-    assert plain.moment_width is None
+    assert plain.moment_width is None and not plain.muon
+    assert work("grpo", model, "optimizer.name=Muon", "strategy.name=fsdp").muon
     eight_bit = work("safe_rlhf", model, "cost_critic.optimizer.name=bitsandbytes.optim.AdamW8bit")
     assert [critic.moment_width for critic in eight_bit.critics] == [None, 1 + 4 / 256]
     assert work("grpo", model, "model.lora.rank=8", "model.lora.quantization=nf4").four_bits and not plain.four_bits

@@ -83,6 +83,19 @@ def test_trainer_memory_of_an_adapter_has_states_of_the_adapter_only():
     assert total(states) == pytest.approx(2 * P + 2 * adapter + 12 * adapter / 2)
 
 
+def test_trainer_memory_of_muon_has_one_moment_for_matrices_of_hidden_layers():
+    experts = Experts(number=4, chosen=2, intermediate=32)
+    of_experts = 4 * 3 * 64 * 32
+    mixture = replace(SHAPE, experts=experts)
+    for shape, others in ((SHAPE, 2 * 64 * 1000), (mixture, 2 * 64 * 1000 + 2 * of_experts)):
+        work = replace(WORK, policy=shape, muon=True)
+        states = trainer_memory(work, Plan(2, 1, zero_stage=0, offload="stay"), GPU)["sampling"]
+        assert states["moments"] == 2 * (shape.parameters + others) / 2
+        critic = PlannedCritic("critic", shape, shape.adapter(8), muon=True)
+        both = trainer_memory(replace(work, critics=[critic]), Plan(2, 1, zero_stage=0, offload="stay"), GPU)
+        assert both["sampling"]["moments"] - states["moments"] == 2 * critic.trained / 2
+
+
 def test_trainer_memory_of_a_frozen_tower_has_its_parameters_alone():
     tower = Tower(1, ((64, 64),), (), (), width=64, patches=16, multiplied=0)
     work = replace(WORK, policy=replace(SHAPE, tower=tower), trains_tower=False)
