@@ -17,7 +17,8 @@ from rl_plugins.planning.memory import (
     total,
     trainer_memory,
 )
-from rl_plugins.planning.shape import Experts, ModelShape, Tower
+from rl_plugins.planning.shape import Experts, ModelShape
+from rl_plugins.planning.tower import Tower
 from rl_plugins.planning.workload import Plan, PlannedCritic, Workload
 
 # A block: 4 x 64 x 64 of attention, 3 x 64 x 128 of the MLP, 2 x 64 of norms.

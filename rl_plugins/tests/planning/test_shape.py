@@ -9,20 +9,25 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    ApertusConfig,
+    ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GPTNeoXConfig,
     GptOssConfig,
     Idefics3Config,
     LlamaConfig,
     LlavaConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     OlmoeConfig,
     Phi3Config,
+    PhiConfig,
     Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -30,6 +35,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLConfig,
+    Starcoder2Config,
 )
 
 from benchmarks.tiny_vision import save_tiny_vision
@@ -66,6 +72,26 @@ def test_shape_of_counts_the_parameters_of_the_model(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert shape_of(config.to_dict(), "it").parameters == sum(p.numel() for p in model.parameters())
+
+
+UNGATED = [
+    ApertusConfig(**SIZES, **HEADS, pad_token_id=0),
+    ArceeConfig(**SIZES, **HEADS, mlp_bias=True),
+    GPTNeoXConfig(**SIZES, num_attention_heads=4),
+    NemotronConfig(**SIZES, **HEADS),
+    PhiConfig(**SIZES, **HEADS),
+    Starcoder2Config(**SIZES, **HEADS),
+]
+
+
+@for_each("config", UNGATED)
+def test_shape_of_counts_the_matrices_of_an_mlp_without_gate(config):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = shape_of(config.to_diff_dict(), "it")
+    # Biases are left out.
+    assert shape.large(1_000) == sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert shape.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.01)
 
 
 LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from rl_plugins.planning.devices import Device
-from rl_plugins.planning.shape import Experts, ModelShape, Tower
+from rl_plugins.planning.shape import Experts, ModelShape
 from rl_plugins.planning.step_time import rollout_seconds, step_time
+from rl_plugins.planning.tower import Tower
 from rl_plugins.planning.workload import Plan, Workload, micro_batch_sizes
 
 SHAPE = ModelShape(layers=1, hidden=100, intermediate=200, heads=1, kv_heads=1, head_dim=100, vocab=1000)
