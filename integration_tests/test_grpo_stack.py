@@ -22,6 +22,7 @@ from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.run_folder import read_metrics
+from rl_plugins.tests.metrics_page import undocumented
 from rl_plugins.tests.patience import patient
 from rl_plugins.tracking.unsent_metrics import FIRST_CHARTS
 
@@ -80,6 +81,7 @@ def test_every_metric_is_there_on_every_step(series: dict[str, dict[int, float]]
     # Metrics of the machine come after the first five seconds: on a fast machine, after the run.
     of_stage = {name for name in series if not name.startswith("system/node_0/")}
     assert of_stage == METRICS | SOMETIMES | VALIDATION | of_validation
+    assert undocumented(series) == [], "add a row to docs/metrics.md"
     for name in METRICS:
         assert list(series[name]) == [1, 2, 3, 4], name
     assert all(list(series[name]) == [2, 4] for name in SOMETIMES)

@@ -23,6 +23,7 @@ from rl_plugins.data.tokenization import load_tokenizer
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import read_metrics
+from rl_plugins.tests.metrics_page import undocumented
 from rl_plugins.tests.tiers import tiered
 
 ALGORITHMS = sorted(path.stem for path in (CONFIG_FOLDER / "algorithm").glob("*.yaml"))
@@ -103,6 +104,7 @@ def folder(wait_for: Callable[[str], Path], run: str) -> Path:
 @pytest.mark.parametrize("run", tiered(NAMES, CORE))
 def test_two_steps_of(run: str, folder: Path, workplace: Path) -> None:
     series, name = read_metrics(folder / "metrics.jsonl"), run.removesuffix(two_steps.FSDP)
+    assert undocumented(series) == [], "add a row to docs/metrics.md"
     samples = name.removesuffix("_lora") in ALGORITHMS or name.startswith("grpo_zero")
     sampled = {"train/reward", "train/entropy", "train/rollout_gap_max"} if samples else set()
     for metric in {"train/loss", "train/gradient_norm", "train/lr"} | sampled | ALSO.get(name, set()):

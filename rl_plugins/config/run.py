@@ -70,7 +70,8 @@ class RunConfig(Settings):
             memory, of the size of the checkpoint, and for the end of the checkpoint before.
         keep_checkpoints: number of newest checkpoints to keep.
         keep_best: number of best checkpoints to keep as well, as `best_<step>`.
-        best_metric: metric of the best checkpoints: a metric of validation, such as `val/reward`, or of training steps.
+        best_metric: metric of the best checkpoints: a metric of validation, such as `val/reward`, or of training steps;
+            docs/metrics.md has the names.
         best_mode: `max` or `min`.
         time_limit: largest duration since the start of the command, such as `3h50m`; null for no limit. At the limit,
             after SIGTERM, or when the file `stop` is in the run's folder, the current step is the last, and it is
@@ -126,7 +127,7 @@ class TrackingConfig(Settings):
         upload_best: number of best checkpoints (`run.keep_best`) to upload as artifacts.
         register_as: name in the model registry under which the exported policy becomes a version; null for none.
         champion_metric: metric of the alias `champion`: a version with a better value on the same data than the model's
-            champion gets the alias.
+            champion gets the alias; docs/metrics.md has the names.
         parent_run: id of the parent MLflow run; null for none.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -37,6 +37,7 @@ from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.process_rewards import ProcessRewardConfig
 from rl_plugins.strategies.rank_groups import JointPasses
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.metrics_page import undocumented
 from rl_plugins.tests.quiet_trainer import quiet_trainer
 from rl_plugins.weights.source import WeightSource
 
@@ -171,6 +172,7 @@ class Keeping(PolicyOptimization):
 
     @override
     def track(self, metrics: Any) -> None:
+        assert undocumented(metrics) == [], "add a row to docs/metrics.md"
         self.metrics.append(dict(metrics))
 
 
@@ -271,7 +273,12 @@ def other_model(seed: int = 5) -> str:
 def metrics_of(stage: Any) -> dict[str, float]:
     """Metrics of a stage, not through Lightning's log, which takes as long as the rest of a small step."""
     metrics: dict[str, float] = {}
-    stage.track = metrics.update
+
+    def track(new: Mapping[str, float]) -> None:
+        assert undocumented(new) == [], "add a row to docs/metrics.md"
+        metrics.update(new)
+
+    stage.track = track
     return metrics
 
 

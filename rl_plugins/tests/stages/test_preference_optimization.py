@@ -171,13 +171,13 @@ def test_custom_loss_gets_the_arguments_that_the_loss_names() -> None:
 
     def custom_loss(*, chosen_log_probs_N: Tensor, margins_N: Tensor, scale: float) -> tuple[Tensor, dict[str, Tensor]]:
         seen["margins"] = margins_N.tolist()
-        return -scale * chosen_log_probs_N, {"margins": margins_N}
+        return -scale * chosen_log_probs_N, {"margin": margins_N}
 
     stage = canned_preferences.stage_of(
         canned.OwnPolicy(), loss=custom_loss, loss_options={"scale": 2.0}, reference=None
     )
     metrics = canned_preferences.fit(stage, [canned_preferences.batch_of(True, [1, 2])], 0, 1)
-    assert sorted(seen["margins"]) == [0.25, 1.5] and metrics["train/margins"] == pytest.approx(0.875)
+    assert sorted(seen["margins"]) == [0.25, 1.5] and metrics["train/margin"] == pytest.approx(0.875)
 
 
 def test_two_ranks_give_the_preference_gradients_of_one_rank() -> None:
