@@ -4,7 +4,8 @@
 one worker and one engine on 28 M parameters. A second run with the same seeds keeps its samples. Then vLLM samples the
 same prompts with the same settings, and DeepSpeed trains on the same packed rows, each in a process of its own. The
 output is the median seconds of a step and of both parts, and the share of a step beyond the parts. The learning rate is
-next to 0, so the policy and the lengths of the responses stay the same.
+next to 0, so the policy and the lengths of the responses stay the same. `--set` takes the options of an engine in
+`OF_ENGINE`, which reach vLLM alone, too.
 """
 
 from __future__ import annotations
@@ -12,24 +13,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.grpo_step import SIZES, prepare
-from benchmarks.runs import TIMEOUT_S, run_grpo
+from benchmarks.grpo_step import SIZES, prepare, run_alternative
+from benchmarks.runs import run_grpo
+from rl_plugins.config.recipe import parse_config
+from rl_plugins.launch.command_line import compose_config
 
 if TYPE_CHECKING:
     from rl_plugins.data.experience import Experience
+    from rl_plugins.rollout.vllm.config import VLLMConfig
 
 PROMPTS, SAMPLES, MAX_TOKENS, PROMPT_TOKENS, MICRO_BATCH = SIZES["28m"]
 BUDGET = MICRO_BATCH * (PROMPT_TOKENS + MAX_TOKENS)
 WARM_UP = 2
+OF_ENGINE = ("rollout.max_num_seqs", "rollout.prefix_caching", "rollout.cpu_kv_cache_gib")
+"""Options of the recipe for which both sides do the same work."""
 
 
 def samples_of(folder: Path) -> Iterator[Experience]:
@@ -41,11 +45,25 @@ def samples_of(folder: Path) -> Iterator[Experience]:
         yield Experience.load(file, RECORDS)
 
 
-def sample(folder: Path, threads: int) -> list[float]:
-    """Sample the prompts of each step with vLLM alone; return the seconds of the steps."""
+def engine_config(folder: Path, threads: int, further: Sequence[str]) -> VLLMConfig:
+    """Return the settings of vLLM alone, which are those of the recipe's engine."""
     from rl_plugins.rollout.vllm.config import VLLMConfig
 
-    config = VLLMConfig(str(folder / "policy"), max_model_len=PROMPT_TOKENS + MAX_TOKENS, threads=threads)
+    recipe = parse_config(compose_config("grpo", [f"model.path={folder}/policy", "placement.device=cpu", *further]))
+    return VLLMConfig(
+        recipe.model.path,
+        dtype=recipe.rollout_dtype,
+        max_model_len=PROMPT_TOKENS + MAX_TOKENS,
+        threads=threads,
+        prefix_caching=recipe.rollout.prefix_caching,
+        cpu_kv_cache_gib=recipe.rollout.cpu_kv_cache_gib,
+        **recipe.engine_limits,
+    )
+
+
+def sample(folder: Path, threads: int, further: Sequence[str]) -> list[float]:
+    """Sample the prompts of each step with vLLM alone; return the seconds of the steps."""
+    config = engine_config(folder, threads, further)
     os.environ.update(config.environment)
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
@@ -116,17 +134,11 @@ def train(folder: Path, threads: int) -> list[float]:
     return seconds
 
 
-def alone(part: str, folder: Path, threads: int) -> float:
-    """Return the median seconds of a part in a process of its own.
-
-    Raises:
-        RuntimeError: the part failed. The message ends with its error output.
-    """
-    command = [sys.executable, "-m", "benchmarks.bare_parts", "--part", part, str(folder), "--threads", str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-4000:]}")
-    return median(json.loads(done.stdout.splitlines()[-1])[WARM_UP:])
+def alone(part: str, folder: Path, threads: int, further: Sequence[str]) -> float:
+    """Return the median seconds of a part in a process of its own."""
+    work = ["--part", part, str(folder), "--threads", str(threads), "--set", *further]
+    seconds: list[float] = run_alternative(["benchmarks.bare_parts"], work)["seconds"]
+    return median(seconds[WARM_UP:])
 
 
 def main() -> None:
@@ -134,12 +146,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further options of the recipe")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="options of the engine")
     parser.add_argument("--part", nargs=2, metavar=("PART", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if refused := [option for option in options.set if option.partition("=")[0] not in OF_ENGINE]:
+        parser.error(f"--set {refused[0]}: the parts alone would do other work: use only {', '.join(OF_ENGINE)}")
     if options.part:
-        part, name = options.part
-        print(json.dumps({"sample": sample, "train": train}[part](Path(name), options.threads)))
+        part, folder = options.part[0], Path(options.part[1])
+        alone_s = {
+            "sample": lambda: sample(folder, options.threads, options.set),
+            "train": lambda: train(folder, options.threads),
+        }
+        print(json.dumps({"seconds": alone_s[part]()}))
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -152,7 +170,7 @@ def main() -> None:
         ]  # fmt: skip
         run_grpo(folder, *overrides, f"debug.dump_rollouts={options.steps}", name="kept")
         run = run_grpo(folder, *overrides)
-        parts = {part: alone(part, folder, options.threads) for part in ("sample", "train")}
+        parts = {part: alone(part, folder, options.threads, options.set) for part in ("sample", "train")}
     step, together = run.median("time/step", WARM_UP), sum(parts.values())
     print(f"{parameters / 1e6:.1f} M parameters, {PROMPTS} x {SAMPLES} samples of {MAX_TOKENS} tokens")
     print("seconds of a step by phase: " + ", ".join(f"{phase} {value:.3f}" for phase, value in run.phases().items()))
