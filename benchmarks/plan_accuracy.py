@@ -80,13 +80,18 @@ def options(name: str) -> list[str]:
     ]
 
 
-def measure(name: str, folder: Path) -> StepFigures:
-    """Run a setting and measure."""
-    model = {**MEMORY, **TIME}[name][0]
+def prepared(model: str, folder: Path) -> Path:
+    """Return the folder of a model with its policy and prompts, and write both if the folder is missing."""
     here = folder / model
     if not here.exists():
         MODELS[model](here / "policy")
         save_prompts(here / "data")
+    return here
+
+
+def measure(name: str, folder: Path) -> StepFigures:
+    """Run a setting and measure."""
+    here = prepared({**MEMORY, **TIME}[name][0], folder)
     run = run_grpo(here, *options(name), name=f"run{len(list(here.iterdir()))}_{hash(name) % 10**6}", closely=True)
     assert run.resident is not None
     start, end = run.steps[0]["time"], run.steps[-1]["time"]
@@ -103,9 +108,8 @@ def measure(name: str, folder: Path) -> StepFigures:
 def predict(name: str, device: Device, folder: Path, response_tokens: float) -> StepFigures:
     """Predict figures from the config.json of the model, the options and the mean length of a response."""
     model, plan, _, _ = {**MEMORY, **TIME}[name]
-    if not (folder / model).exists():
-        MODELS[model](folder / model / "policy")
-    work = replace(work_of(folder / model / "policy", options(name)), response_tokens=response_tokens)
+    policy = prepared(model, folder) / "policy"
+    work = replace(work_of(policy, options(name)), response_tokens=response_tokens)
     time = step_time(work, plan, device, device.cores)
     trainer = trainer_memory(work, plan, device)["update"]
     engine = engine_memory(work, plan, device)["sampling"]
