@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.plan_work import work_of
 from benchmarks.policies import save_28m, save_prompts
-from benchmarks.runs import TIMEOUT_S, run_grpo
+from benchmarks.runs import TIMEOUT_S, run_grpo, started
 from rl_plugins.planning.workload import Workload, micro_batch_sizes
 
 GIB = 2**30
@@ -108,12 +108,14 @@ def run_alternative(module: list[str], work: list[str]) -> dict[str, Any]:
 
     Raises:
         RuntimeError: the alternative failed. The message ends with its error output.
+        TimeoutExpired: the alternative has not ended after `TIMEOUT_S` seconds, and was ended.
     """
     command = [sys.executable, "-m", module[0], *work, *module[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-4000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with status {process.returncode}:\n{errors[-4000:]}")
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
 
 

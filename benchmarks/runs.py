@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 
@@ -56,6 +60,27 @@ def quiet(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 4]
 
 
+@contextmanager
+def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Start a command, and end the command and all its descendants at the end of the block if the command still runs.
+
+    Args:
+        command: program and arguments.
+        options: arguments of `subprocess.Popen`.
+    """
+    with subprocess.Popen(command, text=True, start_new_session=True, **options) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                # Some processes of Ray have groups of their own.
+                descendants = psutil.Process(process.pid).children(recursive=True)
+                os.killpg(process.pid, signal.SIGKILL)
+                for descendant in descendants:
+                    with suppress(psutil.NoSuchProcess):
+                        descendant.kill()
+
+
 def run_grpo(folder: Path, *overrides: str, name: str = "run", closely: bool = False) -> MeasuredRun:
     """Train `folder/policy` on `folder/data/train.parquet` with the GRPO recipe, in `folder/outputs/name`.
 
@@ -67,17 +92,18 @@ def run_grpo(folder: Path, *overrides: str, name: str = "run", closely: bool = F
 
     Raises:
         RuntimeError: the run failed. The message ends with its output.
+        TimeoutExpired: the run has not ended after `TIMEOUT_S` seconds, and was ended.
     """
     command = [
         sys.executable, "-m", "rl_plugins.recipes.grpo", f"run.name={name}", f"run.output_dir={folder}/outputs",
         f"model.path={folder}/policy", f"data.train_files=[{folder}/data/train.parquet]", "run.export=false",
         "run.checkpoint_every=100000", "run.eval_every=0", "tracking.enabled=false", *overrides,
     ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    watcher = ResidentWatch(process.pid) if closely else MemoryWatch(process.pid)
-    watcher.start()
-    output, _ = process.communicate(timeout=TIMEOUT_S)
-    seen = watcher.stop()
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        watcher = ResidentWatch(process.pid) if closely else MemoryWatch(process.pid)
+        watcher.start()
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        seen = watcher.stop()
     if process.returncode:
         raise RuntimeError(f"the recipe ended with status {process.returncode}:\n{output[-4000:]}")
     steps = [row for row in metric_rows(folder / "outputs" / name / "metrics.jsonl") if "train/loss" in row]

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ import psutil
 
 from benchmarks.learning import config_of, start
 from benchmarks.policies import save_policy, save_prompts
-from benchmarks.runs import MeasuredRun, run_grpo
+from benchmarks.runs import TIMEOUT_S, MeasuredRun, run_grpo, started
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch.command_line import compose_config, run_recipe
 from rl_plugins.run_folder import metric_rows, read_metrics
@@ -171,17 +170,21 @@ def _run_and_kill(folder: Path, at_step: int) -> MeasuredRun:
     def rows() -> list[dict[str, float]]:
         return [row for row in metric_rows(metrics) if "train/loss" in row]
 
-    process = subprocess.Popen([sys.executable, "-m", "rl_plugins.recipes.grpo", *options])
-    while len(rows()) < at_step:
-        if process.poll() is not None:
-            raise RuntimeError(f"the recipe ended with status {process.returncode} before step {at_step}")
-        time.sleep(0.1)
-    for child in psutil.Process(process.pid).children(recursive=True):
-        if "VLLMActor" in " ".join(child.cmdline()):
-            child.kill()
-            break
-    if process.wait(1800):
-        raise RuntimeError(f"the recipe ended with status {process.returncode}")
+    command = [sys.executable, "-m", "rl_plugins.recipes.grpo", *options]
+    deadline = time.monotonic() + TIMEOUT_S
+    with started(command) as process:
+        while len(rows()) < at_step:
+            if process.poll() is not None:
+                raise RuntimeError(f"the recipe ended with status {process.returncode} before step {at_step}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the recipe has not reached step {at_step} after {TIMEOUT_S} s")
+            time.sleep(0.1)
+        for child in psutil.Process(process.pid).children(recursive=True):
+            if "VLLMActor" in " ".join(child.cmdline()):
+                child.kill()
+                break
+        if process.wait(TIMEOUT_S):
+            raise RuntimeError(f"the recipe ended with status {process.returncode}")
     return MeasuredRun(rows())
 
 

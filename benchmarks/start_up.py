@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.runs import TIMEOUT_S
+from benchmarks.runs import TIMEOUT_S, started
 
 TARGET_S = 60
 
@@ -42,7 +42,7 @@ def follow_start(folder: Path) -> dict[str, float]:
     """Train one step, and return the seconds from the start to each part.
 
     Raises:
-        RuntimeError: the recipe failed. The message ends with its output.
+        RuntimeError: the recipe failed, or has not ended after `TIMEOUT_S` seconds. The message ends with its output.
     """
     log = folder / "log"
     command = [
@@ -58,10 +58,11 @@ def follow_start(folder: Path) -> dict[str, float]:
             reached.setdefault(what, time.perf_counter() - start)
 
     metrics = folder / "outputs" / "run" / "metrics.jsonl"
-    with log.open("w") as output:
-        process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        while process.poll() is None and time.perf_counter() - start < TIMEOUT_S:
-            titles = _titles(process)
+    with log.open("w") as output, started(command, stdout=output, stderr=subprocess.STDOUT) as process:
+        while process.poll() is None:
+            if time.perf_counter() - start > TIMEOUT_S:
+                raise RuntimeError(f"the recipe has not ended after {TIMEOUT_S} s:\n{log.read_text()[-4000:]}")
+            titles = _titles(psutil.Process(process.pid))
             reach("checked configuration, model, data and reward", "RL steps" in log.read_text())
             reach("Ray is up: the engine's process has begun", any("VLLMActor" in title for title in titles))
             reach("the training workers' processes have begun", any("RayTrainWorker" in title for title in titles))
