@@ -2,7 +2,8 @@
 
 `python -m benchmarks.scaling --picture docs/images/scaling.png` draws a model of 7 B parameters on H100s. The rates are
 those of the data sheets and the shares that `rl_plugins/planning/devices.py` assumes. `--run RUN --device cpu` takes
-the work and the measured phases of a run instead, and assumes more devices of the same kind at the same distances.
+the work and the measured phases of a run instead, and assumes more devices of the same kind at the same distances. The
+run must be synchronous, with colocated engines.
 The batch grows with the number of devices. Response lengths are log-normal. For a split placement the benchmark shows
 the division with the most samples per second.
 """
@@ -26,6 +27,7 @@ from benchmarks.simulator import (
 )
 from rl_plugins.commands.plan import workload_of
 from rl_plugins.config.recipe import parse_config
+from rl_plugins.errors import ConfigError
 from rl_plugins.planning.devices import Device, device_named
 from rl_plugins.planning.memory import prompt_tokens_of_sample
 from rl_plugins.planning.shape import ModelShape
@@ -40,6 +42,7 @@ WORK = Workload(
     micro_batch_tokens=16896, gradient_checkpointing=True,
 )  # fmt: skip
 PER_NODE = 8
+LOG_PROBS = ("time/old_log_probs", "time/ref_log_probs", "time/teacher_log_probs")
 SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)
 SCHEDULES = {
     "colocated, synchronous": (True, SamplingSchedule()),
@@ -91,8 +94,10 @@ def corrected_phase_times(
     measured = {name: median(list(series.values())[1:] or series.values()) for name, series in metrics.items()}
     planned = step_time(work, plan, device, plan.trainers)
     sampling = measured["time/rollout"] / planned.rollout
-    training = measured["time/update_policy"] / planned.update
-    phases = ("time/rollout", "time/update_policy", "time/update_weights")
+    log_probs = sum(measured.get(phase, 0.0) for phase in LOG_PROBS)
+    # Both take time for each token.
+    training = (measured["time/update_policy"] + log_probs) / (planned.update + planned.log_probs)
+    phases = ("time/rollout", "time/update_policy", "time/update_weights", *LOG_PROBS)
     return replace(
         times,
         decode_step_s=times.decode_step_s * sampling,
@@ -147,10 +152,20 @@ def best_step(
 
 
 def of_run(folder: RunFolder, device: Device) -> PhaseSource:
-    """Return the work and the measured phases of a run."""
+    """Return the work and the measured phases of a run.
+
+    Raises:
+        ConfigError: the run sampled ahead of training or on devices of its own, so its phases overlap.
+    """
     import yaml
 
     config = parse_config(yaml.safe_load(folder.config.read_text(encoding="utf-8")))
+    for option, value, needed in (
+        ("schedule.max_staleness", config.schedule.max_staleness, 0),
+        ("placement.rollout", config.placement.rollout, "colocated"),
+    ):
+        if value != needed:
+            raise ConfigError(f"--run {folder.path}: it has {option}={value}: give a run with {option}={needed}")
     metrics = read_metrics(folder.metrics)
     lengths = list(metrics["train/response_length"].values())
     work = workload_of(config, response_tokens=sum(lengths) / len(lengths))
