@@ -18,7 +18,6 @@ from statistics import median
 
 from benchmarks.simulator import (
     PhaseTimes,
-    SamplingSchedule,
     SimulatedStep,
     StepSamples,
     Workers,
@@ -27,6 +26,7 @@ from benchmarks.simulator import (
 )
 from rl_plugins.commands.plan import workload_of
 from rl_plugins.config.recipe import parse_config
+from rl_plugins.config.sampling import Schedule
 from rl_plugins.errors import ConfigError
 from rl_plugins.planning.devices import Device, device_named
 from rl_plugins.planning.memory import prompt_tokens_of_sample
@@ -45,11 +45,11 @@ PER_NODE = 8
 LOG_PROBS = ("time/old_log_probs", "time/ref_log_probs", "time/teacher_log_probs")
 SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)
 SCHEDULES = {
-    "colocated, synchronous": (True, SamplingSchedule()),
-    "split, synchronous": (False, SamplingSchedule()),
-    "split, a quarter of a step dropped": (False, SamplingSchedule(0, 0.25)),
-    "split, staleness 1": (False, SamplingSchedule(1)),
-    "split, staleness 4, 1 step ahead": (False, SamplingSchedule(4, 1)),
+    "colocated, synchronous": (True, Schedule()),
+    "split, synchronous": (False, Schedule()),
+    "split, a quarter of a step dropped": (False, Schedule(0, 0.25)),
+    "split, staleness 1": (False, Schedule(1)),
+    "split, staleness 4, 1 step ahead": (False, Schedule(4, 1)),
 }
 
 
@@ -134,9 +134,7 @@ class PhaseSource:
         return corrected_phase_times(times, self.work, plan, self.device, metrics)
 
 
-def best_step(
-    source: PhaseSource, devices: int, colocated: bool, schedule: SamplingSchedule, sigma: float
-) -> SimulatedStep:
+def best_step(source: PhaseSource, devices: int, colocated: bool, schedule: Schedule, sigma: float) -> SimulatedStep:
     """Simulate a step of the division of the devices with the most samples per second."""
     work = replace(source.work, prompts=source.work.prompts * devices // source.devices)
     trainers = [devices] if colocated else sorted({round(devices * share) for share in SHARES})

@@ -4,13 +4,8 @@ An engine decodes all its responses together. A decoding step takes `decode_step
 response. So a long response is sampled faster after shorter responses have ended, and delays the step that waits for
 it. Events are the ends of responses; between two events the rate of an engine is constant.
 
-A step trains on groups (the samples of a prompt) that were submitted at most `max_staleness` steps before. At its
-start, groups are submitted until enough groups for the step and for `ahead` further steps are in flight.
-
-- `ahead` >= `max_staleness`: steps take groups in the order of submission.
-- `ahead` < `max_staleness`: a step waits for the groups whose training in the next step would be too late, and then
-  takes the oldest finished groups.
-- `max_staleness` = 0: a step takes the first finished groups, and drops the others.
+Each trainer has a queue of groups (the samples of a prompt): the queue of a run, `GroupQueue`. A step waits for the
+trainer whose groups come last. Groups change trainers only after all trainers have theirs.
 
 New weights reach the engines between two decoding steps, and unfinished responses continue with the new weights.
 """
@@ -23,11 +18,21 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from statistics import fmean
+
+import numpy as np
+
+from rl_plugins.config.sampling import Schedule
+from rl_plugins.data.prompts import PromptBatch
+from rl_plugins.rollout.engine import RemoteSamples
+from rl_plugins.rollout.vllm.fleet import assigned_range, split_prompts
+from rl_plugins.stages.scheduled_sampler import Group, GroupQueue
 
 Lengths = Callable[[random.Random], int]
 """Function that draws the number of tokens of a response."""
+
+# A queue reads neither the tokens of a prompt nor those of a response.
+_PROMPT, _RESPONSES = PromptBatch([[]], [0], {}, 0), RemoteSamples(0, 0, 0, np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -68,25 +73,6 @@ class Workers:
     engines: int
     colocated: bool = True
     slots: int = 256
-
-
-@dataclass(frozen=True)
-class SamplingSchedule:
-    """Limits for sampling ahead of training.
-
-    Attributes:
-        max_staleness: largest number of policy updates between the submission of a group and its training; 0 is
-            synchronous.
-        ahead: steps whose groups are in flight in addition to the current step; None stands for `max_staleness`.
-    """
-
-    max_staleness: int = 0
-    ahead: float | None = None
-
-    @property
-    def steps_ahead(self) -> float:
-        """`ahead`, or its default."""
-        return self.max_staleness if self.ahead is None else self.ahead
 
 
 @dataclass(frozen=True)
@@ -152,11 +138,15 @@ class _SampleGroup:
     """Samples of one prompt.
 
     Attributes:
+        trainer: number of the trainer that asked for the group.
+        ticket: ticket of the group in the trainer's queue.
         submitted: step at whose start the group was submitted.
         unfinished: number of unfinished responses.
         tokens: tokens of the responses by the version of the policy that sampled the tokens.
     """
 
+    trainer: int
+    ticket: int
     submitted: int
     unfinished: int
     tokens: dict[int, float] = field(default_factory=dict)
@@ -216,11 +206,14 @@ class _SimulatedEngine:
         while len(self._versions) > 1 and self._versions[1][0] <= oldest:
             self._versions.pop(0)
 
-    def abort(self) -> None:
-        """Drop all unfinished responses."""
-        self._running.clear()
-        self._waiting.clear()
-        self._prefill_s = 0.0
+    def abort(self, trainer: int) -> None:
+        """Drop all unfinished responses of a trainer."""
+        self._running = [running for running in self._running if running[-1].trainer != trainer]
+        heapq.heapify(self._running)
+        self._waiting = deque(waiting for waiting in self._waiting if waiting[-1].trainer != trainer)
+        self._fill()
+        if not self._running:
+            self._prefill_s = 0.0
 
     @property
     def _rate(self) -> float:
@@ -252,10 +245,56 @@ class _SimulatedEngine:
         group.unfinished -= 1
 
 
+class _SimulatedTrainer:
+    """A trainer with the queue of a rank.
+
+    Args:
+        number: number of the trainer.
+        schedule: bounds on staleness and on groups in flight.
+        per_step: groups of a step on this trainer.
+    """
+
+    def __init__(self, number: int, schedule: Schedule, per_step: int) -> None:
+        self.number, self._schedule, self._per_step = number, schedule, per_step
+        self._queue = GroupQueue(schedule)
+        self._groups: dict[int, _SampleGroup] = {}
+        self._submitted, self._due = 0, list[int]()
+
+    def submit(self, step: int, samples: int) -> list[_SampleGroup]:
+        """Return new groups, so that enough groups are in flight."""
+        in_flight, new = self._schedule.in_flight(self._per_step), []
+        while len(self._queue) < in_flight:
+            # Tickets rise by one, so the position of a group is its ticket.
+            self._queue.add(Group(_PROMPT, step, self._submitted))
+            new.append(_SampleGroup(self.number, self._submitted, step, samples))
+            self._submitted += 1
+        self._groups |= {group.ticket: group for group in new}
+        self._queue.start(in_flight, step)
+        self._due = self._queue.due(step, self._per_step)
+        return new
+
+    def finish(self, group: _SampleGroup) -> None:
+        """Note a finished group."""
+        self._queue.finish({group.ticket: _RESPONSES})
+
+    def may_train(self, step: int) -> bool:
+        """Return True if the trainer waits for no further group. See `ScheduledSampler`."""
+        queue, count = self._queue, self._per_step
+        ready = not queue.unfinished(self._due) and queue.num_finished >= count
+        return ready and queue.leaves_time(step, count, count)
+
+    def take(self, step: int) -> list[_SampleGroup]:
+        """Remove and return the groups of the step."""
+        if self._schedule.drops:
+            for ticket in self._queue.drop_started(keep=self._per_step):
+                del self._groups[ticket]
+        return [self._groups.pop(group.position) for group in self._queue.take(self._per_step, step)]
+
+
 def simulate(
     times: PhaseTimes,
     workers: Workers,
-    schedule: SamplingSchedule,
+    schedule: Schedule,
     batch: StepSamples,
     *,
     steps: int = 12,
@@ -273,36 +312,28 @@ def simulate(
     """
     rng = random.Random(seed)
     engines = [_SimulatedEngine(times, workers.slots) for _ in range(workers.engines)]
-    groups: list[_SampleGroup] = []
+    trainers = [
+        _SimulatedTrainer(number, schedule, len(range(number, batch.prompts, workers.trainers)))
+        for number in range(workers.trainers)
+    ]
     skipped = schedule.max_staleness + 2
-    target = round(batch.prompts * (1 + schedule.steps_ahead))
     now = waited = began = busy_before = 0.0
     staleness: list[float] = []
-    submitted = trained = oldest = number = 0
+    submitted = trained = oldest = 0
     for step in range(steps + skipped):
         if step == skipped:
             began, waited, submitted, trained = now, 0.0, 0, 0
             staleness, oldest = [], 0
             busy_before = sum(engine.busy for engine in engines)
-        for _ in range(target - len(groups)):
-            group = _SampleGroup(step, batch.samples)
-            lengths = [batch.lengths(rng) for _ in range(batch.samples)]
-            # Engines receive prompts in turn, as ranks do.
-            engines[number % workers.engines].submit(group, lengths, batch.prompt_tokens)
-            groups.append(group)
-            number, submitted = number + 1, submitted + 1
-        due = _due(groups, step, schedule, batch.prompts)
-        arrived = _wait(engines, due, groups, step, schedule, batch.prompts, now)
+        for trainer in trainers:
+            new = trainer.submit(step, batch.samples)
+            for place, share in split_prompts(trainer.number, len(trainers), len(engines), len(new)).items():
+                for group in new[share.start : share.stop]:
+                    lengths = [batch.lengths(rng) for _ in range(batch.samples)]
+                    engines[place].submit(group, lengths, batch.prompt_tokens)
+            submitted += len(new)
+        arrived, chosen = _wait(engines, trainers, schedule, step, now)
         waited, now = waited + arrived - now, arrived
-        chosen_ids = {id(group) for group in due}
-        finished = (group for group in groups if not group.unfinished and id(group) not in chosen_ids)
-        chosen = due + list(islice(finished, batch.prompts - len(due)))
-        chosen_ids |= {id(group) for group in chosen}
-        groups = [group for group in groups if id(group) not in chosen_ids]
-        if not schedule.max_staleness:
-            groups = []
-            for engine in engines:
-                engine.abort()
         tokens = sum(sum(group.tokens.values()) for group in chosen)
         all_tokens = tokens + len(chosen) * batch.samples * batch.prompt_tokens
         training = times.train_fixed_s + all_tokens / workers.trainers * times.train_token_s
@@ -310,7 +341,7 @@ def simulate(
             if workers.colocated:
                 engine.pause(training)
             else:
-                engine.run(now + training)
+                _run(engine, now + training, trainers)
             engine.pause(times.update_weights_s + times.move_s)
             engine.new_version(step + 1)
         now += training + times.update_weights_s + times.move_s
@@ -332,60 +363,58 @@ def simulate(
 
 def _wait(
     engines: Sequence[_SimulatedEngine],
-    must: Sequence[_SampleGroup],
-    groups: Sequence[_SampleGroup],
+    trainers: Sequence[_SimulatedTrainer],
+    schedule: Schedule,
     step: int,
-    schedule: SamplingSchedule,
-    needed: int,
     now: float,
-) -> float:
-    """Let the engines run until enough groups are finished, and return the time.
+) -> tuple[float, list[_SampleGroup]]:
+    """Let the engines run until all trainers have their groups, and return the time and the groups.
 
     Args:
         engines: all engines.
-        must: groups that must be finished.
-        groups: all groups in flight.
-        step: number of the step.
+        trainers: all trainers.
         schedule: limits for sampling ahead of training.
-        needed: smallest number of finished groups.
+        step: number of the step.
         now: time at the start.
     """
-    pending = {id(group) for group in must if group.unfinished}
-    missing = needed - sum(not group.unfinished for group in groups)
-    ends = [(end, place) for place, engine in enumerate(engines) if (end := engine.next_end()) is not None]
-    heapq.heapify(ends)
-    while pending or missing > 0 or not _leaves_time(groups, step, schedule, needed):
-        now, place = heapq.heappop(ends)
-        for group in engines[place].run(now):
-            missing -= 1
-            pending.discard(id(group))
+    chosen: list[_SampleGroup] = []
+    waiting = {trainer.number for trainer in trainers}
+    changed, ends = set(waiting), list[tuple[float, int]]()
+
+    def expect(place: int) -> None:
         if (end := engines[place].next_end()) is not None:
             heapq.heappush(ends, (end, place))
+
+    for place in range(len(engines)):
+        expect(place)
+    while True:
+        while changed:
+            number = changed.pop()
+            if number not in waiting or not trainers[number].may_train(step):
+                continue
+            waiting.remove(number)
+            chosen += trainers[number].take(step)
+            for place in assigned_range(number, len(trainers), len(engines)) if schedule.drops else ():
+                # Groups of others may end at the same time.
+                changed |= _run(engines[place], now, trainers)
+                engines[place].abort(number)
+                expect(place)
+        if not waiting:
+            break
+        end, place = heapq.heappop(ends)
+        # An engine is faster without dropped responses, and has a second entry.
+        if end == engines[place].next_end():
+            now = end
+            changed |= _run(engines[place], now, trainers)
+            expect(place)
     for engine in engines:
-        engine.run(now)
-    return now
+        _run(engine, now, trainers)
+    return now, chosen
 
 
-def _due(groups: Sequence[_SampleGroup], step: int, schedule: SamplingSchedule, needed: int) -> list[_SampleGroup]:
-    """Return the groups that a step must take.
-
-    If steps take groups in the order of submission, the groups are the first of all groups in flight. Otherwise the
-    groups are at the limit of staleness.
-    """
-    if schedule.max_staleness and schedule.steps_ahead >= schedule.max_staleness:
-        return list(groups[:needed])
-    if not schedule.max_staleness:
-        return []
-    return [group for group in groups if group.submitted <= step - schedule.max_staleness]
-
-
-def _leaves_time(groups: Sequence[_SampleGroup], step: int, schedule: SamplingSchedule, needed: int) -> bool:
-    """Return True if the step leaves no group too old for later steps. See `GroupQueue.leaves_time`."""
-    if schedule.steps_ahead >= schedule.max_staleness:
-        return True
-    for later in range(schedule.max_staleness + 1):
-        old = [group for group in groups if group.submitted <= step + later - schedule.max_staleness]
-        finished = sum(not group.unfinished for group in old)
-        if finished < min(len(old) - later * needed, needed):
-            return False
-    return True
+def _run(engine: _SimulatedEngine, until: float, trainers: Sequence[_SimulatedTrainer]) -> set[int]:
+    """Let an engine decode until a time; return the numbers of the trainers with a finished group."""
+    finished = engine.run(until)
+    for group in finished:
+        trainers[group.trainer].finish(group)
+    return {group.trainer for group in finished}

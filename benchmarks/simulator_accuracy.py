@@ -21,7 +21,8 @@ from typing import Any
 
 from benchmarks.policies import PROMPT_TOKENS, save_policy, save_prompts
 from benchmarks.runs import quiet, run_grpo
-from benchmarks.simulator import PhaseTimes, SamplingSchedule, SimulatedStep, StepSamples, Workers, measured, simulate
+from benchmarks.simulator import PhaseTimes, SimulatedStep, StepSamples, Workers, measured, simulate
+from rl_plugins.config.sampling import Schedule
 
 STEPS, SKIPPED, SAMPLES, MAX_TOKENS = 8, 2, 4, 256
 # The random policy ends a response at a token with a probability of about 1 / VOCABULARY.
@@ -96,7 +97,7 @@ def fit(runs: Sequence[tuple[int, MeasuredSteps]], trainers: int) -> PhaseTimes:
 
 
 def predict(
-    times: PhaseTimes, prompts: int, workers: Workers, schedule: SamplingSchedule, lengths: Sequence[int]
+    times: PhaseTimes, prompts: int, workers: Workers, schedule: Schedule, lengths: Sequence[int]
 ) -> SimulatedStep:
     """Simulate with lengths that are drawn from measured lengths."""
     batch = StepSamples(prompts, SAMPLES, PROMPT_TOKENS, measured(lengths))
@@ -146,7 +147,7 @@ def compare(runs: Runs, who: str, trainers: int, schedules: Sequence[str]) -> No
     )
     for text in schedules:
         staleness, _, ahead = text.partition(":")
-        schedule = SamplingSchedule(int(staleness), float(ahead) if ahead else None)
+        schedule = Schedule(int(staleness), float(ahead) if ahead else None)
         wanted = [f"schedule.max_staleness={staleness}"] if schedule.max_staleness else []
         wanted += [f"schedule.ahead={ahead}"] if ahead else []
         for name, (workers, prompts) in (ASYNCHRONOUS if wanted else SYNCHRONOUS).items():

@@ -9,8 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from benchmarks.scaling import corrected_phase_times, of_run, planned_phase_times
-from benchmarks.simulator import SamplingSchedule, StepSamples, Workers, simulate
+from benchmarks.simulator import StepSamples, Workers, simulate
 from rl_plugins.config.recipe import parse_config
+from rl_plugins.config.sampling import Schedule
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.planning.step_time import step_time
@@ -27,7 +28,7 @@ EVEN = StepSamples(WORK.prompts, WORK.samples, WORK.prompt_tokens, lambda rng: i
 
 def test_planned_phase_times_simulate_to_the_planned_step_time():
     plan = step_time(WORK, PLAN, CPU, 8)
-    out = simulate(planned_phase_times(WORK, PLAN, CPU, 8), Workers(2, 2), SamplingSchedule(), EVEN, steps=2)
+    out = simulate(planned_phase_times(WORK, PLAN, CPU, 8), Workers(2, 2), Schedule(), EVEN, steps=2)
     assert out.step_s == pytest.approx(plan.step)
     assert out.trainer_idle == pytest.approx(plan.rollout / plan.step)
 
@@ -50,7 +51,7 @@ def test_corrected_phase_times_simulate_to_the_measured_step_time():
     # The first step is a warm-up and does not count.
     metrics = {name: {1: 100 * value, 2: value, 3: value} for name, value in row.items()}
     times = corrected_phase_times(planned_phase_times(work, PLAN, CPU, 8), work, PLAN, CPU, metrics)
-    out = simulate(times, Workers(2, 2), SamplingSchedule(), EVEN, steps=2)
+    out = simulate(times, Workers(2, 2), Schedule(), EVEN, steps=2)
     assert out.step_s == pytest.approx(row["time/step"])
     assert times.train_fixed_s == pytest.approx(rest)
 
