@@ -1,7 +1,8 @@
 """Search for stretches of tokens in the private memory of processes, as arrays of ids or in a pickle.
 
 `python memory_search.py PID ...` reads the stretches as JSON from stdin, and writes the number of stretches in each
-process to stdout. This is a separate program, because the calling process has the stretches in its own memory.
+process to stdout: 0 for an ended process. This is a separate program, because the calling process has the stretches in
+its own memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import BinaryIO
 
 import numpy as np
@@ -28,8 +30,10 @@ def encodings(stretch: list[int]) -> list[bytes]:
 
 def search(pid: str, wanted: list[list[bytes]]) -> int:
     """Return the number of stretches in a process. Memory shared with other processes does not count."""
-    seen = set()
+    seen = set[int]()
+    # Processes of Ray end at any time.
     with (
+        suppress(FileNotFoundError, ProcessLookupError),
         open(f"/proc/{pid}/maps") as maps,
         open(f"/proc/{pid}/mem", "rb", 0) as memory,
         open(f"/proc/{pid}/pagemap", "rb", 0) as pages,

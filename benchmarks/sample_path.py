@@ -132,6 +132,14 @@ class Search(threading.Thread):
 
     def run(self) -> None:
         """Hold, search and stop the run."""
+        try:
+            self._search_at_last_step()
+        finally:
+            # Also after an error, or the run would wait or train for ever.
+            (self._folder.path / "stop").touch()
+            (self._notes / "hold").unlink(missing_ok=True)
+
+    def _search_at_last_step(self) -> None:
         self._wait_for_step(2)
         received, samples = self._driver.received, self._bytes()
         self._wait_for_step(self._steps)
@@ -142,8 +150,6 @@ class Search(threading.Thread):
         lots = [[line["stretches"] for line in rank if line.get("stretches")][-2:] for rank in notes_of(self._notes)]
         stretches = [lot[0] for rank in lots for lot in rank]
         self.stretches, self.found = len(stretches), search(stretches)
-        (self._folder.path / "stop").touch()
-        (self._notes / "hold").unlink()
 
     def _bytes(self) -> int:
         return sum(line.get("bytes", 0) for rank in notes_of(self._notes) for line in rank)
@@ -178,6 +184,8 @@ def measure(tokens: int, steps: int) -> None:
         with driver, suppress(RunStopped):
             run_recipe(parse_config(compose_config("grpo", overrides)))
         watcher.join()
+        if not watcher.found:
+            raise RuntimeError("the search of the processes failed: the lines above have the reason")
         show(notes_of(notes), driver, watcher)
         # The processes of the next run need another environment.
         ray.shutdown()
