@@ -52,7 +52,7 @@ class Workload:
             None without quantisation.
         muon: the policy's optimizer is Muon.
         prompts: prompts of a step.
-        oversampling: prompts that an engine gets for each prompt of a step.
+        oversampling: prompts of an engine for each prompt of a step.
         samples: responses to each prompt.
         prompt_tokens: mean tokens of a prompt.
         response_tokens: mean tokens of a response.
@@ -150,12 +150,12 @@ class Workload:
 
     @property
     def sampled_prompts(self) -> int:
-        """Prompts that the engines get for a step."""
+        """Prompts of the engines for a step."""
         return self.prompts * self.oversampling
 
     @property
     def responses(self) -> int:
-        """Responses that the engines sample for a step."""
+        """Responses of the engines for a step."""
         return self.sampled_prompts * self.samples
 
     @property

@@ -94,7 +94,7 @@ def test_simulate_a_step_waits_for_the_trainer_with_too_many_stragglers(lengths,
     assert simulate(SLOW, workers, Schedule(0, 0.25), batch, steps=4).step_s == pytest.approx(step_s)
 
 
-def test_simulate_a_trainer_drops_its_surplus_while_another_trainer_waits():
+def test_simulate_a_trainer_drops_a_surplus_while_another_trainer_waits():
     # After 10 tokens of four responses, the first trainer has its group. Two responses are left.
     times, batch = PhaseTimes(0.0, 1.0, 0.0, 0.0), StepSamples(2, 1, 0, in_turn(10, 100, 20, 100))
     assert simulate(times, Workers(2, 1), Schedule(0, 1), batch, steps=3).step_s == pytest.approx(10 * 4 + 10 * 2)

@@ -24,7 +24,7 @@ def test_run_python_returns_output_errors_and_limits() -> None:
     assert run_python("print(1, flush=True)\nwhile True: pass") == "1\n[ended by the limit: cpu]"
 
 
-def test_run_python_gives_each_program_its_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_python_gives_each_program_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
     run_python, walls, times = RunPython("none"), list[float](), iter([0.0, 3.0])
 
     def run(job: SandboxJob) -> SandboxResult:

@@ -97,7 +97,7 @@ def test_trainer_memory_of_muon_has_one_moment_for_matrices_of_hidden_layers():
         assert both["sampling"]["moments"] - states["moments"] == 2 * critic.trained / 2
 
 
-def test_trainer_memory_of_a_frozen_tower_has_its_parameters_alone():
+def test_trainer_memory_of_a_frozen_tower_has_the_parameters_alone():
     tower = Tower(1, ((64, 64),), (), (), width=64, patches=16, multiplied=0)
     work = replace(WORK, policy=replace(SHAPE, tower=tower), trains_tower=False)
     for stage, kept in ((1, 2 * (P + 64 * 64) + 12 * P / 2), (0, 2 * (P + 64 * 64) / 2 + 4 * P / 2)):
