@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+from benchmarks.watch_thread import WatchThread
 
 KINDS = ("RayTrainWorker", "VLLMActor")
 OTHERS = "others"
@@ -46,33 +47,22 @@ class Resident:
         )
 
 
-class ResidentWatch:
-    """Thread that measures the descendants of a process: fifty times a second, or once a second for other kinds."""
+class ResidentWatch(WatchThread):
+    """Measures the descendants of a process: fifty times a second, or once a second for other kinds."""
 
     def __init__(self, pid: int) -> None:
+        super().__init__(_EVERY_S)
         self._root = psutil.Process(pid)
-        self._resident = Resident()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.resident = Resident()
+        self._looked, self._close = 0.0, set[tuple[str, int]]()
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> Resident:
-        """Stop the thread, and return the measurements."""
-        self._ended.set()
-        self._thread.join()
-        return self._resident
-
-    def _watch(self) -> None:
-        looked, close = 0.0, set()
-        while not self._ended.wait(_EVERY_S):
-            if time.time() - looked > _LOOK_S:
-                looked = time.time()
-                close = self._look()
-            for process in close:
-                self._note(process)
+    def measure(self) -> None:
+        """Measure once."""
+        if time.time() - self._looked > _LOOK_S:
+            self._looked = time.time()
+            self._close = self._look()
+        for process in self._close:
+            self._note(process)
 
     def _look(self) -> set[tuple[str, int]]:
         """Return the processes with a kind, and measure all other processes."""
@@ -101,4 +91,4 @@ class ResidentWatch:
         sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
         if sizes:
             point = time.time(), sizes["RssAnon"], sizes["RssShmem"]
-            self._resident.seen.setdefault(process, []).append(point)
+            self.resident.seen.setdefault(process, []).append(point)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 
 from benchmarks.resident import Resident, ResidentWatch
+from benchmarks.watch_thread import WatchThread
 from rl_plugins.run_folder import metric_rows
 
 TIMEOUT_S = 1800
@@ -100,49 +100,41 @@ def run_grpo(folder: Path, *overrides: str, name: str = "run", closely: bool = F
         "run.checkpoint_every=100000", "run.eval_every=0", "tracking.enabled=false", *overrides,
     ]  # fmt: skip
     with started(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        watcher = ResidentWatch(process.pid) if closely else MemoryWatch(process.pid)
-        watcher.start()
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-        seen = watcher.stop()
+        watch = ResidentWatch(process.pid) if closely else MemoryWatch(process.pid)
+        with watch:
+            output, _ = process.communicate(timeout=TIMEOUT_S)
     if process.returncode:
         raise RuntimeError(f"the recipe ended with status {process.returncode}:\n{output[-4000:]}")
     steps = [row for row in metric_rows(folder / "outputs" / name / "metrics.jsonl") if "train/loss" in row]
-    return MeasuredRun(steps, resident=seen) if isinstance(seen, Resident) else MeasuredRun(steps, seen)
+    if isinstance(watch, ResidentWatch):
+        return MeasuredRun(steps, resident=watch.resident)
+    return MeasuredRun(steps, watch.peaks)
 
 
-class MemoryWatch:
-    """Thread that measures the proportional memory (PSS) of the descendants of a process once a second."""
+class MemoryWatch(WatchThread):
+    """Measures the proportional memory (PSS) of the descendants of a process once a second.
+
+    Attributes:
+        peaks: peak of the largest process of each kind, in bytes.
+    """
 
     KINDS = ("RayTrainWorker", "VLLMActor")
 
     def __init__(self, pid: int) -> None:
-        self._root = psutil.Process(pid)
-        self._peaks: dict[str, int] = {}
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> dict[str, int]:
-        """Stop the thread, and return the peak of the largest process of each kind."""
-        self._ended.set()
-        self._thread.join()
-        return self._peaks
-
-    def _watch(self) -> None:
         # The kernel counts every page of a process. Measuring more often would make the steps slower.
-        while not self._ended.wait(1.0):
-            try:
-                processes = [self._root, *self._root.children(recursive=True)]
-            except psutil.NoSuchProcess:
-                return
-            for process in processes:
-                try:
-                    title = " ".join(process.cmdline())
-                    for kind in self.KINDS:
-                        if kind in title:
-                            self._peaks[kind] = max(self._peaks.get(kind, 0), process.memory_full_info().pss)
-                except psutil.Error:
-                    continue
+        super().__init__(every_s=1.0)
+        self._root = psutil.Process(pid)
+        self.peaks: dict[str, int] = {}
+
+    def measure(self) -> None:
+        """Measure once."""
+        try:
+            processes = [self._root, *self._root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return
+        for process in processes:
+            with suppress(psutil.Error):
+                title = " ".join(process.cmdline())
+                for kind in self.KINDS:
+                    if kind in title:
+                        self.peaks[kind] = max(self.peaks.get(kind, 0), process.memory_full_info().pss)

@@ -25,6 +25,7 @@ import psutil
 
 from benchmarks import memory_search
 from benchmarks.policies import PROMPT_TOKENS, save_policy, save_prompts
+from benchmarks.watch_thread import WatchThread
 from benchmarks.watched_fleet import NOTES, WatchedFleet, references, returned_by
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.errors import RunStopped
@@ -40,41 +41,30 @@ _HOLD_S = 120.0
 _BYTES_RECEIVED = slice(128, 136)
 
 
-class Driver:
-    """Watch over this process during a run: object references, received bytes and shared memory."""
+class Driver(WatchThread):
+    """Measures this process during a run: object references, received bytes and shared memory."""
 
     def __init__(self) -> None:
+        super().__init__(_EVERY_S)
         self.objects: set[str] = set()
         self.shared_bytes = 0
         self._received: dict[str, int] = {}
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Driver:
-        """Start the thread."""
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Stop the thread."""
-        self._ended.set()
-        self._thread.join()
 
     @property
     def received(self) -> int:
         """Received bytes of all TCP sockets so far."""
         return sum(self._received.values())
 
-    def _watch(self) -> None:
+    def measure(self) -> None:
+        """Measure once."""
         import ray
 
-        while not self._ended.wait(_EVERY_S):
-            self._received |= _received_by_socket()
-            status = Path("/proc/self/status").read_text().splitlines()
-            shared = next(int(line.split()[1]) for line in status if line.startswith("RssShmem"))
-            self.shared_bytes = max(self.shared_bytes, 1024 * shared)
-            if ray.is_initialized():
-                self.objects |= references()
+        self._received |= _received_by_socket()
+        status = Path("/proc/self/status").read_text().splitlines()
+        shared = next(int(line.split()[1]) for line in status if line.startswith("RssShmem"))
+        self.shared_bytes = max(self.shared_bytes, 1024 * shared)
+        if ray.is_initialized():
+            self.objects |= references()
 
 
 def _received_by_socket() -> dict[str, int]:

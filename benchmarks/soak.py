@@ -20,7 +20,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from statistics import linear_regression
 
 import psutil
 
+from benchmarks.watch_thread import WatchThread
 from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.models.tiny import save_tiny_policy
@@ -58,8 +58,8 @@ Points = list[tuple[float, float]]
 """Steps so far, and a value."""
 
 
-class Watch:
-    """Thread that measures a run every few seconds.
+class SoakWatch(WatchThread):
+    """Measures a run every few seconds.
 
     Args:
         pid: process of the driver.
@@ -69,27 +69,16 @@ class Watch:
     """
 
     def __init__(self, pid: int, metrics: Path, temporary: Path, every_s: float) -> None:
-        self._root, self._metrics, self._temporary, self._every_s = psutil.Process(pid), metrics, temporary, every_s
+        super().__init__(every_s)
+        self._root, self._metrics, self._temporary = psutil.Process(pid), metrics, temporary
         self.seen: dict[tuple[str, str], Points] = defaultdict(list)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> Watch:
-        """Start the thread."""
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop the thread."""
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(self._every_s):
-            steps = [row["step"] for row in trained(self._metrics)]
-            with suppress(psutil.NoSuchProcess):
-                if steps:
-                    self._measure(steps[-1])
+    def measure(self) -> None:
+        """Measure once, if a step has ended."""
+        steps = [row["step"] for row in trained(self._metrics)]
+        with suppress(psutil.NoSuchProcess):
+            if steps:
+                self._measure(steps[-1])
 
     def _measure(self, step: float) -> None:
         largest: dict[tuple[str, str], float] = defaultdict(float)
@@ -168,7 +157,7 @@ def run(folder: Path, steps: int, overrides: Sequence[str], every_s: float) -> d
     metrics = folder / "outputs" / "soak" / "metrics.jsonl"
     with (folder / "soak.log").open("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        with Watch(process.pid, metrics, folder / "tmp", every_s) as watch:
+        with SoakWatch(process.pid, metrics, folder / "tmp", every_s) as watch:
             status = process.wait()
         if status:
             log.seek(0)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks import grpo_step, runs, schedule, start_up
+from benchmarks.resident import ResidentWatch
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import is_running, patient, wait_until
 
@@ -46,3 +49,14 @@ def test_run_beyond_the_deadline_fails_and_leaves_no_process(
     ids = [int(line) for line in interpreter.with_suffix(".ids").read_text().splitlines()]
     assert len(ids) == 2
     wait_until(lambda: not any(map(is_running, ids)), "the end of the processes")
+
+
+def test_watches_of_memory_measure_the_processes_of_a_run() -> None:
+    code = "import sys; sys.stdin.read()  # RayTrainWorker"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        with runs.MemoryWatch(os.getpid()) as memory, ResidentWatch(os.getpid()) as resident:
+            key = ("RayTrainWorker", process.pid)
+            wait_until(lambda: memory.peaks and key in resident.resident.seen, "both measurements")
+        # A program of its own has some megabytes.
+        assert memory.peaks["RayTrainWorker"] > 2**20
+        assert resident.resident.peak("RayTrainWorker", 0, time.time(), shared=True) > 2**20

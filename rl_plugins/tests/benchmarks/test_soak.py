@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import MEMORY, PROCESSES, STEP, Watch, slope, table
+from benchmarks.soak import MEMORY, PROCESSES, STEP, SoakWatch, slope, table
 from rl_plugins.tests.patience import wait_until
 
 
 def test_watch_counts_processes_and_knows_the_process_of_the_tools(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 3, "train/loss": 0.5}\n')
-    watch = Watch(os.getpid(), metrics, tmp_path, every_s=0.01)
+    watch = SoakWatch(os.getpid(), metrics, tmp_path, every_s=0.01)
     with watch:
         wait_until(lambda: watch.seen["all", PROCESSES], "a measurement")
         before = watch.seen["all", PROCESSES][-1][1]
