@@ -1,7 +1,7 @@
 """Alternative for comparison: a simple GRPO loop in one process, with Hugging Face generate and plain PyTorch.
 
 `python -m benchmarks.plain_loop POLICY PARQUET --prompts 32 --samples 8 --max-tokens 6 --steps 10` prints one JSON
-object: median seconds of a step and of each phase, samples/s, tokens/s and the peak resident size.
+object: median seconds of a step and of each phase, samples/s and the peak resident size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
     rows = pq.read_table(options.parquet).to_pylist()
     times: dict[str, list[float]] = {"rollout": [], "update": [], "step": []}
-    tokens = 0
     for step in range(options.steps):
         start = time.perf_counter()
         batch = [rows[(step * options.prompts + i) % len(rows)] for i in range(options.prompts)]
@@ -69,7 +68,6 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         end = time.perf_counter()
-        tokens = int(attention.sum())
         for name, seconds in (("rollout", sampled - start), ("update", end - sampled), ("step", end - start)):
             times[name].append(seconds)
     medians = {name: median(values[min(2, len(values) - 1) :]) for name, values in times.items()}
@@ -79,7 +77,6 @@ def main() -> None:
             {
                 "seconds": medians,
                 "samples_per_s": samples / medians["step"],
-                "tokens_per_s": tokens / medians["step"],
                 "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             }
         )

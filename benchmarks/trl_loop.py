@@ -92,7 +92,6 @@ def main() -> None:
             callbacks=[clock],
         )
         trainer.train()
-        tokens = trainer.state.num_input_tokens_seen / options.steps
     seconds = [end - start for start, end in zip(clock.ends, clock.ends[1:], strict=False)]
     step = median(seconds[1:] or seconds)
     if not trainer.is_world_process_zero():
@@ -103,7 +102,6 @@ def main() -> None:
             {
                 "seconds": {"step": step},
                 "samples_per_s": samples / step,
-                "tokens_per_s": tokens / step,
                 "peak_bytes": peak,
             }
         )
