@@ -5,7 +5,7 @@ twice with one engine, with few and with many prompts. The seconds of phases and
 predict runs with more prompts, and with an engine for each trainer. A schedule is `schedule.max_staleness`, with or
 without `schedule.ahead`. Schedules other than 0 run with one trainer and one engine, a core for each; the predictions
 are made from runs in which trainer and engine take turns. The random policy ends responses at random, so their lengths
-have a tail. FILE keeps measurements, which are then not repeated.
+have a tail. Predicted and measured figures are means over steps. FILE keeps measurements, which are then not repeated.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ class MeasuredSteps:
         """Return the lower quartile over the steps with the metric; other work of the machine only adds to a step."""
         values = [step[name] for step in self.steps if name in step]
         return quiet(values) if values else None
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean over the steps with the metric, as the simulator does."""
+        values = [step[name] for step in self.steps if name in step]
+        return fmean(values) if values else None
 
     def quiet_half(self) -> list[tuple[dict[str, float], list[int]]]:
         """Return the half of the steps with the fewest seconds per token, each with its response lengths."""
@@ -188,7 +193,7 @@ def line(name: str, predicted: SimulatedStep, measured_steps: MeasuredSteps) -> 
         (predicted.engine_idle, "idle/engine"),
         (predicted.staleness, "rollout/staleness"),
     ):
-        measurement = measured_steps.quiet(key)
+        measurement = measured_steps.mean(key)
         shown = f"{measurement:6.2f} {prediction / measurement:5.2f}" if measurement else f"{'-':>6} {'-':>5}"
         cells.append(f"{prediction:7.2f} {shown}")
     return " |".join(cells)

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.grpo_step import prepare
-from benchmarks.runs import run_grpo
+from benchmarks.runs import MeasuredRun, run_grpo
 
 COMPUTE = ("rollout", "update_policy", "old_log_probs", "ref_log_probs")
 # Number of workers, and prompts of each worker.
@@ -37,11 +37,16 @@ def measure(folder: Path, workers: int, prompts: int, steps: int) -> None:
         "data.max_prompt_tokens=24",
         name=f"{workers}x{prompts}",
     )
-    compute = [sum(step.get(f"time/{name}", 0.0) for name in COMPUTE) for step in run.steps]
-    overhead = sorted(step["time/step"] - part for step, part in zip(run.steps, compute, strict=True))
-    middle = overhead[len(overhead) // 2]
-    samples = prompts * SAMPLES
+    middle, samples = median_overhead(run), prompts * SAMPLES
     print(f"{workers:8}{samples:18}{run.median('time/step'):10.3f}{middle:12.3f}{1e3 * middle / samples:22.3f}")
+
+
+def median_overhead(run: MeasuredRun) -> float:
+    """Return the median seconds of a step without compute, over the steps of `MeasuredRun.median`."""
+    overhead = [
+        {"overhead": step["time/step"] - sum(step.get(f"time/{name}", 0.0) for name in COMPUTE)} for step in run.steps
+    ]
+    return MeasuredRun(overhead).median("overhead")
 
 
 def main() -> None:
