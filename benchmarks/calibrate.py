@@ -192,6 +192,7 @@ def run_at(
         further = (f"placement.num_workers={workers}", f"strategy.zero_stage={zero_stage}")
         run = run_grpo(folder, *overrides, *further, name=name, closely=True)
         if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(pickle.dumps(run))
     work = work_of(folder / "policy", overrides)
     return run, replace(work, response_tokens=run.quiet("train/response_length"))

@@ -2,9 +2,9 @@
 
 `python -m benchmarks.grpo_step [--sizes quickstart 28m] [--steps 8] [--against plain trl trl-bf16]
 [--set run.deterministic=true]` prints one table per size. The runs follow each other on this machine. The recipe runs
-two workers and vLLM with one thread each. The alternatives, a plain loop and TRL's trainer (which must be installed),
-run one process with two threads. The last line is a lower limit: the matrix products of the step at the rate of large
-products.
+two workers with one thread each, and vLLM with two threads while the workers wait. The alternatives, a plain loop and
+TRL's trainer (which must be installed), run one process with two threads. The last line is a lower limit: the matrix
+products of the step at the rate of large products.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which families of models train and sample: a table, made by runs of each family with a tiny model.
 
-`python -m benchmarks.model_families [--only llama qwen3_moe] [--page docs/models.md]` builds a tiny model of each
+`python -m benchmarks.model_families [--only llama qwen3_moe | --page docs/models.md]` builds a tiny model of each
 family from its configuration. The model runs packed samples and each sample alone, then SFT, and two steps of GRPO over
 ZeRO-3, over FSDP2 and with LoRA: two workers, vLLM, and a check of the engine's weights after each update. The second
 step over ZeRO-3 continues from the checkpoint of the first. Mixtures of experts replay routes, and take two steps with
@@ -335,12 +335,14 @@ def write_page(rows: Sequence[Row], page: Path) -> None:
 def main() -> None:
     """Try the families, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, help="families; default: all")
     parser.add_argument("--page", type=Path, help="page for the table, such as docs/models.md")
     parser.add_argument("--folder", type=Path, help="keep runs and logs here, and go on from the runs that are there")
     parser.add_argument("--one", choices=FAMILIES, help=argparse.SUPPRESS)
     parser.add_argument("--sample", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.page and arguments.only:
+        parser.error("--page: a table of some families would replace the table of all: leave --page or --only out")
     if arguments.sample:
         print(json.dumps(sample(arguments.sample)))
         return
@@ -353,7 +355,7 @@ def main() -> None:
             return
         print(HEAD, flush=True)
         rows = []
-        for family in arguments.only:
+        for family in arguments.only or FAMILIES:
             rows.append(in_a_process(family, folder))
             print(line(rows[-1]), flush=True)
         if arguments.page is not None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -176,7 +177,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="soak") as folder:
         seen = run(Path(folder), options.steps, options.set, options.every)
-    page = f"# {options.steps} steps\n\n`make soak STEPS={options.steps}`\n\n{table(seen, options.steps)}\n"
+    command = f"make soak STEPS={options.steps}"
+    if options.set:
+        command = shlex.join(["python", "-m", "benchmarks.soak", "--steps", str(options.steps), "--set", *options.set])
+    page = f"# {options.steps} steps\n\n`{command}`\n\n{table(seen, options.steps)}\n"
     print(page)
     if options.out is not None:
         options.out.write_text(page)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import model_families
 from benchmarks.model_families import RUNS, Row, check_packing, line, write_page
 from benchmarks.tiny_families import FAMILIES, UNPACKED, save_tiny_family
 from rl_plugins.config.models import LoraConfig
@@ -32,3 +34,12 @@ def test_write_page_replaces_the_table_between_the_marks(tmp_path: Path) -> None
     text = page.read_text()
     assert text.startswith("before\n<!-- families -->\n| family |") and text.endswith("<!-- end families -->\nafter\n")
     assert text.count(line(rows[0])) == 1 and "vllm: a / b |" in text and "old" not in text
+
+
+def test_model_families_refuses_a_page_for_some_families(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["model_families", "--only", "qwen3", "--page", "docs/models.md"])
+    with pytest.raises(SystemExit, match="2"):
+        model_families.main()
+    assert "leave --page or --only out" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import soak
 from benchmarks.soak import MEMORY, PROCESSES, STEP, SoakWatch, slope, table
 from rl_plugins.tests.patience import wait_until
 
@@ -37,3 +38,14 @@ def test_table_has_a_line_for_each_figure() -> None:
     assert table(seen, 100).splitlines()[2:] == [
         "| all | step, s | 0.5 | 0.5 | +0 |", "| driver | memory, MB | 10 | 12 | +8 |"
     ]  # fmt: skip
+
+
+def test_page_of_soak_has_the_command_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "run", lambda *arguments: {("all", STEP): [(25.0, 0.5), (50.0, 0.5)]})
+    page = tmp_path / "page.md"
+    for further, command in (
+        ([], "make soak STEPS=9"),
+        (["--set", "a=1", "b=[x y]"], "python -m benchmarks.soak --steps 9 --set a=1 'b=[x y]'"),
+    ):
+        soak.main(["--steps", "9", "--out", str(page), *further])
+        assert page.read_text().splitlines()[2] == f"`{command}`"
