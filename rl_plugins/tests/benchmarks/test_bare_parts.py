@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -28,9 +29,13 @@ def test_bare_parts_refuses_options_with_other_work_in_the_recipe_alone(
 
 
 def test_alone_gives_a_part_the_options_and_returns_the_median_after_the_warm_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given: list[list[str]] = []
+    monkeypatch.setattr(bare_parts, "sample", lambda folder, threads, further: [threads, *further])
+    monkeypatch.setattr(sys, "argv", ["bare_parts", "--part", "sample", "folder", "--set", "rollout.max_num_seqs=64"])
+    bare_parts.main()
+    assert json.loads(capsys.readouterr().out) == {"seconds": [2, "rollout.max_num_seqs=64"]}
 
     def run(module: list[str], work: list[str]) -> dict[str, list[float]]:
         given.append(work)
