@@ -175,7 +175,7 @@ def test_reference_is_frozen_and_keeps_the_weights_of_the_start(tmp_path: Path) 
 
 
 def test_on_load_checkpoint_restores_the_step_and_the_kl_coefficient(tmp_path: Path) -> None:
-    kl = KLConfig(0.1, target=1e-9, horizon=1.0)
+    kl = KLConfig(0.1, target=1e-9, horizon=10.0)
     path = str(save_tiny_policy(tmp_path / "policy"))
     stage = policy_optimization(path, algorithm=Algorithm(kl=kl), optimizer=OptimizerConfig(lr=0.1))
     trainer = fit(stage, steps=2)
