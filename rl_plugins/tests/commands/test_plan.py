@@ -145,7 +145,7 @@ def test_plan_keeps_an_option_of_the_command_line_in_any_spelling(word, kept, mo
 
 
 def test_plan_refuses_the_impossible_and_loads_no_heavy_library(model, root):
-    words = ["plan", "grpo", f"model.path={model}", "--device", "l4", "--devices", "2"]
+    words = ["plan", "grpo", f"model.path={model}", "--device", "l4", "--devices", "1"]
     code = (
         "import sys\nfrom rl_plugins.commands.main import main\n"
         f"status = main({words!r})\nprint('LOADED', *sys.modules)\nsys.exit(status)"
