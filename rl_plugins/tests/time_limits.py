@@ -158,8 +158,10 @@ def excess(subject: str, seconds: float, limit: float) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Scale the timeout of the command line, or else of the configuration."""
-    timeout = config.option.timeout or config.getini("timeout")
+    """Scale the timeout of the command line, or else of the configuration; 0 is no timeout."""
+    timeout = config.option.timeout
+    if timeout is None:
+        timeout = os.environ.get("PYTEST_TIMEOUT") or config.getini("timeout")
     if timeout:
         config.option.timeout = patient(float(timeout))
 

@@ -89,11 +89,12 @@ def test_late_test_fails_if_the_second_run_fails(pytester: pytest.Pytester, monk
     )
 
 
-@pytest.mark.parametrize(("option", "seconds"), [([], 90), (["--timeout", "7"], 21)])
+@pytest.mark.parametrize(("option", "seconds"), [([], 90), (["--timeout", "7"], 21), (["--timeout", "0"], 0)])
 def test_scale_of_deadlines_multiplies_the_timeout_of_the_configuration_and_of_the_command(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, option: list[str], seconds: int
 ) -> None:
     monkeypatch.setattr(patience, "TIME_SCALE", 3.0)
+    monkeypatch.delenv("PYTEST_TIMEOUT", raising=False)
     pytester.makeini("[pytest]\ntimeout = 30\n")
     test = f"def test_a(pytestconfig): assert pytestconfig._env_timeout == {seconds}\n"
     assert run_of(pytester, test, *option).parseoutcomes() == {"passed": 1}
