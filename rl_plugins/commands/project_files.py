@@ -152,18 +152,19 @@ def _of_repositories(
         left_out: patterns of paths below `root` to leave out.
         include: patterns of paths below `root` to yield even if git ignores the path or `left_out` matches the path.
     """
-    paths = [repository / path for path in listed]
+    is_ignored = {repository / path: False for path in listed}
     if include:
         ignored = _git_files(root / repository, "--others", "--ignored", "--exclude-standard") or []
-        paths += [repository / path for path in ignored if _reaches(include, repository / path)]
-    for path in paths:
+        is_ignored |= {repository / path: True for path in ignored if _reaches(include, repository / path)}
+    for path, needs_pattern in is_ignored.items():
         place = root / path
         if place.is_symlink() or not os.path.lexists(place / ".git"):
             yield path
         # git may refuse a repository of another user, whose files would not be sent.
         elif not _matches(path, left_out) or _reaches(include, path):
             nested = _git_files(place, *_TRACKED_OR_NEW) or ()
-            yield from _of_repositories(root, path, nested, left_out, include)
+            files = _of_repositories(root, path, nested, left_out, include)
+            yield from (file for file in files if not needs_pattern or _matches(file, include))
 
 
 def _git_files(root: Path, *options: str) -> list[PurePath] | None:

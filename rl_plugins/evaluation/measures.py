@@ -28,12 +28,13 @@ _RESAMPLES = 1000
 def final_answer(response: str) -> str:
     r"""Return the answer in a response, for the vote of maj@k.
 
-    The answer is the content of the last `\boxed{}` (see `last_box`), also of a box which the end of the response cuts
-    off; without a box the first number after the last `####`; without this marker the last number; without a number the
-    whole text.
+    The answer is the content of the last `\boxed{}`, also of a box which the end of the response cuts off, or else of
+    the last box without braces (see `last_box`); without a box the first number after the last `####`; without this
+    marker the last number; without a number the whole text.
     """
-    box = last_box(response)
-    if box is not None:
+    # A response may mention the command after the box: `I used \boxed`.
+    box = last_box(response, braced=True) or last_box(response)
+    if box is not None and box[0].strip():
         return "".join(box[0].split())
     _, marker, tail = response.rpartition("####")
     numbers = _NUMBER.findall(tail)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,6 +143,9 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
         except SafetensorError as error:
             raise OSError(errno.ENOSPC, str(error)) from error
         finally:
+            # The next process may take the lock before the folder is removed, and then needs a folder of its own.
+            removed = tempfile.mkdtemp(prefix=work.name, dir=work.parent)
+            os.replace(work, removed)
             lock.close()
             # On NFS, the folder of an open file cannot be removed.
-            shutil.rmtree(work, ignore_errors=True)
+            shutil.rmtree(removed, ignore_errors=True)

@@ -32,8 +32,9 @@ from rl_plugins.json_text import read_foreign_json
 from rl_plugins.sandbox.records import SandboxResult
 from rl_plugins.sandbox.sandbox import CodeSandbox
 
-# A fence with the name of a language opens a block, also after a block without an end. More words are no such name.
-_OPENS = r"\w[^\s`]*[ \t]*\r?$"
+# A fence with the name of a language, and attributes of the block, opens a block, also after a block without an end.
+# Other words are no such name.
+_OPENS = r"\w[^\s`]*(?:[ \t]+(?:\{|\w+=)[^\n`]*)?[ \t]*\r?$"
 _FENCED = re.compile(rf"^[ \t]*```[^\n`]*\n((?:(?![ \t]*```).*\n)*)[ \t]*```(?!{_OPENS})", re.MULTILINE)
 _FUNCTION_NAMES = ("fn_name", "func_name")
 _SET_UPS = ("test_imports", "test_setup_code")

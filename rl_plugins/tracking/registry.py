@@ -227,14 +227,27 @@ def resolve_model(option: str, uri: str, store: str) -> str:
 
 
 def _logged_model(client: MlflowClient, run_id: str, name: str) -> str | None:
-    """Return the URI of the newest model of a run with a name; None for files which belong to no model."""
-    newest = client.search_logged_models(
-        [client.get_run(run_id).info.experiment_id],
-        filter_string=f"name = '{name}' AND source_run_id = '{run_id}'",
-        max_results=1,
-        order_by=[{"field_name": "creation_timestamp", "ascending": False}],
-    )
-    return f"models:/{newest[0].model_id}" if newest else None
+    """Return the URI of the newest model of a run with a name.
+
+    None for files which belong to no model, and for a store without models of runs: MLflow then takes the files.
+    """
+    from mlflow.exceptions import MlflowException
+
+    experiment, token = client.get_run(run_id).info.experiment_id, None
+    newest_first = [{"field_name": "creation_timestamp", "ascending": False}]
+    while True:
+        try:
+            # Some stores cannot filter by run.
+            page = client.search_logged_models(
+                [experiment], filter_string=f"name = '{name}'", order_by=newest_first, page_token=token
+            )
+        except (MlflowException, NotImplementedError):
+            return None
+        for model in page:
+            if model.source_run_id == run_id:
+                return f"models:/{model.model_id}"
+        if not (token := page.token):
+            return None
 
 
 def is_fixed(uri: str) -> bool:

@@ -108,6 +108,8 @@ def test_sizes_up_to_doubles_and_ends_with_the_number_of_samples():
         (r"\boxed{3 and the end was cut", "3andtheendwascut"),
         (r"Of 5 and 7, $\boxed 2$ is right, and not 9", "2"),
         (r"It is \boxed {1,000}, and not 9", "1,000"),
+        (r"The answer is \boxed{5}. I used the \boxed command.", "5"),
+        (r"I write 12 in \boxed", "12"),
         ("4 and 5 are\n#### 1,234 apples of 9", "1234"),
         ("12 + 30 = -42.5", "-42.5"),
         (" Paris \n", "Paris"),

@@ -41,6 +41,7 @@ def test_program_of_takes_the_last_whole_block() -> None:
     assert program_of("```python\na =\n...\n```python\na = 1\n```\nDone") == "a = 1\n"
     assert program_of("```python\r\na =\r\n```python\r\na = 1\r\n```\r\nDone") == "a = 1\r\n"
     assert program_of("```python\na = 1\n```This sets a.\n") == "a = 1\n"
+    assert program_of("```python\na = 1\nno end\n```python title=x\nb = 2\n```") == "b = 2\n"
     assert program_of("<answer>```python\nb\n```python\na = 1\n```</answer>") == "a = 1\n"
     assert program_of("no program") is None and program_of("```python\na = 1") is None
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.store.entities import PagedList
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.pinned_versions import PinnedVersions
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.tracking import registry
 from rl_plugins.tracking.registry import Evaluation, compare, fetch_model, register_policy, resolve_model
 from rl_plugins.tracking.run import RunDescription, open_run
 
@@ -186,3 +192,25 @@ def test_fetch_model_by_two_runs_at_once(register, store, tmp_path, monkeypatch)
 def test_fetch_model_refuses_a_missing_model_by_name(store, run, named, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         fetch_model("model.path", named, store, tmp_path)
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("logged models"), MlflowException("ENDPOINT_NOT_FOUND")])
+def test_resolve_model_leaves_the_model_of_a_run_in_a_store_without_models_of_runs(
+    store: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SimpleNamespace(info=SimpleNamespace(experiment_id="1"))
+    client = SimpleNamespace(get_run=lambda run_id: run, search_logged_models=Mock(side_effect=error))
+    monkeypatch.setattr(registry, "open_client", lambda store: client)
+    assert resolve_model("model.path", "runs:/abc/policy", store) == "runs:/abc/policy"
+
+
+def test_resolve_model_finds_the_newest_model_of_a_run_on_any_page(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(experiments: list[str], *, page_token: str | None, **options: Any) -> PagedList[Any]:
+        models = {None: [("m-4", "other")], "next": [("m-3", "abc"), ("m-2", "abc")]}[page_token]
+        page = [SimpleNamespace(model_id=model_id, source_run_id=run_id) for model_id, run_id in models]
+        return PagedList(page, "next" if page_token is None else None)
+
+    run = SimpleNamespace(info=SimpleNamespace(experiment_id="1"))
+    client = SimpleNamespace(get_run=lambda run_id: run, search_logged_models=search)
+    monkeypatch.setattr(registry, "open_client", lambda store: client)
+    assert resolve_model("model.path", "runs:/abc/policy", store) == "models:/m-3"
