@@ -13,6 +13,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -32,20 +33,20 @@ def search(pid: str, wanted: list[list[bytes]]) -> int:
     """Return the number of stretches in a process. Memory shared with other processes does not count."""
     seen = set[int]()
     # Processes of Ray end at any time.
-    with (
-        suppress(FileNotFoundError, ProcessLookupError),
-        open(f"/proc/{pid}/maps") as maps,
-        open(f"/proc/{pid}/mem", "rb", 0) as memory,
-        open(f"/proc/{pid}/pagemap", "rb", 0) as pages,
-    ):
-        for line in maps:
-            bounds, rights = line.split()[:2]
-            if rights != "rw-p":
-                continue
-            for start, stop in _resident(pages, *(int(bound, 16) for bound in bounds.split("-"))):
-                memory.seek(start)
-                data = memory.read(stop - start)
-                seen |= {number for number, forms in enumerate(wanted) if any(form in data for form in forms)}
+    with suppress(FileNotFoundError, ProcessLookupError):
+        maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        if not maps:
+            # A process nobody has waited for has no memory, and root owns the other two files.
+            return 0
+        with open(f"/proc/{pid}/mem", "rb", 0) as memory, open(f"/proc/{pid}/pagemap", "rb", 0) as pages:
+            for line in maps:
+                bounds, rights = line.split()[:2]
+                if rights != "rw-p":
+                    continue
+                for start, stop in _resident(pages, *(int(bound, 16) for bound in bounds.split("-"))):
+                    memory.seek(start)
+                    data = memory.read(stop - start)
+                    seen |= {number for number, forms in enumerate(wanted) if any(form in data for form in forms)}
     return len(seen)
 
 

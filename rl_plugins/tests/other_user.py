@@ -14,7 +14,7 @@ OTHER_USER = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a program as another user")
 
 # The interpreter may be readable for root only, so the program changes its user after the start.
-_CHANGE_USER = f"import os; os.setgroups([]); os.setgid({OTHER_USER}); os.setuid({OTHER_USER})"
+CHANGE_USER = f"import os; os.setgroups([]); os.setgid({OTHER_USER}); os.setuid({OTHER_USER})"
 
 
 def start_as_other_user(program: str, *arguments: str) -> subprocess.Popen[str]:
@@ -24,7 +24,7 @@ def start_as_other_user(program: str, *arguments: str) -> subprocess.Popen[str]:
         program: text of the program. The names `os`, `socket` and `sys` are imported.
         arguments: values of `sys.argv[1:]`.
     """
-    text = f"import socket, sys\n{_CHANGE_USER}\n{program}"
+    text = f"import socket, sys\n{CHANGE_USER}\n{program}"
     command = [sys.executable, "-I", "-S", "-c", text, *arguments]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")
 

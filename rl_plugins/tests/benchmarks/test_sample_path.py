@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,18 @@ import pytest
 from benchmarks import memory_search, sample_path
 from benchmarks.sample_path import Driver, Search
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tests.patience import is_running, wait_until
+from rl_plugins.tests.other_user import CHANGE_USER, needs_root
+from rl_plugins.tests.patience import is_running, patient, wait_until
+
+SEARCH_AS_OTHER_USER = f"""
+import os, subprocess
+from benchmarks import memory_search
+{CHANGE_USER}
+process = subprocess.Popen(["true"])
+os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+assert memory_search.search(str(process.pid), []) == 0
+assert process.wait() == 0
+"""
 
 
 def test_search_finds_nothing_in_an_ended_process() -> None:
@@ -20,6 +32,11 @@ def test_search_finds_nothing_in_an_ended_process() -> None:
         # Nobody has waited for the process yet.
         assert memory_search.search(str(process.pid), wanted) == 0
     assert memory_search.search(str(process.pid), wanted) == 0
+
+
+@needs_root
+def test_search_of_another_user_finds_nothing_in_an_ended_process() -> None:
+    subprocess.run([sys.executable, "-c", SEARCH_AS_OTHER_USER], check=True, timeout=patient(30))
 
 
 def test_run_of_search_stops_the_training_run_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
