@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks import grpo_step, runs, schedule, start_up
 from benchmarks.resident import ResidentWatch
-from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import is_running, patient, wait_until
 
 # One child has a process group of its own, as some processes of Ray.
@@ -34,7 +33,7 @@ def run_alternative(folder: Path) -> None:
     grpo_step.run_alternative(["module"], [])
 
 
-@for_each("measure", [runs.run_grpo, start_up.follow_start, run_and_kill, run_alternative])
+@pytest.mark.parametrize("measure", [runs.run_grpo, start_up.follow_start, run_and_kill, run_alternative])
 def test_run_beyond_the_deadline_fails_and_leaves_no_process(
     measure: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,7 +42,7 @@ def test_run_beyond_the_deadline_fails_and_leaves_no_process(
     interpreter.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(interpreter))
     for module in (runs, start_up, schedule, grpo_step):
-        monkeypatch.setattr(module, "TIMEOUT_S", patient(1))
+        monkeypatch.setattr(module, "TIMEOUT_S", patient(1.5))
     with pytest.raises((RuntimeError, subprocess.TimeoutExpired)):
         measure(tmp_path)
     ids = [int(line) for line in interpreter.with_suffix(".ids").read_text().splitlines()]
