@@ -178,8 +178,10 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="soak") as folder:
         seen = run(Path(folder), options.steps, options.set, options.every)
     command = f"make soak STEPS={options.steps}"
-    if options.set:
-        command = shlex.join(["python", "-m", "benchmarks.soak", "--steps", str(options.steps), "--set", *options.set])
+    further = [] if options.every == parser.get_default("every") else ["--every", f"{options.every:g}"]
+    further += ["--set", *options.set] if options.set else []
+    if further:
+        command = shlex.join(["python", "-m", "benchmarks.soak", "--steps", str(options.steps), *further])
     page = f"# {options.steps} steps\n\n`{command}`\n\n{table(seen, options.steps)}\n"
     print(page)
     if options.out is not None:

@@ -46,6 +46,8 @@ def test_page_of_soak_has_the_command_of_the_run(tmp_path: Path, monkeypatch: py
     for further, command in (
         ([], "make soak STEPS=9"),
         (["--set", "a=1", "b=[x y]"], "python -m benchmarks.soak --steps 9 --set a=1 'b=[x y]'"),
+        (["--every", "0.5"], "python -m benchmarks.soak --steps 9 --every 0.5"),
+        (["--every", "2", "--set", "a=1"], "python -m benchmarks.soak --steps 9 --every 2 --set a=1"),
     ):
         soak.main(["--steps", "9", "--out", str(page), *further])
         assert page.read_text().splitlines()[2] == f"`{command}`"
