@@ -5,7 +5,8 @@ twice with one engine, with few and with many prompts. The seconds of phases and
 predict runs with more prompts, and with an engine for each trainer. A schedule is `schedule.max_staleness`, with or
 without `schedule.ahead`. Schedules other than 0 run with one trainer and one engine, a core for each; the predictions
 are made from runs in which trainer and engine take turns. The random policy ends responses at random, so their lengths
-have a tail. Predicted and measured figures are means over steps. FILE keeps measurements, which are then not repeated.
+have a tail. The first two steps of a run are left out. Phase times are fitted to all other steps, and predicted and
+measured figures are means over steps. FILE keeps measurements, which are then not repeated.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.policies import PROMPT_TOKENS, save_policy, save_prompts
-from benchmarks.runs import quiet, run_grpo
+from benchmarks.runs import run_grpo
 from benchmarks.simulator import PhaseTimes, SimulatedStep, StepSamples, Workers, measured, simulate
 from rl_plugins.config.sampling import Schedule
 
@@ -47,20 +48,10 @@ class MeasuredSteps:
     steps: list[dict[str, float]]
     lengths: list[list[int]]
 
-    def quiet(self, name: str) -> float | None:
-        """Return the lower quartile over the steps with the metric; other work of the machine only adds to a step."""
-        values = [step[name] for step in self.steps if name in step]
-        return quiet(values) if values else None
-
     def mean(self, name: str) -> float | None:
         """Return the mean over the steps with the metric, as the simulator does."""
         values = [step[name] for step in self.steps if name in step]
         return fmean(values) if values else None
-
-    def quiet_half(self) -> list[tuple[dict[str, float], list[int]]]:
-        """Return the half of the steps with the fewest seconds per token, each with its response lengths."""
-        pairs = sorted(zip(self.steps, self.lengths, strict=True), key=lambda pair: pair[0]["time/step"] / sum(pair[1]))
-        return pairs[: (len(pairs) + 1) // 2]
 
 
 def run(folder: Path, name: str, prompts: int, workers: Workers, further: Sequence[str] = ()) -> MeasuredSteps:
@@ -83,12 +74,15 @@ def run(folder: Path, name: str, prompts: int, workers: Workers, further: Sequen
 
 
 def fit(runs: Sequence[tuple[int, MeasuredSteps]], trainers: int) -> PhaseTimes:
-    """Fit the seconds of phases to the steps of runs with one engine, by least squares."""
+    """Fit the seconds of phases to all steps of runs with one engine, by least squares.
+
+    Predictions are compared with means over all steps, so slow steps count here, too.
+    """
     import numpy as np
 
     training, rollouts = [], []
     for prompts, seen in runs:
-        for step, lengths in seen.quiet_half():
+        for step, lengths in zip(seen.steps, seen.lengths, strict=True):
             tokens = sum(lengths) + prompts * SAMPLES * PROMPT_TOKENS
             other = step["time/step"] - step["time/rollout"] - step.get("time/update_weights", 0.0)
             training.append((tokens / trainers, 1.0, other))
@@ -97,7 +91,7 @@ def fit(runs: Sequence[tuple[int, MeasuredSteps]], trainers: int) -> PhaseTimes:
     (token, fixed), *_ = np.linalg.lstsq(a[:, :2], a[:, 2])
     # A forward pass is a third of what training a token takes.
     (decode, sequence), *_ = np.linalg.lstsq(b[:, :2], b[:, 3] - b[:, 2] * token / 3)
-    updates = [seen.quiet("time/update_weights") or 0.0 for _, seen in runs]
+    updates = [seen.mean("time/update_weights") or 0.0 for _, seen in runs]
     return PhaseTimes(decode, sequence, token / 3, token, max(0.0, fixed), fmean(updates))
 
 
