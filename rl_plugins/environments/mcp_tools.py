@@ -101,6 +101,7 @@ class ToolServer:
                         "parameters": tool.input_schema,
                     },
                 },
+                None,
                 partial(self.call, tool.name),
             )
             for tool in described

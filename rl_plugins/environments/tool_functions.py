@@ -37,18 +37,16 @@ class ToolResult:
 
 
 @dataclass(frozen=True)
-class Tool:
-    """Tool inside the process of the tools.
+class ToolSchema:
+    """Description of a tool, and the check of arguments.
 
     Attributes:
         schema: JSON schema, in the form of a chat template.
-        call: function of the arguments by name; returns an awaitable.
-        places: places of running calls; None for any number of calls at once.
+        places: largest number of running calls; None for any number.
     """
 
     schema: Mapping[str, Any]
-    call: Callable[[Mapping[str, Any]], Awaitable[object]]
-    places: asyncio.Semaphore | None = None
+    places: int | None
 
     @property
     def name(self) -> str:
@@ -71,6 +69,17 @@ class Tool:
 
         parameters = self.schema["function"].get("parameters") or {"type": "object"}
         return Draft202012Validator({"additionalProperties": False, **parameters})
+
+
+@dataclass(frozen=True)
+class Tool(ToolSchema):
+    """Tool inside the process of the tools.
+
+    Attributes:
+        call: function of the arguments by name; returns an awaitable.
+    """
+
+    call: Callable[[Mapping[str, Any]], Awaitable[object]]
 
 
 class Threads:
@@ -168,8 +177,8 @@ def tool_of(name: str, function: Callable[..., Any], fixed: Mapping[str, Any], t
         async def call(arguments: Mapping[str, Any]) -> object:
             return await threads.run(partial(called, **arguments, **fixed))
 
-    calls_at_once = getattr(function, "calls_at_once", None) if is_instance else None
-    return Tool(schema, call, None if calls_at_once is None else asyncio.Semaphore(calls_at_once))
+    places = getattr(function, "calls_at_once", None) if is_instance else None
+    return Tool(schema, places, call)
 
 
 def _schema(name: str, function: Callable[..., Any], fixed: Mapping[str, Any]) -> dict[str, Any]:

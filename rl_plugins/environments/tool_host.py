@@ -4,6 +4,9 @@ The process ends calls at their deadline by itself. Otherwise the process is kil
 process takes its place. All calls of a lost process run again. The suspects, which may have caused the loss, run one at
 a time without other calls, and the next loss shows the culprit. A call may therefore run more than once. Calls of a
 lost MCP server are suspects, too.
+
+A tool may have places, which are its largest number of running calls. Further calls wait in the training process: they
+can be forgotten, and are no suspects.
 """
 
 from __future__ import annotations
@@ -11,13 +14,14 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_plugins.environments.task_process import GRACE_S, children_of, end_with_children, start_with_task
+from rl_plugins.environments.tool_functions import ToolSchema, shortened
 from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
 from rl_plugins.rewards.child_process import START_S
@@ -32,6 +36,8 @@ logger = logging.getLogger(__name__)
 Outcome = Literal["", "malformed", "unknown", "late", "raised", "died"]
 _STUCK = 16
 """Threads of late calls after which a new process takes over."""
+_PLACE_S = 600.0
+"""Seconds for the wait of a call for a place."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +59,21 @@ class Result:
 
 @dataclass
 class _Call:
+    """Call without a result so far.
+
+    Attributes:
+        number: number of the call.
+        name: name of the tool.
+        arguments: arguments by name.
+        since: start of the wait for a place.
+        due: deadline of a running call.
+        is_suspect: True if the call may have caused the loss of a process.
+    """
+
     number: int
     name: str
     arguments: Mapping[str, Any]
+    since: float
     due: float = 0.0
     is_suspect: bool = False
 
@@ -66,26 +84,32 @@ class ToolHost:
     Args:
         task: tools and limits.
         grace_s: seconds between the deadline of a call and the end of its process.
+        place_s: seconds for the wait of a call for a place.
 
     Attributes:
-        schemas: JSON schema of each tool.
         starts: number of processes so far.
 
     Raises:
         ConfigError: a tool cannot be loaded, two tools have one name, or an MCP server does not start.
     """
 
-    def __init__(self, task: ToolTask, *, grace_s: float = GRACE_S) -> None:
-        self._task, self._grace_s = task, grace_s
-        # Calls of the present process by number, waiting calls, and calls to run one at a time.
+    def __init__(self, task: ToolTask, *, grace_s: float = GRACE_S, place_s: float = _PLACE_S) -> None:
+        self._task, self._grace_s, self._place_s = task, grace_s, place_s
+        self._tools: dict[str, ToolSchema] = {}
+        # Calls of the present process by number, waiting calls by tool, and calls to run one at a time.
         self._running: dict[int, _Call] = {}
-        self._waiting: deque[_Call] = deque()
+        self._waiting: defaultdict[str, deque[_Call]] = defaultdict(deque)
         self._suspects: deque[_Call] = deque()
         self._results: dict[int, Result] = {}
         self._numbers, self.starts = 0, 0
         self._start()
         while not self._ready:
             self._listen(1.0)
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """JSON schema of each tool."""
+        return [tool.schema for tool in self._tools.values()]
 
     @property
     def pid(self) -> int:
@@ -95,8 +119,14 @@ class ToolHost:
     def call(self, name: str, arguments: Mapping[str, Any]) -> int:
         """Start a call, without waiting; return its number."""
         self._numbers += 1
-        self._waiting.append(_Call(self._numbers, name, arguments))
-        self._send()
+        tool = self._tools[name]
+        # A malformed call needs no place. Schemas of MCP servers, which may be slow, stay in the other process.
+        if tool.places is not None and (fault := tool.fault(arguments)):
+            text = shortened(f"{name}: {fault}", self._task.max_characters)
+            self._results[self._numbers] = Result("malformed", text)
+        else:
+            self._waiting[name].append(_Call(self._numbers, name, arguments, time.monotonic()))
+            self._send()
         return self._numbers
 
     def results(self, wait_s: float) -> dict[int, Result]:
@@ -107,17 +137,21 @@ class ToolHost:
         """
         now = time.monotonic()
         if now - self._listened > 1.0:
-            # Answers may have waited in the connection while nobody listened.
+            # Answers may have waited in the connection while nobody listened, and no call got a place.
             self._listening_since = now
+            for call in self._held():
+                call.since += now - max(self._listened, call.since)
         self._listen(0.0 if self._results else wait_s)
         self._send()
+        self._end_waits()
         results, self._results = self._results, {}
         return results
 
     def forget(self, numbers: Sequence[int]) -> None:
         """Drop the results of calls. A running call goes on."""
         gone = set(numbers)
-        self._waiting = deque(call for call in self._waiting if call.number not in gone)
+        for name, queue in self._waiting.items():
+            self._waiting[name] = deque(call for call in queue if call.number not in gone)
         self._suspects = deque(call for call in self._suspects if call.number not in gone)
         for number in gone:
             self._results.pop(number, None)
@@ -133,22 +167,43 @@ class ToolHost:
             "rl_plugins.environments.tool_process", self._task, self._task.limits, "tool"
         )
         self.starts += 1
-        self._ready, self.schemas, self._with_places = False, list[Mapping[str, Any]](), frozenset[str]()
+        self._ready = False
         self._programs: Sequence[psutil.Process] = ()
         self._listened = self._listening_since = self._started = time.monotonic()
 
     def _send(self) -> None:
-        """Send waiting calls; after the loss of a process, suspects come first, each without other calls."""
+        """Run waiting calls with a place; after the loss of a process, suspects run first, each without other calls."""
         if not self._ready or any(call.is_suspect for call in self._running.values()):
             return
-        queue = self._suspects or self._waiting
-        while queue and not (queue is self._suspects and self._running):
-            call = queue.popleft()
-            wait_s = self._task.place_s if call.name in self._with_places else 0.0
-            call.due = time.monotonic() + wait_s + self._task.deadline_s
-            self._running[call.number] = call
-            message = {"number": call.number, "name": call.name, "arguments": dict(call.arguments)}
-            self._outbox.put(json.dumps(message).encode())
+        if self._suspects:
+            if not self._running:
+                self._run(self._suspects.popleft())
+            return
+        running = Counter(call.name for call in self._running.values())
+        for name, queue in self._waiting.items():
+            places = self._tools[name].places
+            free = len(queue) if places is None else places - running[name]
+            for _ in range(min(free, len(queue))):
+                self._run(queue.popleft())
+
+    def _run(self, call: _Call) -> None:
+        call.due = time.monotonic() + self._task.deadline_s
+        self._running[call.number] = call
+        message = {"number": call.number, "name": call.name, "arguments": dict(call.arguments)}
+        self._outbox.put(json.dumps(message).encode())
+
+    def _held(self) -> list[_Call]:
+        """Return the waiting calls of tools with places."""
+        return [call for name, queue in self._waiting.items() if self._tools[name].places is not None for call in queue]
+
+    def _end_waits(self) -> None:
+        """End calls which waited too long for a place."""
+        now = time.monotonic()
+        late = [call for call in self._held() if now - call.since > self._place_s]
+        for call in late:
+            self._waiting[call.name].remove(call)
+            reason = f"the call did not start within {self._place_s:g} s: other calls ran all the time"
+            self._results[call.number] = Result("late", f"{call.name}: {reason}")
 
     def _listen(self, wait_s: float) -> None:
         """Read messages, and replace a process after its end or after a missed deadline."""
@@ -178,8 +233,10 @@ class ToolHost:
 
     def _read(self, message: Mapping[str, Any]) -> int:
         """Take a message; return the number of threads of late calls."""
-        if "schemas" in message:
-            self._ready, self.schemas, self._with_places = True, message["schemas"], frozenset(message["with_places"])
+        if "tools" in message:
+            self._ready = True
+            # Waiting calls may name a tool which a new MCP server no longer has.
+            self._tools |= {tool.name: tool for tool in (ToolSchema(*tool) for tool in message["tools"])}
             self._programs = children_of(self._process)
             return 0
         if "error" in message:
@@ -189,10 +246,6 @@ class ToolHost:
             raise RewardError(
                 f"the process of the tools was replaced, and the new process cannot load the tools: {message['error']}"
             )
-        if "started" in message:
-            if (started := self._running.get(message["number"])) is not None:
-                started.due = message["started"] + self._task.deadline_s
-            return int(message["stuck"])
         call = self._running.pop(message["number"], None)
         if call is not None and message["kind"] == "died" and not call.is_suspect:
             self._suspect(call)
@@ -227,7 +280,10 @@ class ToolHost:
             (number,) = calls
             self._results[number] = Result(kind, f"{calls[number].name}: {reason}")
         else:
-            self._waiting.extendleft(call for number, call in reversed(calls.items()) if number not in suspects)
+            for number, call in reversed(calls.items()):
+                if number not in suspects:
+                    call.since = time.monotonic()
+                    self._waiting[call.name].appendleft(call)
             for number in sorted(suspects):
                 self._suspect(calls[number])
         self._start()

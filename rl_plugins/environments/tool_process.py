@@ -1,7 +1,8 @@
 """Inside the process of the tools: load the tools, run all calls at once, and answer each call as soon as it ends.
 
 The process reads a `ToolTask` as a pickle, answers with the schemas or an error, and then reads calls in JSON until the
-end of the connection. A call of a coroutine function runs in the event loop, and any other call in a thread.
+end of the connection. A call of a coroutine function runs in the event loop, and any other call in a thread. The parent
+process holds back calls without a place.
 """
 
 from __future__ import annotations
@@ -36,10 +37,9 @@ class ToolTask:
     Attributes:
         tools: functions, dotted names, or mappings: `_target_`, or `path` and `name`, or `mcp`.
         limits: environment and memory of the process.
-        deadline_s: seconds for one call, after a wait for a place.
+        deadline_s: seconds for one call.
         max_characters: largest number of characters of a result.
         load_timeout_s: seconds for the start of an MCP server.
-        place_s: seconds for the wait of a call for a place, at a tool with a largest number of calls at once.
     """
 
     tools: Sequence[Any]
@@ -47,7 +47,6 @@ class ToolTask:
     deadline_s: float
     max_characters: int
     load_timeout_s: float
-    place_s: float = 600.0
 
 
 def serve(connection: Connection) -> None:
@@ -68,8 +67,7 @@ class _Server:
     async def serve(self) -> None:
         try:
             await self._load_all()
-            with_places = [tool.name for tool in self._tools.values() if tool.places is not None]
-            self._answer(schemas=[tool.schema for tool in self._tools.values()], with_places=with_places)
+            self._answer(tools=[(tool.schema, tool.places) for tool in self._tools.values()])
         except ConfigError as error:
             self._answer(error=str(error))
         except (AttributeError, ImportError, pickle.UnpicklingError) as error:
@@ -115,30 +113,11 @@ class _Server:
             ended.set()
 
     async def _call(self, number: int, name: str, arguments: Mapping[str, Any]) -> None:
-        start, tool = time.monotonic(), self._tools[name]
-        if tool.places is None:
-            kind, text, reward = await self._outcome(tool, arguments)
-        else:
-            kind, text, reward = await self._outcome_in_place(number, tool, tool.places, arguments)
+        start = time.monotonic()
+        kind, text, reward = await self._outcome(self._tools[name], arguments)
         text = shortened(text, self._task.max_characters)
         times = {"start": start, "seconds": time.monotonic() - start}
         self._answer(number=number, kind=kind, text=text, reward=vars(reward), stuck=self._threads.stuck, **times)
-
-    async def _outcome_in_place(
-        self, number: int, tool: Tool, places: asyncio.Semaphore, arguments: Mapping[str, Any]
-    ) -> tuple[str, str, Score]:
-        """Wait for a place, tell the parent process the start of the call, and return the outcome."""
-        try:
-            async with asyncio.timeout(self._task.place_s):
-                await places.acquire()
-        except TimeoutError:
-            waited = f"the call did not start within {self._task.place_s:g} s: other calls ran all the time"
-            return "late", f"{tool.name}: {waited}", _NO_REWARD
-        try:
-            self._answer(number=number, started=time.monotonic(), stuck=self._threads.stuck)
-            return await self._outcome(tool, arguments)
-        finally:
-            places.release()
 
     async def _outcome(self, tool: Tool, arguments: Mapping[str, Any]) -> tuple[str, str, Score]:
         """Return the kind of the failure, or an empty text; the text for the policy; and the reward of the turn."""

@@ -31,8 +31,8 @@ def host_of(
     place_s: float = 60.0,
 ) -> ToolHost:
     limits = WorkerLimits.of((), memory_mb)
-    task = ToolTask(tools, limits, patient(deadline_s), max_characters, patient(30), patient(place_s))
-    return ToolHost(task, grace_s=patient(grace_s))
+    task = ToolTask(tools, limits, patient(deadline_s), max_characters, patient(30))
+    return ToolHost(task, grace_s=patient(grace_s), place_s=patient(place_s))
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +136,13 @@ class BlockedProcess:
 
     pid = 0
 
-    def __init__(self, names: list[list[str]]) -> None:
+    def __init__(self, names: list[list[str]], places: int | None) -> None:
         self.connection, self._tools = Pipe()
         self.ended, self._end = Pipe()
         self._names: list[str] = []
         names.append(self._names)
-        self._tools.send_bytes(b'{"schemas": [], "with_places": []}')
+        tools = [({"function": {"name": "block"}}, places), ({"function": {"name": "add"}}, None)]
+        self._tools.send_bytes(json.dumps({"tools": tools}).encode())
 
     def has_ended(self) -> bool:
         return False
@@ -158,32 +159,87 @@ class BlockedProcess:
             end.close()
 
 
+class BlockedHost:
+    """ToolHost with blocked processes, a clock of the test, and the names of the calls of each process."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, deadline_s: float, places: int | None, place_s: float) -> None:
+        self.names: list[list[str]] = []
+        self.clock = SimpleNamespace(now=0.0)
+        self.clock.monotonic = lambda: self.clock.now
+
+        def start(*_: Any) -> tuple[BlockedProcess, BlockedProcess]:
+            process = BlockedProcess(self.names, places)
+            return process, process
+
+        patch.setattr(tool_host, "start_with_task", start)
+        patch.setattr(tool_host, "children_of", lambda process: ())
+        patch.setattr(tool_host, "end_with_children", lambda process, earlier: None)
+        patch.setattr(tool_host, "time", self.clock)
+        self.host = ToolHost(ToolTask([], WorkerLimits(), deadline_s, 100, 1.0), grace_s=1.0, place_s=place_s)
+
+    def listen(self, seconds: float) -> dict[int, Result]:
+        """Return the results of some seconds."""
+        found, end = dict[int, Result](), self.clock.now + seconds
+        while self.clock.now < end:
+            self.clock.now += 0.4
+            found |= self.host.results(0.0)
+        return found
+
+
 def test_suspect_runs_without_other_calls_and_blocks_only_one_more_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[list[str]] = []
-
-    def start(*_: Any) -> tuple[BlockedProcess, BlockedProcess]:
-        process = BlockedProcess(names)
-        return process, process
-
-    clock = SimpleNamespace(now=0.0)
-    clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(tool_host, "start_with_task", start)
-    monkeypatch.setattr(tool_host, "children_of", lambda process: ())
-    monkeypatch.setattr(tool_host, "end_with_children", lambda process, earlier: None)
-    monkeypatch.setattr(tool_host, "time", clock)
-    host = ToolHost(ToolTask([], WorkerLimits(), 2.0, 100, 1.0), grace_s=1.0)
+    blocked_host = BlockedHost(monkeypatch, deadline_s=2.0, places=None, place_s=600.0)
+    host, names = blocked_host.host, blocked_host.names
     blocked = host.call("block", {})
-    clock.now += 0.5
+    blocked_host.clock.now += 0.5
     added = [host.call("add", {}) for _ in range(2)]
-    found: dict[int, Result] = {}
-    for _ in range(50):
-        clock.now += 0.4
-        found |= host.results(0.0)
+    found = blocked_host.listen(20.0)
     host.close()
     assert found.pop(blocked) == Result("late", "block: no result within 2 s")
     assert found == dict.fromkeys(added, Result("", "add"))
     # The second process takes no call beside the suspect.
     assert names == [["block", "add", "add"], ["block"], ["add", "add"]]
+
+
+def test_call_without_a_place_can_be_forgotten_and_is_no_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked_host = BlockedHost(monkeypatch, deadline_s=2.0, places=2, place_s=600.0)
+    host, names = blocked_host.host, blocked_host.names
+    *blocked, forgotten = [host.call("block", {}) for _ in range(5)]
+    added = host.call("add", {})
+    # Calls of other tools pass.
+    assert names == [["block", "block", "add"]]
+    host.forget([forgotten])
+    found = blocked_host.listen(40.0)
+    host.close()
+    assert found.pop(added) == Result("", "add")
+    assert found == dict.fromkeys(blocked, Result("late", "block: no result within 2 s")) and list(found) == blocked
+    first, later = ["block", "block", "add"], ["add", "block", "block"]
+    # Each suspect ran alone, and all other calls waited.
+    assert names == [first, ["block"], ["block"], later, ["block"], ["block"], []]
+
+
+def test_malformed_call_has_a_result_without_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked_host = BlockedHost(monkeypatch, deadline_s=2.0, places=1, place_s=5.0)
+    blocked_host.host.call("block", {})
+    wrong = blocked_host.host.call("block", {"x" * 100: 1})
+    text = f"block: Additional properties are not allowed ('{'x' * 53} [64 more characters left out]"
+    (result,) = blocked_host.host.results(0.0).items()
+    assert result == (wrong, Result("malformed", text)) and blocked_host.names == [["block"]]
+    blocked_host.host.close()
+
+
+def test_wait_for_a_place_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked_host = BlockedHost(monkeypatch, deadline_s=200.0, places=2, place_s=5.0)
+    for _ in range(2):
+        blocked_host.host.call("block", {})
+    early = blocked_host.host.call("block", {})
+    assert not blocked_host.listen(3.0)
+    blocked_host.clock.now += 50.0
+    last = blocked_host.host.call("block", {})
+    late = Result("late", "block: the call did not start within 5 s: other calls ran all the time")
+    assert not blocked_host.listen(1.0)
+    assert blocked_host.listen(2.0) == {early: late}
+    assert blocked_host.listen(3.0) == {last: late}
+    blocked_host.host.close()
 
 
 @pytest.mark.extended
