@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import Any
 
+from rl_plugins.config.settings import AT_LEAST_1
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.limits import at_most
 
@@ -160,7 +161,8 @@ def tool_of(name: str, function: Callable[..., Any], fixed: Mapping[str, Any], t
         threads: threads for plain functions.
 
     Raises:
-        ConfigError: an argument has no type hint or no description, or the function has no docstring.
+        ConfigError: an argument has no type hint or no description, the function has no docstring, or `calls_at_once`
+            is no whole number of at least 1.
     """
     is_instance = not (inspect.isroutine(function) or isinstance(function, partial))
     called = getattr(function, "__call__") if is_instance else function  # noqa: B004, B009 (an instance's method)
@@ -178,7 +180,9 @@ def tool_of(name: str, function: Callable[..., Any], fixed: Mapping[str, Any], t
             return await threads.run(partial(called, **arguments, **fixed))
 
     places = getattr(function, "calls_at_once", None) if is_instance else None
-    return Tool(schema, places, call)
+    if places is not None and (fault := AT_LEAST_1.fault(places, int)):
+        raise ConfigError(f"tool {name!r}: calls_at_once={places!r}: {fault}")
+    return Tool(schema, None if places is None else int(places), call)
 
 
 def _schema(name: str, function: Callable[..., Any], fixed: Mapping[str, Any]) -> dict[str, Any]:

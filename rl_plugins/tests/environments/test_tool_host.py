@@ -12,11 +12,13 @@ import psutil
 import pytest
 
 from rl_plugins.environments import tool_host
+from rl_plugins.environments.tool_functions import Threads, tool_of
 from rl_plugins.environments.tool_host import Result, ToolHost
 from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.tests.environments import sample_tools
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import is_running, patient, wait_until
 
 HERE = "rl_plugins.tests.environments.sample_tools"
@@ -129,6 +131,14 @@ def test_wait_for_a_place_has_a_deadline_which_the_result_names() -> None:
     late = f"nap: the call did not start within {patient(0.3):g} s: other calls ran all the time"
     assert first == Result("", "slept") and second == Result("late", late)
     host.close()
+
+
+@for_each("count", [0, -1, True, 1.5, "2"])
+def test_calls_at_once_is_a_whole_number_of_at_least_1(count: Any) -> None:
+    single: Any = sample_tools.Single()
+    single.calls_at_once = count
+    with pytest.raises(ConfigError, match=r"tool 'Single': calls_at_once=.*: must be .*at least 1"):
+        tool_of("Single", single, {}, Threads())
 
 
 class BlockedProcess:
