@@ -237,7 +237,7 @@ def test_malformed_call_has_a_result_without_a_place(monkeypatch: pytest.MonkeyP
     blocked_host.host.close()
 
 
-def test_wait_for_a_place_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_a_place_leaves_out_the_time_between_readings_of_results(monkeypatch: pytest.MonkeyPatch) -> None:
     blocked_host = BlockedHost(monkeypatch, deadline_s=200.0, places=2, place_s=5.0)
     for _ in range(2):
         blocked_host.host.call("block", {})
