@@ -34,6 +34,9 @@ from rl_plugins.rollout.vllm.config import CPU_ENVIRONMENT, VLLMConfig
 from rl_plugins.tests.patience import is_running, wait_until
 from rl_plugins.weights.source import ModuleWeightSource
 
+# The last test ends the engine.
+pytestmark = pytest.mark.random_order(disabled=True)
+
 BATCHED_TOKENS = 1536
 # Number of updates in flight: on a busy machine, the engine core may have finished before the pause.
 ATTEMPTS = 8
@@ -128,9 +131,8 @@ def test_engine_core_that_does_not_start_has_an_error_with_the_reason(workplace:
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("running_ray")
-def test_engine_core_ends_with_a_killed_actor(workplace: Path) -> None:
-    with engine_with_a_core(workplace) as engine:
-        actor, core = processes_of(engine)
-        actor.kill()
-        wait_until(lambda: not is_running(core.pid), "the end of the engine core", 30)
+def test_engine_core_ends_with_a_killed_actor(engine: VLLMRollout) -> None:
+    """End the engine of this module, after all other tests."""
+    actor, core = processes_of(engine)
+    actor.kill()
+    wait_until(lambda: not is_running(core.pid), "the end of the engine core", 30)
