@@ -81,6 +81,8 @@ SMALL = [
     "launcher=local", "rollout.engine=transformers", "run.steps=2", "run.eval_every=1", "batch.prompts_per_step=4",
     "batch.samples_per_prompt=2", "sampling.max_tokens=16",
 ]  # fmt: skip
+FEW_ROWS = ["--num-dev", "8", "--num-test", "8"]
+"""Options of `rl-plugins prepare` for tasks with rows of their own: the runs validate three times."""
 STAGES = [
     *(f"++common.{option}" for option in ("launcher=local", "rollout.engine=transformers", "run.steps=2")),
     "++common.batch.prompts_per_step=4", "++common.sampling.max_tokens=16",
@@ -178,6 +180,8 @@ def _type(folder: Path, line: str, keep: tuple[str, ...] = ()) -> None:
         if (folder / "outputs" / recipe).exists() and not any(word.startswith("run.name=") for word in words):
             # A page has the same recipe twice, and tells the reader to name the second run.
             words.append(f"run.name={recipe}{len(list(folder.glob('outputs/*')))}")
+    elif words[:2] == ["rl-plugins", "prepare"] and words[2] in ("calculator", "game", "programs"):
+        words += FEW_ROWS
     elif words[:2] in (["rl-plugins", "generate"], ["rl-plugins", "evaluate"]):
         words += ["--max-tokens", "16", *(() if " ".join(line.split()) in WITH_VLLM else ("--engine", "transformers"))]
     variables = [word for word in words if re.match("[A-Z_]+=", word)]
