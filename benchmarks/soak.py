@@ -29,6 +29,7 @@ from statistics import linear_regression
 
 import psutil
 
+from benchmarks.runs import started
 from benchmarks.watch_thread import WatchThread
 from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows
@@ -157,8 +158,10 @@ def run(folder: Path, steps: int, overrides: Sequence[str], every_s: float) -> d
     environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
     metrics = folder / "outputs" / "soak" / "metrics.jsonl"
     with (folder / "soak.log").open("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        with SoakWatch(process.pid, metrics, folder / "tmp", every_s) as watch:
+        with (
+            started(command, stdout=log, stderr=subprocess.STDOUT, env=environment) as process,
+            SoakWatch(process.pid, metrics, folder / "tmp", every_s) as watch,
+        ):
             status = process.wait()
         if status:
             log.seek(0)

@@ -62,8 +62,8 @@ class BestCheckpoints(Callback):
     ) -> None:
         previous, self._last_step = self._last_step, clock(pl_module)
         # After a roll-back the clock shows the step of the checkpoint again, and the metrics are of the bad step.
-        is_saved = PolicyCheckpoint.of(trainer).saved_step == self._last_step
-        if is_saved and self._last_step > previous and not self._metric.startswith("val/"):
+        is_candidate = self._last_step > previous and not self._metric.startswith("val/")
+        if is_candidate and PolicyCheckpoint.of(trainer).saved_step == self._last_step:
             self._consider(trainer, pl_module)
 
     def _consider(self, trainer: Trainer, pl_module: LightningModule) -> None:

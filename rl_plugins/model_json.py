@@ -49,6 +49,12 @@ def expert_count(config: Mapping[str, Any]) -> int:
     return next((text[key] for key in EXPERT_COUNT_KEYS if isinstance(text.get(key), int) and text[key]), 0)
 
 
+def rotary_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parameters of the rotary positions of a model; older files have another key for them."""
+    text = config.get("text_config") or config
+    return text.get("rope_parameters") or text.get("rope_scaling") or {}
+
+
 def context_window(config: Mapping[str, Any]) -> int | None:
     """Return the longest sequence of a model in tokens; None if its config.json does not contain the length."""
     text = config.get("text_config") or config
@@ -58,6 +64,5 @@ def context_window(config: Mapping[str, Any]) -> int | None:
         return None
     # Some models give the length before rotary scaling, others the length after it. The larger length refuses no valid
     # configuration.
-    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    factor = scaling.get("factor")
+    factor = rotary_parameters(config).get("factor")
     return int(positions * factor) if isinstance(factor, int | float) and 1 < factor < math.inf else positions

@@ -23,7 +23,7 @@ from rl_plugins.config.settings import (
     or_null,
 )
 from rl_plugins.errors import ConfigError
-from rl_plugins.model_json import reads_images
+from rl_plugins.model_json import reads_images, rotary_parameters
 
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM can reserve memory."""
@@ -316,8 +316,7 @@ def check_engine_positions(path: str, model: Mapping[str, Any], tokens: int) -> 
     Raises:
         ConfigError: the model has `longrope`, and the engine would take the frequencies for long sequences.
     """
-    text = model.get("text_config") or model
-    rotary = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    text, rotary = model.get("text_config") or model, rotary_parameters(model)
     short = rotary.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
     # Older files of Phi-3 say `su`.
     if rotary.get("rope_type", rotary.get("type")) in ("longrope", "su") and isinstance(short, int) and tokens > short:

@@ -22,6 +22,7 @@ from rl_plugins.rollout.engine import (
     GroupSampler,
     RemoteSamples,
     ReportingSampler,
+    collected,
     sample_seed,
 )
 
@@ -188,10 +189,9 @@ class Conversations:
                 self._advance(wait=True)
             elif not self._advance(wait=False):
                 break
-        taken = ended if count or not required else required
         return {
             ticket: Generations.concat([trajectory.generations() for trajectory in self._groups.pop(ticket)])
-            for ticket in taken
+            for ticket in collected(ended, required, count)
         }
 
     def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:

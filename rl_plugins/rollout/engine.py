@@ -6,7 +6,7 @@ prefixes and sets the new policy version, because a cache of old weights would c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -19,7 +19,7 @@ from rl_plugins.memory import MemoryChange
 from rl_plugins.ranks import Ranks
 from rl_plugins.weights.source import WeightSource
 
-Group = TypeVar("Group")
+Key = TypeVar("Key", int, str)
 
 
 @dataclass(frozen=True)
@@ -227,9 +227,9 @@ class GroupSampler(Protocol):
         """
 
 
-def take_groups(finished: dict[int, Group], required: Sequence[int], count: int) -> dict[int, Group]:
-    """Remove and return the groups that `GroupSampler.collect` returns."""
-    return {ticket: finished.pop(ticket) for ticket in (required if required and not count else list(finished))}
+def collected(finished: Iterable[Key], required: Collection[Key], count: int) -> list[Key]:
+    """Return the groups among the finished groups that `GroupSampler.collect` returns, by ticket or by name."""
+    return list(required if required and not count else finished)
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ from rl_plugins.hub.files import model_folder
 from rl_plugins.memory import MemoryChange
 from rl_plugins.model_json import context_window
 from rl_plugins.ranks import Ranks
-from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, padded_routes, take_groups
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, collected, padded_routes
 from rl_plugins.router_replay import RouterReplay
 from rl_plugins.vision_language import ModelInputs, model_class, padded_inputs
 from rl_plugins.weights.check import WeightsDiffer, tolerance_of
@@ -72,7 +72,7 @@ class SynchronousGroups:
 
     def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | RemoteSamples]:
         """Return submitted groups, all of which are finished."""
-        return take_groups(self._finished, required, count)
+        return {ticket: self._finished.pop(ticket) for ticket in collected(self._finished, required, count)}
 
     def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
         """Return the groups unchanged, because all groups are in this process."""

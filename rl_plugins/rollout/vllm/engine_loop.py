@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rl_plugins.rollout.engine import collected
 from rl_plugins.rollout.vllm.requests import EngineRequest, engine_input
 
 
@@ -92,8 +93,7 @@ class EngineLoop:
                         raise self._failures.pop(name)
                 done = [name for name in names if name in self._finished]
                 if len(done) >= count and set(required) <= set(done):
-                    taken = required if required and not count else done
-                    return {name: self._finished.pop(name) for name in taken}
+                    return {name: self._finished.pop(name) for name in collected(done, required, count)}
                 await self._changed.wait()
 
     def abort(self, names: Collection[str] | None = None) -> None:

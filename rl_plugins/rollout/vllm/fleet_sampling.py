@@ -15,7 +15,7 @@ import numpy as np
 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import EngineLost
-from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, take_groups
+from rl_plugins.rollout.engine import Generations, GroupRequest, RemoteSamples, collected
 from rl_plugins.rollout.vllm.fleet import Deadline, Fleet
 
 
@@ -89,7 +89,7 @@ class FleetSampling:
         while True:
             missing = [ticket for ticket in required if ticket not in self._finished]
             if not missing and len(self._finished) >= count:
-                return take_groups(self._finished, required, count)
+                return {ticket: self._finished.pop(ticket) for ticket in collected(self._finished, required, count)}
             self._poll(missing, count - len(self._finished))
             self._take(self._fleet.first(self._polls, "collect", deadline))
 
