@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from integration_tests.command_server import ForkedCommand, start_command, take_signals
+from integration_tests import command_server
+from integration_tests.command_server import ForkedCommand, start_command
+from integration_tests.fork_server import take_signals
+from integration_tests.ray_workers import VARIABLE, descendants, fork_workers
 from integration_tests.resident import (  # noqa: F401
     adapter_engine,
     bfloat16_engine,
@@ -35,6 +38,13 @@ if TYPE_CHECKING:
 # The processes of tests and Ray's workers find the rewards of this folder by the name of the module.
 ROOT = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the servers of forks import their libraries while the first tests run."""
+    if not session.config.option.collectonly and any("integration_tests" in item.path.parts for item in session.items):
+        fork_workers(os.environ)
+        command_server.SERVER.start()
 
 
 @pytest.fixture(scope="session")
@@ -103,11 +113,10 @@ class Recipe:
     def processes(self, name: str = "") -> list[psutil.Process]:
         """Return the descendants with `name` in their title."""
         found = []
-        with suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    if name in " ".join(process.cmdline()):
-                        found.append(process)
+        for process in descendants(self.process.pid):
+            with suppress(psutil.NoSuchProcess):
+                if name in " ".join(process.cmdline()):
+                    found.append(process)
         return found
 
     def kill_one(self, name: str) -> None:
@@ -151,7 +160,8 @@ def recipes_in(folder: Path, workplace: Path, address: str | None = None) -> Ite
             name: name of the run.
             overrides: options after the common options of all recipes here.
             typed: text from the keyboard.
-            new_interpreter: start a new interpreter, as a user does, and not a fork with imported libraries.
+            new_interpreter: start new interpreters for the recipe and its workers, as a user does, and not forks with
+                imported libraries.
             variables: environment variables.
         """
         log = folder / f"{name}-{len(recipes)}.log"
@@ -165,6 +175,7 @@ def recipes_in(folder: Path, workplace: Path, address: str | None = None) -> Ite
         of_ray = ("RAY_ADDRESS", "PYTHONBREAKPOINT")
         environment = {key: value for key, value in os.environ.items() if key not in of_ray} | variables
         environment |= {"RAY_ADDRESS": address} if address else {}
+        environment |= {VARIABLE: ""} if new_interpreter else {}
         keyboard = folder / "typed"
         keyboard.write_text(typed)
         with log.open("w") as output, keyboard.open() as keys:

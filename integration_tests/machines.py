@@ -14,6 +14,7 @@ import pytest
 from ray.cluster_utils import Cluster
 from ray.util.state import list_actors
 
+from integration_tests.ray_workers import VARIABLE, descendants
 from rl_plugins.addresses import free_port
 from rl_plugins.tests.patience import patient
 
@@ -83,18 +84,28 @@ class Machines:
         """Kill all processes of a node with SIGKILL."""
         node = self._nodes.pop(node_id)
         (raylet,) = node.all_processes["raylet"]
-        for process in (
-            *psutil.Process(raylet.process.pid).children(recursive=True),
-            psutil.Process(raylet.process.pid),
-        ):
+        for process in (*descendants(raylet.process.pid), psutil.Process(raylet.process.pid)):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self._cluster.remove_node(node, allow_graceful=False)
 
 
 @contextmanager
-def machines() -> Iterator[Machines]:
-    """Start a cluster with a head node alone."""
+def machines(new_interpreters: bool = False) -> Iterator[Machines]:
+    """Start a cluster with a head node alone.
+
+    Args:
+        new_interpreters: start a new interpreter for each worker, and not a fork with imported libraries.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if new_interpreters:
+            patch.setenv(VARIABLE, "")
+        with _cluster() as running:
+            yield running
+
+
+@contextmanager
+def _cluster() -> Iterator[Machines]:
     cluster = Cluster(
         initialize_head=True,
         head_node_args={

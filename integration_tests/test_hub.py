@@ -40,8 +40,11 @@ def hub(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.fixture
 def cluster(hub: StandIn) -> Iterator[Machines]:
-    """A cluster whose machines know the hub."""
-    with machines() as cluster:
+    """A cluster whose machines know the hub.
+
+    The libraries of the hub read its address at their import.
+    """
+    with machines(new_interpreters=True) as cluster:
         yield cluster
 
 

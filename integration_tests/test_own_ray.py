@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 
+from integration_tests.ray_workers import VARIABLE
 from rl_plugins.tests.patience import patient, wait_until
 
 # Starts Ray, a worker, and an actor that ends and whose process hangs in its exit handlers. Then two training workers
@@ -69,7 +70,8 @@ def test_own_ray_and_training_workers_listen_on_loopback_and_hanging_workers_end
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         outcome = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(tmp_path)],
-            env={**environment, "HOME": folder, "RAY_TMPDIR": folder, "TMPDIR": folder},
+            # The children of this program are its workers, and not their forks.
+            env={**environment, VARIABLE: "", "HOME": folder, "RAY_TMPDIR": folder, "TMPDIR": folder},
             capture_output=True,
             text=True,
             timeout=patient(300),

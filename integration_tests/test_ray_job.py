@@ -19,8 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from integration_tests.command_server import take_signals
 from integration_tests.conftest import Recipe
+from integration_tests.fork_server import take_signals
+from integration_tests.ray_workers import descendants
 from rl_plugins.addresses import free_port
 from rl_plugins.run_folder import RunFolder, checkpoint_step, read_metrics
 from rl_plugins.tests.patience import patient, wait_until
@@ -98,7 +99,7 @@ def answers(address: str) -> bool:
 def kill_with_children(process: subprocess.Popen[bytes]) -> None:
     """Kill with SIGKILL, because `ray stop` would end every Ray on this machine."""
     with suppress(psutil.NoSuchProcess):
-        found = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        found = [*descendants(process.pid), psutil.Process(process.pid)]
         for one in found:
             with suppress(psutil.NoSuchProcess):
                 one.kill()

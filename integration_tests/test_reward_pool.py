@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import ray
 
+from integration_tests.ray_workers import VARIABLE
 from rl_plugins.errors import ConfigError, DataError, DeadlineExceeded, RewardError
+from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.rewards.pool import RewardPool
 from rl_plugins.rewards.records import Score, ScoringRequest, failure_counts
+from rl_plugins.rewards.worker import LoadedRewards, WorkerTask
 from rl_plugins.tests.patience import patient
 
 pytestmark = pytest.mark.usefixtures("running_ray")
@@ -78,8 +81,14 @@ def test_score_kills_a_worker_that_no_alarm_interrupts_and_blames_no_slow_sample
     assert outcomes(scores) == [*[1.0] * 18, "timeout"]
 
 
-def test_workers_import_no_heavy_library(obeying_pool: RewardPool) -> None:
-    assert outcomes(obeying_pool.score(requests("torch", "torch"))) == [0.0, 0.0]
+def test_workers_import_no_heavy_library() -> None:
+    # In tests a worker is a fork with imported libraries; with its own variable a worker is a new interpreter.
+    new_interpreter = {"env_vars": {VARIABLE: ""}}
+    worker: Any = ray.remote(LoadedRewards).options(num_cpus=0, runtime_env=new_interpreter).remote()
+    task = WorkerTask({"_target_": f"{HERE}.obey"}, WorkerLimits())
+    ray.get(worker.load.remote(task), timeout=patient(60))
+    scores = ray.get(worker.score.remote(requests("torch"), 10.0), timeout=patient(60))
+    assert outcomes(scores) == [0.0]
 
 
 def test_two_workers_score_at_the_same_time(tmp_path: Path) -> None:
