@@ -3,7 +3,8 @@
 Each argument is a file from `rl-plugins generate`, or a policy. A policy is sampled first, which needs
 --data and --output, and takes the sampling options of `generate`. The measures are mean, best@k, maj@k and pass@k, with
 95 % bootstrap intervals over prompts. They are printed, and written as JSON beside the samples. With two arguments, the
-second is compared with the first, prompt by prompt.
+second is compared with the first, prompt by prompt. A policy that is not in the folder of a run is sampled like the
+other policy (see --like).
 
   rl-plugins evaluate samples.parquet --reward gsm8k
   rl-plugins evaluate base.parquet trained.parquet --reward my_rewards.py:score
@@ -237,6 +238,8 @@ def _sampled_file(name: str, arguments: Namespace) -> Path:
         name: name of the policy.
         arguments: arguments of the command.
     """
+    from rl_plugins.launch.environment import config_of_policy
+
     stem = "-".join(part for part in name.replace(":", "/").split("/")[-3:] if part not in ("", ".", ".."))
     path: Path = arguments.output / f"{stem}.parquet"
     with storing(arguments.output):
@@ -251,6 +254,11 @@ def _sampled_file(name: str, arguments: Namespace) -> Path:
     command = [sys.executable, "-m", "rl_plugins", "generate", name, "--data", *arguments.data, "--output", str(path)]
     options += ["--trust-remote-code"] if arguments.trust_remote_code else []
     options += ["--recipe", str(arguments.recipe)] if arguments.recipe is not None else []
+    like = arguments.like
+    if arguments.recipe is None and config_of_policy(name) is None:
+        # Two policies are compared over equal prompts.
+        like = like or next(filter(None, map(config_of_policy, arguments.inputs)), None)
+    options += ["--like", str(like)] if like is not None else []
     status = subprocess.run([*command, *options]).returncode
     if status:
         raise ConfigError(f"sampling from {name} ended with status {status}, see above; the same command continues")

@@ -4,6 +4,9 @@ The output file has the rows and columns of the prompts, and for each row the li
 `response_lengths`. The command writes the file in parts: after a kill, the same command continues, and the file is the
 same as without the kill. A command with other settings is refused.
 
+A policy in the folder of a run is sampled with the chat template variables and the stop strings of the run. For a copy of
+such a policy, and for the model before the training, name the config.yaml of the run with --like.
+
 With --recipe, the policy has conversations with the environment of a run: tools, a stateful environment, an agent, or a
 reward function that replies. The file gets further lists: `conversations` (messages in JSON), `answers` (last
 responses), `turns`, `scores` and `failures`.
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from rl_plugins.data.images import PromptImages
     from rl_plugins.data.parquet import PromptRows
     from rl_plugins.evaluation.generation import Job, Sample
+    from rl_plugins.launch.environment import ResponseOptions
     from rl_plugins.rollout.transformers_engine import TransformersRollout
     from rl_plugins.rollout.vllm.offline import OfflineVLLM
 
@@ -58,6 +62,11 @@ def add_sampling_arguments(parser: ArgumentParser) -> None:
     """Declare the sampling options, which `evaluate` has, too."""
     parser.add_argument(
         "--recipe", type=Path, help="config.yaml of a run, with the environment of conversations (default: none)"
+    )
+    parser.add_argument(
+        "--like",
+        type=Path,
+        help="config.yaml with the chat template variables and the stop strings (default: of the policy's run)",
     )
     parser.add_argument(
         "--samples", type=number(int, AT_LEAST_1), default=1, help="responses per prompt (default: %(default)s)"
@@ -100,14 +109,22 @@ def run(arguments: Namespace) -> int:
     from rl_plugins.evaluation.generation import generate, open_samples
     from rl_plugins.launch.environment import (
         ConversationSampler,
+        ResponseOptions,
+        config_of_policy,
         open_conversations,
         open_environment,
         recipe_with_conversations,
     )
     from rl_plugins.models.folder import check_model_folder
 
+    if arguments.recipe is not None and arguments.like is not None:
+        raise ConfigError("--recipe and --like: conversations take all options from --recipe: leave --like out")
     recipe = None if arguments.recipe is None else recipe_with_conversations(arguments.recipe)
-    job = _build_job(arguments, recipe)
+    options = None if recipe is None else ResponseOptions.of(recipe)
+    if options is None and (file := arguments.like or config_of_policy(arguments.policy)):
+        options = ResponseOptions.read(file)
+        print(f"{arguments.policy}: the chat template variables and the stop strings are those of {file}")
+    job = _build_job(arguments, recipe, options)
     if arguments.output.suffix != ".parquet":
         raise ConfigError(f"--output {arguments.output}: must end in .parquet")
     rows = load_rows(arguments.data, UNSCORED_COLUMNS if recipe is None else COLUMNS)
@@ -124,8 +141,9 @@ def run(arguments: Namespace) -> int:
         num_parts = len(samples.missing())
         print(f"{samples.path}: {len(rows)} prompts x {job.num_samples} samples, {num_parts} parts to make")
         environment = None if recipe is None else stack.enter_context(open_environment(recipe))
-        options = {} if environment is None else environment.template_options
-        prompt_ids, images, tokenizer = _tokenize(rows, model, job, trusted, options)
+        # Tools are a variable of the template, too.
+        template_options = job.template_options if environment is None else environment.template_options
+        prompt_ids, images, tokenizer = _tokenize(rows, model, job, trusted, template_options)
         longest_prompt = max(map(len, prompt_ids))
         conversations = None
         if recipe is not None and environment is not None:
@@ -149,7 +167,7 @@ def _single_responses(engine: OfflineVLLM | TransformersRollout) -> Sample:
     return lambda _, requests, sampling: engine.sample_groups(requests, sampling)
 
 
-def _build_job(arguments: Namespace, recipe: RecipeConfig | None) -> Job:
+def _build_job(arguments: Namespace, recipe: RecipeConfig | None, options: ResponseOptions | None) -> Job:
     from rl_plugins.evaluation.generation import Job
     from rl_plugins.launch.environment import digest
     from rl_plugins.launch.gpus import local_gpus
@@ -160,6 +178,11 @@ def _build_job(arguments: Namespace, recipe: RecipeConfig | None) -> Job:
     if arguments.samples > 1 and temperature == 0:
         raise ConfigError(
             f"--samples {arguments.samples} with --temperature 0 would all be the same: raise the temperature"
+        )
+    if options is not None and options.stop and arguments.engine == "transformers":
+        raise ConfigError(
+            f"--engine transformers: sampling.stop={list(options.stop)} of the run ends responses at strings, and this "
+            "engine ends responses at tokens alone: use --engine vllm"
         )
     if arguments.device == "cuda" and not local_gpus():
         raise ConfigError("--device cuda, but this machine has no NVIDIA GPU: use --device cpu, or leave it out")
@@ -176,8 +199,7 @@ def _build_job(arguments: Namespace, recipe: RecipeConfig | None) -> Job:
         top_p=arguments.top_p,
         seed=arguments.seed,
         prompts_per_part=arguments.save_every,
-        stop=() if recipe is None else tuple(recipe.sampling.stop),
-        stop_token_ids=() if recipe is None else tuple(recipe.sampling.stop_token_ids),
+        **({} if options is None else vars(options)),
         environment=None if recipe is None else digest(recipe),
     )
 

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -192,6 +192,7 @@ class Job:
         prompts_per_part: number of prompts to sample and write together.
         stop: strings that end a response.
         stop_token_ids: tokens that end a response, besides the end of the sequence.
+        template_options: further variables of the chat template.
         environment: digest of the options of conversations; None for single responses.
     """
 
@@ -207,6 +208,7 @@ class Job:
     prompts_per_part: int
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
     environment: str | None = None
 
     def settings(self, rows: PromptRows, model: str) -> dict[str, Any]:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import blake2b
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rl_plugins.config.data import DataConfig
+from rl_plugins.config.hydra_errors import explain
 from rl_plugins.config.recipe import RecipeConfig, read_config, written
-from rl_plugins.config.sampling import EnvironmentConfig
+from rl_plugins.config.sampling import EnvironmentConfig, SamplingOptions
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.agent_environment import agent_environment
 from rl_plugins.launch.stateful_environment import stateful_environment
 from rl_plugins.launch.tool_environment import tool_environment
 from rl_plugins.redaction import REMOVED
+from rl_plugins.run_folder import RunFolder
+from rl_plugins.text_file import read_yaml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +56,55 @@ def open_environment(config: RecipeConfig) -> Iterator[AnyEnvironment]:
         environment.close()
 
 
-# Conversations without training ---------------------------------------------------------------------------------------
+# Samples without training ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ResponseOptions:
+    """Options of a run for its samples in training and in validation alike.
+
+    Attributes:
+        template_options: further variables of the chat template.
+        stop: strings at the end of a response.
+        stop_token_ids: tokens at the end of a response, besides the end of the sequence.
+    """
+
+    template_options: Mapping[str, Any]
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: RecipeConfig) -> ResponseOptions:
+        """Return the options of a configuration."""
+        return cls._of(config.data, config.sampling)
+
+    @classmethod
+    def read(cls, file: Path) -> ResponseOptions:
+        """Read the options in the configuration of a run. Other options may need secrets, and are not read.
+
+        Raises:
+            ConfigError: the file is damaged, or an option is wrong.
+        """
+        values = read_yaml(file, "name the config.yaml of a run")
+        options = OmegaConf.create({"data": DataConfig, "sampling": SamplingOptions})
+        try:
+            for name in ("data.chat_template_kwargs", "sampling.stop", "sampling.stop_token_ids"):
+                if (value := OmegaConf.select(values, name)) is not None:
+                    OmegaConf.update(options, name, value)
+            return cls._of(*OmegaConf.to_object(options).values())
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{file}: {explain(error)}") from None
+
+    @classmethod
+    def _of(cls, data: DataConfig, sampling: SamplingOptions) -> ResponseOptions:
+        return cls(data.chat_template_kwargs, tuple(sampling.stop), tuple(sampling.stop_token_ids))
+
+
+def config_of_policy(policy: str) -> Path | None:
+    """Return the file with the configuration of the run with an exported policy; None for another policy."""
+    folder = Path(policy).absolute()
+    run = RunFolder(folder.parent)
+    return run.config if run.export == folder and run.config.is_file() else None
 
 
 def recipe_with_conversations(file: Path) -> RecipeConfig:

@@ -119,6 +119,31 @@ def test_evaluate_checks_the_reward_before_sampling_from_a_policy(tmp_path, monk
         assert message in capsys.readouterr().err
 
 
+def test_evaluate_samples_a_policy_without_a_run_like_the_other_policy(tmp_path, monkeypatch):
+    commands = []
+
+    def sample(command):
+        commands.append(command)
+        pytest.fail("enough")
+
+    monkeypatch.setattr(evaluate.subprocess, "run", sample)
+    write_splits(addition_rows(below=9, num_train=2, num_test=1, seed=0), tmp_path / "data")
+    for name in ("first", "second"):
+        (tmp_path / name / "policy").mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text("stage: sft\n")
+    command = ["--data", str(tmp_path / "data/test.parquet"), "--output", str(tmp_path / "out"), "--workers", "0"]
+
+    def sampled_like(name, other, *options):
+        with pytest.raises(pytest.fail.Exception):
+            main(["evaluate", name, other, *command, "--reward", "exact_match", *options])
+        return commands[-1][commands[-1].index("--like") + 1 :] if "--like" in commands[-1] else []
+
+    trained, second = str(tmp_path / "first/policy"), str(tmp_path / "second/policy")
+    assert sampled_like("base", trained) == [str(tmp_path / "first/config.yaml")]
+    assert sampled_like(trained, second) == sampled_like("base", "other") == []
+    assert sampled_like("base", trained, "--like", "a.yaml") == ["a.yaml"]
+
+
 def test_evaluate_refuses_a_data_source_of_prompts_before_sampling(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "_sampled_file", lambda name, _: pytest.fail(f"{name} is sampled"))
     rows = addition_rows(below=9, num_train=2, num_test=2, seed=0)

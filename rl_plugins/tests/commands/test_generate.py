@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from omegaconf import OmegaConf
 
 from benchmarks.tiny_vision import save_tiny_vision
 from rl_plugins.commands.main import main
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.environment import recipe_with_conversations
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.redaction import REMOVED
+from rl_plugins.rollout.engine import Generations
+from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.tests import pictures
 
 OBJECTS = "rl_plugins.tests.environments.sample_environments"
@@ -195,3 +199,43 @@ def test_generate_and_evaluate_take_prompts_with_images(tmp_path: Path, capsys: 
     assert main(["evaluate", str(tmp_path / "a.parquet"), "--reward", "exact_match"]) == 0, capsys.readouterr().err
     assert main(generated("text", "b.parquet")) == 2
     assert "row 1, column 'images': the row has images, which a vision-language model reads" in capsys.readouterr().err
+
+
+def test_generate_takes_chat_template_and_stops_from_the_run_of_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[list[list[int]], SamplingConfig]] = []
+    sample = TransformersRollout.sample_groups
+
+    def record(engine: TransformersRollout, requests: Any, sampling: SamplingConfig) -> Generations:
+        calls.append(([request.prompt for request in requests], sampling))
+        return sample(engine, requests, sampling)
+
+    monkeypatch.setattr(TransformersRollout, "sample_groups", record)
+    policy = tmp_path / "run" / "policy"
+    save_tiny_policy(policy, hidden_size=32, intermediate_size=48)
+    template = (policy / "chat_template.jinja").read_text()
+    (policy / "chat_template.jinja").write_text(template + "{% if thinks | default(true) %}123{% endif %}")
+    write_recipe(policy.parent, data={"chat_template_kwargs": {"thinks": False}}, sampling={"stop_token_ids": [7]})
+    shutil.copytree(policy, tmp_path / "copy")
+    write_splits(addition_rows(below=20, num_train=1, num_test=1, seed=0), tmp_path / "data")
+    command = ["--data", str(tmp_path / "data/train.parquet"), "--engine", "transformers", "--max-tokens", "2"]
+
+    def sampled(name: str, *options: str) -> tuple[list[list[int]], tuple[int, ...]]:
+        output = str(tmp_path / f"{len(calls)}.parquet")
+        assert main(["generate", str(tmp_path / name), *command, *options, "--output", output]) == 0
+        prompts, sampling = calls[-1]
+        return prompts, sampling.stop_token_ids[1:]
+
+    (with_thoughts,), no_stops = sampled("copy")
+    as_run = sampled("run/policy")
+    assert as_run == ([with_thoughts[:-3]], (7,)) and no_stops == ()
+    assert "the stop strings are those of" in capsys.readouterr().out
+    assert sampled("copy", "--like", str(policy.parent / "config.yaml")) == as_run
+
+    write_recipe(policy.parent, sampling={"stop": ["###"]}, reward={"judge": {"api_key": "${oc.env:NO_SUCH_KEY}"}})
+    assert main(["generate", str(policy), *command, "--output", str(tmp_path / "end.parquet")]) == 2
+    assert "--engine transformers: sampling.stop=['###'] of the run ends responses" in capsys.readouterr().err
+    write_recipe(policy.parent, sampling={"stop_token_ids": "x"})
+    assert main(["generate", str(policy), *command, "--output", str(tmp_path / "end.parquet")]) == 2
+    assert f"error: {policy.parent / 'config.yaml'}: option 'sampling.stop_token_ids'" in capsys.readouterr().err
