@@ -4,8 +4,8 @@ The output file has the rows and columns of the prompts, and for each row the li
 `response_lengths`. The command writes the file in parts: after a kill, the same command continues, and the file is the
 same as without the kill. A command with other settings is refused.
 
-A policy in the folder of a run is sampled with the chat template variables and the stop strings of the run. For a copy of
-such a policy, and for the model before the training, name the config.yaml of the run with --like.
+A policy in the folder of a run is sampled with the chat template variables and the stop strings of the run. For a copy
+of such a policy, and for the model before the training, name the config.yaml of the run with --like.
 
 With --recipe, the policy has conversations with the environment of a run: tools, a stateful environment, an agent, or a
 reward function that replies. The file gets further lists: `conversations` (messages in JSON), `answers` (last

@@ -86,17 +86,17 @@ class ResponseOptions:
             ConfigError: the file is damaged, or an option is wrong.
         """
         values = read_yaml(file, "name the config.yaml of a run")
-        options = OmegaConf.create({"data": DataConfig, "sampling": SamplingOptions})
+        options: Any = OmegaConf.create({"data": DataConfig, "sampling": SamplingOptions})
         try:
             for name in ("data.chat_template_kwargs", "sampling.stop", "sampling.stop_token_ids"):
                 if (value := OmegaConf.select(values, name)) is not None:
                     OmegaConf.update(options, name, value)
-            return cls._of(*OmegaConf.to_object(options).values())
+            return cls._of(OmegaConf.to_object(options.data), OmegaConf.to_object(options.sampling))
         except OmegaConfBaseException as error:
             raise ConfigError(f"{file}: {explain(error)}") from None
 
     @classmethod
-    def _of(cls, data: DataConfig, sampling: SamplingOptions) -> ResponseOptions:
+    def _of(cls, data: Any, sampling: Any) -> ResponseOptions:
         return cls(data.chat_template_kwargs, tuple(sampling.stop), tuple(sampling.stop_token_ids))
 
 

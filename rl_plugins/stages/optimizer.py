@@ -1,11 +1,14 @@
-"""Optimizer of each trained model: built from settings, or returned by `configure_optimizers` of a LightningModule."""
+"""Optimizer and schedule of each trained model: from settings, or from `configure_optimizers` of a LightningModule."""
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -24,6 +27,8 @@ MicroBatchLoss = tuple[Tensor, bool]
 """Scalar loss of a micro-batch, and True for the last micro-batch of an optimizer step."""
 Optimize = Callable[[Iterable[MicroBatchLoss], str], None]
 """Function that takes one optimizer step of the named model: `Stage.optimize`."""
+_OPTIONS = ("lr", "betas", "weight_decay")
+"""Options of `OptimizerConfig` in the parameter groups of an optimizer."""
 
 
 class FurtherLoss(Protocol):
@@ -89,7 +94,75 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> dict[str, Any]
         raise ConfigError(f"name={config.name}: the result is a {type(optimizer).__name__}, and no optimizer")
     if _needs_argument(optimizer.step):
         raise ConfigError(f"name={config.name}: {type(optimizer).__name__}.step needs a closure: use another optimizer")
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": _schedule(config, optimizer), "interval": "step"}}
+    schedule = ResumableSchedule(config, optimizer, partial(_schedule, config))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class ResumableSchedule:
+    """Schedule of torch with the interface of torch, and with the rates of the run's own options after a resume.
+
+    A checkpoint has the rates, the weight decay and the other options of its optimizer. If the options of a resumed run
+    are equal, the state of the checkpoint is restored. Otherwise a new schedule of the new options takes as many steps
+    as the schedule of the checkpoint: rates are a function of the options and of the number of steps.
+
+    Args:
+        config: options of the optimizer and the schedule.
+        optimizer: optimizer without a schedule.
+        make: function that makes the schedule of torch.
+
+    Attributes:
+        optimizer: the optimizer.
+        schedule: the schedule of torch.
+    """
+
+    def __init__(self, config: OptimizerConfig, optimizer: Optimizer, make: Callable[[Optimizer], Any]) -> None:
+        names = (*_OPTIONS, *config.options)
+        given = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+        # A rate may be a tensor, which a schedule changes in place.
+        self._given = deepcopy(given)
+        self._options, self._make, self._steps = repr(config), make, 0
+        self.optimizer, self.schedule = optimizer, make(optimizer)
+
+    def step(self) -> None:
+        """Set the rates of the next step."""
+        self.schedule.step()
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the options of the optimizer, the number of steps, and the state of the schedule."""
+        return {"options": self._options, "steps": self._steps, "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue a schedule. The optimizer has the options and the states of the checkpoint already.
+
+        Args:
+            state: result of `state_dict` in a run with equal or other options.
+
+        Raises:
+            ConfigError: a schedule of the new options has fewer steps.
+        """
+        if state["options"] == self._options:
+            self.schedule.load_state_dict(state["schedule"])
+            self._steps = state["steps"]
+            return
+        for group, given in zip(self.optimizer.param_groups, self._given, strict=True):
+            # A schedule would begin with this rate of an earlier schedule.
+            group.pop("initial_lr", None)
+            group.update(deepcopy(given))
+        self._steps = 0
+        with warnings.catch_warnings():
+            # The schedule of torch warns about steps without a step of the optimizer.
+            warnings.simplefilter("ignore", UserWarning)
+            self.schedule = self._make(self.optimizer)
+            try:
+                while self._steps < state["steps"]:
+                    self.step()
+            except ValueError as error:
+                name = type(self.schedule).__name__
+                raise ConfigError(
+                    f"schedule={name}: the checkpoint has taken {state['steps']} steps, and {name} has fewer "
+                    f"({error}): give the schedule more steps"
+                ) from None
 
 
 def announce(optimizer: Optimizer, name: str, owner: str | None, *, trained: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +92,16 @@ def test_critic_learner_gets_the_weights_of_the_critic_trained_in_workers() -> N
         newest = learnt[step * UPDATES + UPDATES - 1]
         assert newest.gradient_norm == pytest.approx(row["train/critic/gradient_norm"])
     assert max(row["train/critic/gradient_norm"] for row in stage.metrics) > CLIP, "no gradient was clipped"
+
+
+def test_critic_learner_continues_a_checkpoint_with_the_rate_of_the_run(tmp_path: Path) -> None:
+    steps = trained_in_workers().trained_on[:1]
+    learner = CriticLearner(training())
+    learn(learner, steps)
+    learner.save(tmp_path)
+    faster = CriticLearner(training(config=CriticConfig(optimizer=replace(OPTIMIZER, lr=0.5))))
+    faster.load(tmp_path)
+    assert {one.lr for one in learn(faster, steps)} == {0.5}
 
 
 def rank_of_two(rank: int, path: str, steps: list[Experience]) -> tuple[dict[str, Tensor], list[float]]:

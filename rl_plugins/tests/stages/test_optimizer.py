@@ -1,17 +1,25 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LinearLR, LRScheduler, SequentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_plugins.config.models import OptimizerConfig
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.tiny import build_model
 from rl_plugins.stages.optimizer import announce, build_optimizer, try_optimizer
+from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.cases import case
 from rl_plugins.tests.fake_cuda import FakeCuda
 from rl_plugins.tests.loops import for_each
+from rl_plugins.tests.stages import canned
 
 
 def test_optimizer_config_factor_is_constant_by_default() -> None:
@@ -168,3 +176,119 @@ def test_announce_names_optimizer_rate_and_the_option_of_the_rate(caplog: pytest
 def test_announce_names_the_module_that_made_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
     text = announced(caplog, OptimizerConfig(), "policy", owner="Own", trained=True)
     assert "policy: AdamW, lr=1e-06 (from Own.configure_optimizers)" in text
+
+
+# Resumed runs ---------------------------------------------------------------------------------------------------------
+
+STEPS = 5
+
+
+def chained(optimizer: Optimizer) -> LRScheduler:
+    return ChainedScheduler([LinearLR(optimizer, 0.5, total_iters=4), ExponentialLR(optimizer, 0.9)])
+
+
+def sequential(optimizer: Optimizer) -> LRScheduler:
+    parts: list[LRScheduler] = [LinearLR(optimizer, 0.5, total_iters=3), ExponentialLR(optimizer, 0.9)]
+    return SequentialLR(optimizer, parts, milestones=[3])
+
+
+def groups_of_steps(
+    options: dict[str, Any], steps: int, before: tuple[Any, Any] | None = None
+) -> tuple[list[dict[str, Any]], tuple[Any, Any]]:
+    """Return the options of each step's update, and the states of the optimizer and the schedule after the steps.
+
+    Args:
+        options: options of the optimizer.
+        steps: number of steps.
+        before: states from which the steps go on.
+    """
+    built = build_optimizer(OptimizerConfig(**options), torch.nn.LayerNorm(2))
+    optimizer, schedule = built["optimizer"], built["lr_scheduler"]["scheduler"]
+    if before is not None:
+        optimizer.load_state_dict(before[0])
+        schedule.load_state_dict(before[1])
+    groups = []
+    for _ in range(steps):
+        group = optimizer.param_groups[0]
+        groups.append({name: group[name] for name in ("lr", "betas", "weight_decay", "eps")})
+        optimizer.step()
+        schedule.step()
+    return groups, (optimizer.state_dict(), schedule.state_dict())
+
+
+ONE_CYCLE = {"schedule": "OneCycleLR", "schedule_options": {"max_lr": 0.4, "total_steps": 20}}
+CYCLES = {
+    "schedule": "CyclicLR",
+    "schedule_options": {"base_lr": 0.1, "max_lr": 0.4, "step_size_up": 4, "cycle_momentum": False},
+}
+COSINE = {"schedule": "CosineAnnealingLR", "schedule_options": {"T_max": 20, "eta_min": 0.01}}
+
+
+@for_each(
+    ("before", "after"),
+    [
+        ({"lr": 0.1}, {"lr": 0.3}),
+        ({"lr": 0.1, "warmup_steps": 8}, {"lr": 0.1, "warmup_steps": 2}),
+        ({"schedule": "linear", "decay_steps": 8}, {"schedule": "linear", "decay_steps": 20}),
+        ({"lr": 0.1, **COSINE}, {"lr": 0.3, **COSINE}),
+        ({"lr": 0.1, **ONE_CYCLE}, {"lr": 0.3, **ONE_CYCLE}),
+        ({"lr": 0.1, **CYCLES}, {"lr": 0.3, **CYCLES}),
+        ({"lr": 0.1, **ONE_CYCLE}, {"lr": 0.3}),
+        ({"lr": 0.1}, {"lr": 0.1, **ONE_CYCLE}),
+        ({"lr": 0.1, "schedule": f"{__name__}.chained"}, {"lr": 0.3, "schedule": f"{__name__}.chained"}),
+        ({"lr": 0.1, "schedule": f"{__name__}.sequential"}, {"lr": 0.3, "schedule": f"{__name__}.sequential"}),
+        ({"lr": 0.1}, {"lr": 0.1, "weight_decay": 0.5, "betas": (0.8, 0.9), "options": {"eps": 1e-4}}),
+    ],
+)
+def test_options_of_a_resumed_run_hold_from_the_first_step(before: dict[str, Any], after: dict[str, Any]) -> None:
+    _, states = groups_of_steps(before, STEPS)
+    resumed, states = groups_of_steps(after, STEPS, states)
+    whole, _ = groups_of_steps(after, 3 * STEPS)
+    assert resumed == whole[STEPS : 2 * STEPS]
+    # A second resume has the same options.
+    assert groups_of_steps(after, STEPS, states)[0] == whole[2 * STEPS :]
+
+
+def test_rates_of_a_schedule_with_max_lr_do_not_follow_lr_after_a_resume() -> None:
+    for schedule in (ONE_CYCLE, CYCLES):
+        with case(schedule["schedule"]):
+            _, states = groups_of_steps({"lr": 0.1, **schedule}, STEPS)
+            same, _ = groups_of_steps({"lr": 0.1, **schedule}, STEPS, states)
+            assert groups_of_steps({"lr": 0.3, **schedule}, STEPS, states)[0] == same
+
+
+def test_schedule_with_fewer_steps_than_the_checkpoint_is_refused() -> None:
+    _, states = groups_of_steps({"lr": 0.1}, STEPS)
+    short = {"schedule": "OneCycleLR", "schedule_options": {"max_lr": 0.4, "total_steps": 3}}
+    with pytest.raises(ConfigError, match=r"schedule=OneCycleLR: the checkpoint has taken 5 steps, and OneCycleLR has"):
+        groups_of_steps(short, 1, states)
+
+
+def test_rate_of_a_tensor_holds_after_a_resume() -> None:
+    options = {"options": {"lr": torch.tensor(0.3), "fused": False}}
+    _, states = groups_of_steps({"lr": 0.1}, STEPS)
+    resumed, _ = groups_of_steps({**options, "warmup_steps": 2}, STEPS, states)
+    assert [float(group["lr"]) for group in resumed] == pytest.approx([0.3] * STEPS)
+
+
+def test_resumed_stage_trains_with_the_rate_of_the_run_also_after_a_roll_back(tmp_path: Path) -> None:
+    def stage(lr: float) -> PolicyOptimization:
+        return PolicyOptimization(
+            build_model(),
+            tokenizer=canned.tokenizer,
+            scorer=canned.CannedScorer(),
+            sampling=SamplingConfig(max_tokens=8, num_samples=3),
+            optimizer=OptimizerConfig(lr=lr),
+        )
+
+    file = str(tmp_path / "state.ckpt")
+    for lr, resumed_from in ((0.1, None), (0.3, file)):
+        trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()), max_epochs=2)
+        trained = stage(lr)
+        trainer.fit(trained, canned.loader([canned.prompt_batch(canned.PROMPTS)] * 2), ckpt_path=resumed_from)
+        if resumed_from is None:
+            trainer.save_checkpoint(file)
+    (optimizer,) = trainer.optimizers
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    trained.restore(Path(file))
+    assert optimizer.param_groups[0]["lr"] == 0.3

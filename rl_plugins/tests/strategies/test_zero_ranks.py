@@ -91,6 +91,13 @@ def test_two_workers_resume_a_checkpoint_of_one(results: Callable[[str], Results
     assert_equal(results(f"one-{stage}-two-{stage}"), results("single"), first=SAVED + 1)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_resume_with_another_rate_trains_like_a_single_device(results: Callable[[str], Results], stage: int) -> None:
+    faster = results(f"one-{stage}-faster")
+    assert_equal(faster, results("single-faster"), first=SAVED + 1)
+    assert faster["steps"][SAVED + 1]["lr"] == pytest.approx(0.05)
+
+
 def test_groups_of_parameters_train_and_resume_like_a_single_device(results: Callable[[str], Results]) -> None:
     assert_equal(results("groups-3"), results("single"))
     assert_equal(results("groups-3-one-3"), results("single"), first=SAVED + 1)

@@ -160,6 +160,8 @@ RUNS: dict[str, Run] = {
     **{f"one-{stage}-two-{stage}": Run(zero(stage), world_size=2, resume=f"one-{stage}") for stage in STAGES},
     # Another number of workers and another stage at once.
     **{f"two-{stage}-one-{stage % 3 + 1}": Run(zero(stage % 3 + 1), resume=f"two-{stage}") for stage in STAGES},
+    "single-faster": Run(single, resume="single", lr=0.05),
+    **{f"one-{stage}-faster": Run(zero(stage), resume=f"one-{stage}", lr=0.05) for stage in STAGES},
     **{f"host-{stage}": Run(on_host(stage)) for stage in STAGES},
     **{f"moved-{stage}": Run(moved(stage)) for stage in STAGES},
     # Optimizer steps in several groups of parameters, as by default for a large model.
