@@ -1,4 +1,4 @@
-"""One run owns its folder: a lock until the end of its process, also after `kill -9`."""
+"""One run or pipeline owns its folder: a lock until the end of its process, also after `kill -9`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.file_lock import FileLock
@@ -14,8 +15,12 @@ from rl_plugins.whole_file import storing
 
 
 @contextmanager
-def owned(folder: RunFolder) -> Iterator[None]:
-    """Lock the folder of a run for this process. The folder must exist.
+def owned(folder: RunFolder, kind: Literal["run", "pipeline"] = "run") -> Iterator[None]:
+    """Lock the folder of a run or a pipeline for this process. The folder must exist.
+
+    Args:
+        folder: the folder.
+        kind: content of the folder. The stages of a pipeline have locks of their own.
 
     Raises:
         ConfigError: another process has the lock.
@@ -27,11 +32,11 @@ def owned(folder: RunFolder) -> Iterator[None]:
         if not lock.take():
             owner = os.pread(lock.descriptor, 200, 0).decode(errors="replace").strip() or "another process"
             raise ConfigError(
-                f"{folder.path} belongs to a running run ({owner}): wait for the end of the run, or give another "
-                "run.name"
+                f"{folder.path} belongs to a running {kind} ({owner}): wait for the end of the {kind}, or give another "
+                f"{'name' if kind == 'pipeline' else 'run.name'}"
             )
         if not lock.is_supported:
-            print(f"{folder.path.name}: the file system has no locks: start the run only once at a time", flush=True)
+            print(f"{folder.path.name}: the file system has no locks: start the {kind} only once at a time", flush=True)
         with storing(folder.lock):
             os.ftruncate(lock.descriptor, 0)
             os.pwrite(lock.descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

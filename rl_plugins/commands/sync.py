@@ -37,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
         0 if the store has everything, else 1.
 
     Raises:
-        ConfigError: the folder is not the folder of a run or pipeline, the run or a stage is running, or the store does
-            not answer.
+        ConfigError: the folder is not the folder of a run or pipeline, the run, the pipeline or a stage is running, or
+            the store does not answer.
     """
     folder = arguments.folder.absolute()
     if (folder / "pipeline.yaml").is_file():
@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
         parent = ParentRun(folder)
         with ExitStack() as stack:
+            stack.enter_context(owned(RunFolder(folder), "pipeline"))
             for stage in parent.stages.values():
                 if stage.path.is_dir():
                     stack.enter_context(owned(stage))

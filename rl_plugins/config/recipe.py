@@ -461,20 +461,3 @@ def _build(node: object, names: Sequence[str]) -> Any:
 def _schema() -> Any:
     """Options of a recipe as OmegaConf reads them. A merge makes a copy."""
     return OmegaConf.structured(RecipeConfig)
-
-
-@cache
-def register_schema() -> None:
-    """Register `RecipeConfig` with Hydra as `recipe_schema`, the first entry of every recipe's defaults."""
-    store_schema("recipe_schema", RecipeConfig)
-
-
-def store_schema(name: str, record: type) -> None:
-    """Make a record known to Hydra by a name for the defaults of configuration files."""
-    from hydra.core.config_store import ConfigStore
-
-    store = ConfigStore.instance()
-    store.store(name=name, node=record)
-    # For --help, Hydra copies all sources, each with the whole store, 67 times. That takes seconds.
-    # The store copies every node that it loads, so all sources can share one store.
-    setattr(store, "__deepcopy__", lambda memo: store)  # noqa: B010

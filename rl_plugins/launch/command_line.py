@@ -23,10 +23,10 @@ from rl_plugins.config.recipe import (
     RecipeConfig,
     options_of,
     parse_config,
-    register_schema,
     write_config,
     written,
 )
+from rl_plugins.config.schemas import register_schemas
 from rl_plugins.errors import ConfigError, RayLost, RunStopped, UserError
 from rl_plugins.garbage_collection import collector_off
 from rl_plugins.redaction import redacted_value
@@ -113,7 +113,7 @@ def compose_config(config_name: str, overrides: list[str], folder: Path = CONFIG
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
 
-    register_schema()
+    register_schemas()
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         try:
             return _without_replaced_options(compose(config_name, overrides), config_name, overrides)
@@ -208,7 +208,7 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
     for argument in sys.argv[1:]:
         if argument.startswith("--") and (hint := foreign_name(argument.partition("=")[0])):
             raise ConfigError(f"{argument}: an option is key=value; {hint}")
-    register_schema()
+    register_schemas()
     # Without this variable Hydra prints its own text around an error, and ends the process.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv[1:] = _flags_first(sys.argv[1:])

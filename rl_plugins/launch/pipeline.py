@@ -12,19 +12,19 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.environment_variables import resolved_without_environment
 from rl_plugins.config.hydra_errors import explain
-from rl_plugins.config.recipe import RecipeConfig, options_of, parse_config, store_schema, tracking_address
+from rl_plugins.config.pipeline import PipelineConfig, PipelineStage
+from rl_plugins.config.recipe import RecipeConfig, options_of, parse_config, tracking_address
 from rl_plugins.config.run import LOCAL_FOLDER
 from rl_plugins.config.settings import FOLDER_NAME
 from rl_plugins.config.stage_checks import check_stage_options
@@ -35,13 +35,14 @@ from rl_plugins.launch.preflight import check_stage_ahead, fetch_data
 from rl_plugins.launch.stored_run import stored_run
 from rl_plugins.redaction import redacted, redacted_value, without_password
 from rl_plugins.run_folder import RunFolder, append_metrics, read_metrics
+from rl_plugins.run_lock import owned
 from rl_plugins.storage import folder_in
 from rl_plugins.text_file import REMOVE, REPLACE, read_text, read_yaml
 from rl_plugins.tracking.run import RunDescription, TrackedRun
 from rl_plugins.tracking.sender import FINISH_TIMEOUT_S, RunSender
 from rl_plugins.tracking.store import check_store, open_client
 from rl_plugins.tracking.unsent_metrics import UnsentMetrics
-from rl_plugins.whole_file import write_whole_text
+from rl_plugins.whole_file import storing, write_whole_text
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -61,65 +62,12 @@ _OWN_OPTIONS = {
 _VALIDATION_METRICS = ("val/reward", "val/accuracy")
 
 
-@dataclass
-class PipelineStage:
-    """Recipe and options of one stage.
-
-    Attributes:
-        recipe: name of the recipe.
-        choices: group choices, such as `reward=gsm8k`.
-        options: changed options of the recipe, nested by group.
-    """
-
-    recipe: str = MISSING
-    choices: list[str] = field(default_factory=list)
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class PipelineConfig:
-    """Configuration of a pipeline.
-
-    Attributes:
-        name: name of the pipeline and of the MLflow run; the folder `output_dir/name` has a folder for each stage.
-        output_dir: parent folder of the pipeline's folder.
-        model: initial model of the first stage.
-        tracking_uri: URI of the MLflow store; null is MLFLOW_TRACKING_URI, or an SQLite file in the pipeline's folder.
-        experiment: MLflow experiment.
-        resume: `true` or `auto` starts or continues the pipeline of this name; `false` refuses to change a pipeline.
-        dry_run: check all stages, with the rows and rewards of the next stage, and exit without a start.
-        folder: folder of the pipeline, for the options of stages to refer to.
-        data: lists of files by name, for the options of stages to refer to.
-        common: options of every stage.
-        stages: stages by name, in the order of the runs.
-    """
-
-    name: str = MISSING
-    output_dir: str = "outputs"
-    model: str = MISSING
-    tracking_uri: str | None = None
-    experiment: str = "rl_plugins"
-    resume: bool | str = False
-    dry_run: bool = False
-    folder: str = MISSING
-    data: dict[str, list[str]] = field(default_factory=dict)
-    common: dict[str, Any] = field(default_factory=dict)
-    stages: dict[str, PipelineStage] = field(default_factory=dict)
-
-
-@cache
-def register_schema() -> None:
-    """Register `PipelineConfig` with Hydra as `pipeline_schema`, the first entry of a pipeline's defaults."""
-    store_schema("pipeline_schema", PipelineConfig)
-
-
 def pipeline_main(config_name: str) -> None:
     """Run a pipeline from the command line. After a `ConfigError` the process exits with status 2.
 
     Args:
         config_name: name of the pipeline's file in `recipes/conf`.
     """
-    register_schema()
 
     def run() -> None:
         for composed, _ in compose_for_command_line(config_name):
@@ -140,13 +88,12 @@ def run_pipeline(composed: DictConfig) -> Path:
         Folder of the pipeline.
 
     Raises:
-        ConfigError: the configuration of a stage is wrong. A wrong option or a missing file of any stage is found
-            before the first stage starts.
+        ConfigError: the configuration of a stage is wrong, or the pipeline is running. A wrong option or a missing file
+            of any stage is found before the first stage starts.
     """
     resolved = _resolve(composed)
     configs = stage_configs(composed)
-    first = next(iter(configs.values()))
-    folder = Path(first.run.output_dir)
+    folder = Path(next(iter(configs.values())).run.output_dir)
     versions = PinnedVersions.of_run(RunFolder(folder)) if resolved.resume else PinnedVersions()
     _check_stages(configs, folder, versions, resume=resolved.resume)
     if resolved.dry_run:
@@ -154,7 +101,18 @@ def run_pipeline(composed: DictConfig) -> Path:
         for name in islice(left, 1):
             _name_stage(name, partial(run_recipe, configs[name]))
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
+    with storing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with owned(RunFolder(folder), "pipeline"):
+        _run_stages(resolved, configs, folder, versions)
+    return folder
+
+
+def _run_stages(
+    resolved: PipelineConfig, configs: Mapping[str, RecipeConfig], folder: Path, versions: PinnedVersions
+) -> None:
+    """Run all incomplete stages. The process owns the folder."""
+    first = next(iter(configs.values()))
     versions.write(RunFolder(folder).versions)
     if first.tracking.enabled:
         check_store(str(first.tracking.uri))
@@ -179,7 +137,6 @@ def run_pipeline(composed: DictConfig) -> Path:
                 _name_stage(name, partial(run_recipe, config, resolved.stages[name].recipe, when_checked))
             if parent:
                 parent.log_validation(name)
-    return folder
 
 
 def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:

@@ -12,10 +12,10 @@ from rl_plugins.run_lock import owned
 
 
 def content(folder: Path) -> dict[Path, bytes]:
-    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.name != ".lock"}
 
 
-def test_sync_refuses_a_running_run_and_a_running_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sync_refuses_a_running_run_pipeline_or_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, stage = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "pipeline" / "first")
     for folder in (run, stage):
         folder.path.mkdir(parents=True)
@@ -28,3 +28,6 @@ def test_sync_refuses_a_running_run_and_a_running_stage(tmp_path: Path, capsys: 
             assert main(["sync", str(path)]) == 2
             assert f"{running.path} belongs to a running run" in capsys.readouterr().err
         assert content(tmp_path) == before
+    with owned(RunFolder(tmp_path / "pipeline"), "pipeline"):
+        assert main(["sync", str(tmp_path / "pipeline")]) == 2
+        assert f"{tmp_path / 'pipeline'} belongs to a running pipeline" in capsys.readouterr().err

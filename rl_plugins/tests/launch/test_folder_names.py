@@ -7,7 +7,7 @@ import pytest
 from rl_plugins.config.run import RunConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.pipeline import register_schema, stage_configs
+from rl_plugins.launch.pipeline import stage_configs
 from rl_plugins.tests.loops import for_each
 
 
@@ -27,7 +27,6 @@ def test_run_config_takes_a_name_of_printable_characters(name: str) -> None:
 
 
 def test_stage_configs_refuses_a_pipeline_name_that_is_no_folder_name() -> None:
-    register_schema()
     options = ["model=m", "data.sft=[a]", "data.pairs=[b]", "data.prompts=[c]", "name=../up"]
     with pytest.raises(ConfigError, match=r"^name='\.\./up': must be the name of a folder"):
         stage_configs(compose_config("sft_rm_ppo", options))

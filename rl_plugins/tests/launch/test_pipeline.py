@@ -12,19 +12,20 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from rl_plugins.config.pipeline import PipelineConfig
 from rl_plugins.config.recipe import RecipeConfig, written
+from rl_plugins.config.schemas import register_schemas
 from rl_plugins.errors import ConfigError, RunStopped
 from rl_plugins.launch import pipeline
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.pipeline import (
     ParentRun,
-    PipelineConfig,
     pipeline_main,
-    register_schema,
     run_pipeline,
     stage_configs,
 )
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.run_lock import owned
 
 DATA = ["model=/no/model", "data.sft=[a]", "data.pairs=[b]", "data.prompts=[c]"]
 
@@ -33,7 +34,6 @@ pytestmark = pytest.mark.usefixtures("_composed_once")
 
 def run(*overrides: str) -> None:
     """Run the pipeline sft_rm_ppo."""
-    register_schema()
     run_pipeline(compose_config("sft_rm_ppo", [*overrides]))
 
 
@@ -136,7 +136,6 @@ def test_run_pipeline_checks_the_files_of_all_stages_before_the_first_stage(
 
 
 def test_run_pipeline_takes_the_defaults_of_missing_options(good: list[str], stages: list[RecipeConfig]) -> None:
-    register_schema()
     composed = compose_config("sft_rm_ppo", good)
     del composed.resume, composed.dry_run, composed.experiment
     plain = OmegaConf.create(OmegaConf.to_container(composed))
@@ -144,6 +143,29 @@ def test_run_pipeline_takes_the_defaults_of_missing_options(good: list[str], sta
     run_pipeline(plain)
     assert [config.run.name for config in stages] == ["sft", "reward_model", "ppo"]
     assert stages[0].tracking.experiment == PipelineConfig().experiment
+
+
+def test_run_pipeline_refuses_the_folder_of_a_running_pipeline(
+    good: list[str], stages: list[RecipeConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_stage, options = pipeline.run_recipe, [*good, "name=twice", "resume=auto"]
+
+    def content() -> dict[Path, bytes]:
+        return {file: file.read_bytes() for file in (tmp_path / "twice").rglob("*") if file.is_file()}
+
+    def start_again(config: RecipeConfig, *further: object) -> None:
+        if config.run.name == "sft":
+            before = content()
+            with pytest.raises(ConfigError, match=r"/twice belongs to a running pipeline .* or give another name$"):
+                run(*options, "++common.run.steps=7")
+            assert content() == before
+        run_stage(config, *further)
+
+    monkeypatch.setattr(pipeline, "run_recipe", start_again)
+    run(*options)
+    assert [config.run.name for config in stages] == ["sft", "reward_model", "ppo"]
+    with owned(RunFolder(tmp_path / "twice"), "pipeline"):
+        pass
 
 
 def test_run_pipeline_leaves_the_correction_to_the_device_of_a_stage(
@@ -194,7 +216,8 @@ def test_run_pipeline_begins_again_if_no_stage_has_begun(
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"stage sft: few rows"):
             run(*good, "++common.tracking.enabled=true")
-    assert [path.name for path in (tmp_path / "sft_rm_ppo").iterdir()] == ["pipeline.yaml"], "there is an MLflow run"
+    files = {path.name for path in (tmp_path / "sft_rm_ppo").iterdir()}
+    assert files == {".lock", "pipeline.yaml"}, "there is an MLflow run"
     (tmp_path / "sft_rm_ppo" / "sft" / "checkpoint_00000001").mkdir(parents=True)
     with pytest.raises(ConfigError, match="exists: continue it with resume=true"):
         run(*good)
@@ -274,8 +297,8 @@ def test_pipeline_main_shows_the_options(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_register_schema_lets_hydra_share_one_store_but_no_nodes() -> None:
-    register_schema()
+def test_register_schemas_lets_hydra_share_one_store_but_no_nodes() -> None:
+    register_schemas()
     store = ConfigStore.instance()
     assert deepcopy(store) is store
     first, second = (store.load("pipeline_schema.yaml").node for _ in range(2))

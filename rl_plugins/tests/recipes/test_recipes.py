@@ -13,7 +13,7 @@ from rl_plugins.config.recipe import parse_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.algorithm_check import check_algorithm
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.pipeline import register_schema, stage_configs
+from rl_plugins.launch.pipeline import stage_configs
 from rl_plugins.rewards.calling import Router
 from rl_plugins.rewards.loading import find_callable
 from rl_plugins.tests.launch.configurations import compose_once, configured
@@ -35,7 +35,6 @@ REQUIRED = {
 @pytest.fixture(autouse=True)
 def _composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compose_once(monkeypatch)
-    register_schema()
 
 
 def test_each_module_of_a_recipe_has_a_file_of_options():

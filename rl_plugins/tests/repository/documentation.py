@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.pipeline import register_schema, stage_configs
+from rl_plugins.launch.pipeline import stage_configs
 
 ROOT = Path(__file__).parents[3]
 PAGES = {
@@ -138,7 +138,6 @@ def _check_recipe(recipe: str, arguments: list[str]) -> None:
         groups = {path.parent.name for path in (ROOT / flags.config_dir).rglob("*.yaml")}
         options = [option for option in options if option.partition("=")[0] not in groups]
     if recipe in _PIPELINES:
-        register_schema()
         stage_configs(compose_config(recipe, options))
     else:
         parse_config(compose_config(flags.config_name or recipe, ["model.path=MODEL", *options]))
