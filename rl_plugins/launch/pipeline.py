@@ -28,7 +28,7 @@ from rl_plugins.config.recipe import RecipeConfig, options_of, parse_config, tra
 from rl_plugins.config.run import LOCAL_FOLDER
 from rl_plugins.config.settings import FOLDER_NAME
 from rl_plugins.config.stage_checks import check_stage_options
-from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped
+from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped, UserError
 from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_user_error, run_recipe
 from rl_plugins.launch.pinned_versions import PinnedVersions, pinned_model
 from rl_plugins.launch.preflight import check_stage_ahead, fetch_data
@@ -40,7 +40,7 @@ from rl_plugins.storage import folder_in
 from rl_plugins.text_file import REMOVE, REPLACE, read_text, read_yaml
 from rl_plugins.tracking.run import RunDescription, TrackedRun
 from rl_plugins.tracking.sender import FINISH_TIMEOUT_S, RunSender
-from rl_plugins.tracking.store import check_store, open_client
+from rl_plugins.tracking.store import check_store, import_mlflow, open_client
 from rl_plugins.tracking.unsent_metrics import UnsentMetrics
 from rl_plugins.whole_file import storing, write_whole_text
 
@@ -291,7 +291,7 @@ class ParentRun:
         return self._sender.all_sent()
 
     def sync(self, deadline_s: float) -> bool:
-        """Send the missing content of this run and of the runs of all stages.
+        """Send the missing content of this run and of the runs of all stages, and register the policies of the stages.
 
         Args:
             deadline_s: seconds for this run, and for each stage.
@@ -312,28 +312,41 @@ class ParentRun:
         else:
             status = "FINISHED" if len(complete) == len(self.stages) else "KILLED"
         sent = self.finish(status, deadline_s)
-        return sent and self.sync_stages(deadline_s)
+        # A finished run may lack its policy or a table, which the store has refused.
+        return self._sync_stages(deadline_s, lambda _: True) and sent
 
-    def sync_stages(self, deadline_s: float) -> bool:
+    def sync_stages(self, deadline_s: float) -> None:
         """Send the missing content of the stages' runs, if the store was away when the runs ended.
 
         Args:
             deadline_s: seconds for each stage.
-
-        Returns:
-            True if the store has everything.
         """
-        # Imported here because `mlflow_run` imports Lightning, which this process otherwise does not need.
+        self._sync_stages(deadline_s, partial(_lacks_content, self.uri))
+
+    def _sync_stages(self, deadline_s: float, is_chosen: Callable[[RunFolder], bool]) -> bool:
+        """Send the content of chosen stages, and log the errors of all stages at the end. Return True without an error.
+
+        An error of a stage concerns no other stage.
+        """
+        # The thread of the sender may import MLflow, too.
+        import_mlflow()
         from mlflow.exceptions import MlflowException
 
+        # Imported here because `mlflow_run` imports Lightning, which this process otherwise does not need.
         from rl_plugins.launch.mlflow_run import sync
 
-        started = [stage for stage in self.stages.values() if stage.config.is_file()]
-        try:
-            return all(sync(stage.path, self.uri, deadline_s) for stage in started if _lacks_content(self.uri, stage))
-        except (MlflowException, ConfigError) as error:
-            logger.error("%s: rl-plugins sync %s sends the missing content", redacted(str(error)), self._folder.path)
-            return False
+        errors = []
+        for name, stage in self.stages.items():
+            if not stage.config.is_file():
+                continue
+            try:
+                if is_chosen(stage) and not sync(stage.path, self.uri, deadline_s):
+                    errors.append(f"stage {name}: MLflow does not have all of {stage.path}")
+            except (MlflowException, UserError) as error:
+                errors.append(f"stage {name}: {redacted(str(error))}")
+        for text in errors:
+            logger.error("%s: rl-plugins sync %s sends the missing content", text, self._folder.path)
+        return not errors
 
 
 @contextmanager

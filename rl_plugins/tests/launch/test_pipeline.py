@@ -7,6 +7,8 @@ import sys
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hydra.core.config_store import ConfigStore
@@ -15,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from rl_plugins.config.pipeline import PipelineConfig
 from rl_plugins.config.recipe import RecipeConfig, written
 from rl_plugins.config.schemas import register_schemas
-from rl_plugins.errors import ConfigError, RunStopped
-from rl_plugins.launch import pipeline
+from rl_plugins.errors import ConfigError, RunStopped, StorageError
+from rl_plugins.launch import mlflow_run, pipeline
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.pipeline import (
     ParentRun,
@@ -153,7 +155,7 @@ def test_run_pipeline_refuses_the_folder_of_a_running_pipeline(
     def content() -> dict[Path, bytes]:
         return {file: file.read_bytes() for file in (tmp_path / "twice").rglob("*") if file.is_file()}
 
-    def start_again(config: RecipeConfig, *further: object) -> None:
+    def start_again(config: RecipeConfig, *further: Any) -> None:
         if config.run.name == "sft":
             before = content()
             with pytest.raises(ConfigError, match=r"/twice belongs to a running pipeline .* or give another name$"):
@@ -365,3 +367,32 @@ def test_sync_of_a_pipeline_gives_the_status_of_the_stages(tmp_path: Path, monke
     second.export.mkdir()
     parent.sync(1)
     assert given == ["KILLED", "FAILED", "FINISHED"]
+
+
+def test_sync_of_a_pipeline_sends_all_stages_and_reports_all_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent: list[str] = []
+
+    def sync(path: Path, *_: object) -> bool:
+        sent.append(path.name)
+        if path.name == "first":
+            raise StorageError("first/config.yaml cannot be written")
+        return path.name != "second"
+
+    monkeypatch.setattr(mlflow_run, "sync", sync)
+    store = f"sqlite:///{tmp_path}/a.db"
+    stages = "{first: {}, second: {}, third: {}, not_begun: {}}"
+    RunFolder(tmp_path).pipeline.write_text(f"experiment: own\ntracking_uri: {store}\nstages: {stages}\n")
+    parent = ParentRun(tmp_path)
+    monkeypatch.setattr(parent, "finish", lambda *_: True)
+    monkeypatch.setattr(parent, "_sender", SimpleNamespace(send_metrics=lambda: None))
+    for name in ("first", "second", "third"):
+        parent.stages[name].path.mkdir()
+        parent.stages[name].config.touch()
+    assert not parent.sync(1)
+    assert sent == ["first", "second", "third"]
+    assert [record.getMessage().partition(": rl-plugins sync")[0] for record in caplog.records] == [
+        "stage first: first/config.yaml cannot be written",
+        f"stage second: MLflow does not have all of {tmp_path / 'second'}",
+    ]
