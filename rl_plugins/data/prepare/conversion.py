@@ -41,6 +41,8 @@ _RECIPES = {
     "preferences": "preference_optimization",
     "steps": "reward_modeling loss.name=process_reward data.steps_key=steps data.labels_key=labels",
 }
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message with the reasoning before its content."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ class Conversion:
         # The policy is to give the response at the end.
         asked = prompt[:-1] if prompt and prompt[-1].get("role") == "assistant" else prompt
         field = f"--prompt={self.names.prompt!r}"
+        # Templates leave the reasoning of earlier turns out, too.
         messages = [{"role": message.get("role"), "content": _text_of(message, field, location)} for message in asked]
         if messages and self.instruction:
             messages[-1]["content"] = f"{messages[-1]['content']} {self.instruction}"
@@ -215,6 +218,8 @@ def _uniform_hash(prompt: object) -> float:
 def _response(value: object, field: str, location: str) -> object:
     """Return the text of the last message, which is the policy's; a value without messages is returned unchanged.
 
+    Reasoning in a field of its own stands before the text, as chat templates of reasoning models write the message.
+
     Raises:
         RowError: the last message has another role, or is more or other than a text.
     """
@@ -224,7 +229,15 @@ def _response(value: object, field: str, location: str) -> object:
     if role != "assistant":
         reason = f"the last message has the role {role!r}, and a response has the role 'assistant': remove the record"
         raise RowError(location, field, reason)
-    return _text_of(value[-1], field, location)
+    text = _text_of(value[-1], field, location)
+    reasoning = next((found for name in _REASONING if (found := value[-1].get(name))), None)
+    if reasoning is None or "</think>" in text:
+        return text
+    if not isinstance(reasoning, str):
+        raise RowError(
+            location, field, f"a message has the reasoning {str(reasoning)[:40]!r}: write a text, or remove the record"
+        )
+    return "<think>\n" + reasoning.strip("\n") + "\n</think>\n\n" + text.lstrip("\n")
 
 
 def _text_of(message: Mapping[str, Any], field: str, location: str) -> str:

@@ -75,6 +75,20 @@ def test_prepare_jsonl_splits_a_conversation_into_prompt_and_response(tmp_path):
     assert row["prompt"] == [USER, first] and row["response"] == "4"
 
 
+@for_each("field", ["reasoning_content", "reasoning", "thinking"])
+def test_prepare_jsonl_keeps_the_reasoning_of_a_response(tmp_path, field):
+    thought = {**ASSISTANT, field: "2 and 2\nare 4.\n"}
+    text = "<think>\n2 and 2\nare 4.\n</think>\n\n4"
+    whole = {**thought, "content": text}
+    for messages, response in (([USER, thought], text), ([USER, whole], text), ([USER, {**thought, field: ""}], "4")):
+        (row,) = convert(tmp_path, [{"m": messages}], *CONVERSATION)
+        assert row["response"] == row["reward_model"]["ground_truth"] == response
+    (row,) = convert(tmp_path, [{"m": [USER, thought, USER, ASSISTANT]}], *CONVERSATION)
+    assert row["prompt"] == [USER, ASSISTANT, USER], "a template leaves the reasoning of earlier turns out"
+    (row,) = convert(tmp_path, [{"m": [USER], "c": [thought], "r": [ASSISTANT]}], *PAIR)
+    assert (row["chosen"], row["rejected"]) == (text, "4")
+
+
 def test_prepare_jsonl_takes_the_response_as_the_ground_truth_for_sft_alone(tmp_path):
     record = {"p": "2+2?", "good": "4", "bad": "5", "ok": False, "steps": ["4"], "labels": [1]}
     for options, truth in (
@@ -163,6 +177,7 @@ def test_prepare_hf_converts_data_sets_of_save_to_disk(tmp_path, capsys):
 
 PROMPTS = ["--prompt", "q", "--ground-truth", "a"]
 CONVERSATION = ["--prompt", "m", "--response", "m"]
+PAIR = ["--prompt", "m", "--chosen", "c", "--rejected", "r"]
 
 
 @for_each(
@@ -185,6 +200,11 @@ CONVERSATION = ["--prompt", "m", "--response", "m"]
             "line 2, chosen_key='chosen' and rejected_key='rejected': they hold the same text",
         ),
         ({"m": [USER, ASSISTANT, USER]}, CONVERSATION, "line 2, --response='m': the last message has the role 'user'"),
+        (
+            {"m": [USER, {**ASSISTANT, "thinking": ["2"]}]},
+            CONVERSATION,
+            "line 2, --response='m': a message has the reasoning \"['2']\": write a text",
+        ),
         ({"m": [USER, CALL]}, CONVERSATION, "line 2, --response='m': a message has tool_calls"),
         ({"m": [USER, CALL, ASSISTANT]}, CONVERSATION, "line 2, --prompt='m': a message has tool_calls"),
         (
