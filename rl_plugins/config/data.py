@@ -102,8 +102,16 @@ class DataConfig(Settings):
     labels_key: str = "extra_info.labels"
     dataset: Annotated[Any, NODE_OR_FILE_OR_NULL] = None
 
+    @property
+    def training_files(self) -> list[str]:
+        """Files with the rows of training: `train_files`, or the files of `mixture`; none with `dataset`."""
+        if self.dataset is not None:
+            return []
+        parts = (self.mixture or {}).values()
+        return [os.fspath(path) for part in parts for path in part.paths] or list(self.train_files)
+
     def replace_files(self, new: Callable[[str, str], Sequence[str]]) -> None:
-        """Replace the path of each file.
+        """Replace the path of each file. Files of training that `dataset` replaces stay as they are.
 
         Args:
             new: function of an option and a path; returns the new paths.
@@ -112,8 +120,10 @@ class DataConfig(Settings):
         def replaced(option: str, paths: Sequence[str | os.PathLike[str]]) -> list[str]:
             return [path for old in paths for path in new(option, os.fspath(old))]
 
-        self.train_files = replaced("data.train_files", self.train_files)
         self.val_files = replaced("data.val_files", self.val_files)
+        if self.dataset is not None:
+            return
+        self.train_files = replaced("data.train_files", self.train_files)
         for name, part in (self.mixture or {}).items():
             part.files = replaced(f"data.mixture.{name}.files", part.paths)
 

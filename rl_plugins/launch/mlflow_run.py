@@ -66,13 +66,12 @@ def describe_run(config: RecipeConfig, folder: RunFolder) -> RunDescription:
         for name, value in options_of(written(config))
         if name in changed or (name in _COMPARED and value is not None)
     }
-    mixed = [path for part in config.data.mixture.values() for path in part.files]
     return RunDescription(
         params={**params, "workers": config.num_workers},
         tags={"run_folder": str(folder.path), **source_tags(folder)},
         files=(folder.config, folder.environment, folder.git_state, folder.git_diff, folder.versions),
         data={
-            "training": [Path(path) for path in [*config.data.train_files, *mixed]],
+            "training": [Path(path) for path in config.data.training_files],
             "validation": [Path(path) for path in config.data.val_files],
         },
         parent_run=config.tracking.parent_run,

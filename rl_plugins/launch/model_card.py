@@ -90,7 +90,7 @@ def _lineage(run: RunFolder, config: RecipeConfig | None, step: int | None) -> I
         models = {option: _short(path) for option, path in config.model_paths.items()}
         yield "base model", models.pop("model.path")
         yield from ((option.removesuffix(".path").replace("_", " "), path) for option, path in models.items())
-        for title, files in (("training data", config.data.train_files), ("validation data", config.data.val_files)):
+        for title, files in (("training data", config.data.training_files), ("validation data", config.data.val_files)):
             if files:
                 yield title, ", ".join(map(_short, files))
     for repository, commit in PinnedVersions.of_run(run).known.items():

@@ -370,8 +370,7 @@ def _check_data_files(config: RecipeConfig, is_made_later: Callable[[str], bool]
     from rl_plugins.launch.dry_run import kinds_of
 
     data = config.data
-    train_files = [path for part in data.mixture.values() for path in part.files] or data.train_files
-    for paths, kind in zip((train_files, data.val_files), kinds_of(config), strict=True):
+    for paths, kind in zip((data.training_files, data.val_files), kinds_of(config), strict=True):
         for path in paths:
             if not is_made_later(path):
                 ParquetRows(Path(path), FORMATS[kind].columns)

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from rl_plugins.launch import preflight
+from rl_plugins.launch.command_line import override
+from rl_plugins.launch.mlflow_run import describe_run
+from rl_plugins.launch.pinned_versions import PinnedVersions
 from rl_plugins.launch.preflight import slow_here
+from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.launch.configurations import configured
 
 
@@ -49,3 +55,31 @@ def test_slow_here_is_none_for_float32_a_gpu_a_cluster_or_a_cpu_with_bfloat16(
         assert warning("model.precision=bf16-true") is None
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert warning("model.precision=bf16-true") is None
+
+
+def test_files_that_a_data_set_replaces_are_neither_fetched_nor_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = ["s3://bucket/a.parquet", "hf://datasets/owner/name/b.parquet", "https://host/c.parquet"]
+    fetched = list[str]()
+
+    def fetch(_: object, path: str, *__: object) -> str:
+        fetched.append(path)
+        return path
+
+    monkeypatch.setattr(preflight, "fetch_copy", fetch)
+    monkeypatch.setattr(preflight, "fetch_data_files", lambda _, option, path, __: [fetch(option, path)])
+    monkeypatch.setattr(preflight, "is_data_address", lambda path: path.startswith("hf:"))
+    options = ["model.path=model", f"run.output_dir={tmp_path}", "run.name=one"]
+    named = configured("grpo", *options, override("data.train_files", addresses))
+    preflight.fetch_data(named, PinnedVersions())
+    assert fetched == named.data.training_files == addresses
+    fetched.clear()
+    own = override("data.dataset", {"path": "rows.py", "name": "rows"})
+    replaced = configured("grpo", *options, override("data.train_files", addresses), own)
+    preflight.fetch_data(replaced, PinnedVersions())
+    preflight._check_data_files(replaced, lambda _: False)
+    assert fetched == replaced.data.training_files == []
+    assert describe_run(replaced, RunFolder(tmp_path)).data["training"] == []
+    mixed = configured("grpo", *options, "data.mixture={a: {files: [/a.parquet]}, b: {files: /b.parquet}}")
+    assert mixed.data.training_files == ["/a.parquet", "/b.parquet"]
