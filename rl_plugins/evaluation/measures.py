@@ -8,7 +8,6 @@ Shapes: N samples of one prompt, G prompts, A different answers, M subsets of k 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,8 +16,8 @@ from itertools import combinations
 import numpy as np
 
 from rl_plugins.data.boxed import last_box
+from rl_plugins.data.final_number import MARKER, final_number, with_hyphens
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _SUBSETS = 256
 _RESAMPLES = 1000
 
@@ -29,19 +28,14 @@ def final_answer(response: str) -> str:
     r"""Return the answer in a response, for the vote of maj@k.
 
     The answer is the content of the last `\boxed{}`, also of a box which the end of the response cuts off, or else of
-    the last box without braces (see `last_box`); without a box the first number after the last `####`; without this
-    marker the last number; without a number the whole text.
+    the last box without braces (see `last_box`); without a box the final number (see `final_number`); without a number
+    the text after the last `####`, or the whole text.
     """
     # A response may mention the command after the box: `I used \boxed`.
     box = last_box(response, braced=True) or last_box(response)
     if box is not None and box[0].strip():
-        return "".join(box[0].split())
-    _, marker, tail = response.rpartition("####")
-    numbers = _NUMBER.findall(tail)
-    if numbers:
-        number: str = numbers[0] if marker else numbers[-1]
-        return number.replace(",", "")
-    return tail.strip()
+        return with_hyphens("".join(box[0].split()))
+    return final_number(response) or response.rpartition(MARKER)[2].strip()
 
 
 # Estimators -------------------------------------------------------------------------------------------------------

@@ -10,9 +10,12 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from rl_plugins.data.boxed import last_box
+from rl_plugins.data.final_number import MARKER, final_number, with_hyphens
 from rl_plugins.errors import ConfigError
 
-_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)")
+_DOLLAR = r"\$"
+_FORMULA = re.compile(r"(?<!\\)\$")
 
 
 def exact_match(solution_str: str, ground_truth: object, ignore_case: bool = False) -> float:
@@ -48,8 +51,7 @@ def correct_and_format(
 def final_answer(solution_str: str, ground_truth: object, require_marker: bool = False) -> float:
     """Return 1 if the final number of the response equals the final number of the ground truth, as in GSM8K.
 
-    The final number is the first number after the last "####". In a text without the marker, the final number is the
-    last number. Thousands separators are dropped. Numbers are compared by value: 18 equals 18.00.
+    See `final_number`. Numbers are compared by value: 18 equals 18.00.
 
     Args:
         solution_str: text of the response.
@@ -59,27 +61,19 @@ def final_answer(solution_str: str, ground_truth: object, require_marker: bool =
     Raises:
         ValueError: the ground truth has no number.
     """
-    wanted = _final_number(str(ground_truth), require_marker=False)
+    wanted = final_number(str(ground_truth))
     if wanted is None:
         raise ValueError(f"the ground truth {ground_truth!r} has no number")
-    return float(_final_number(solution_str, require_marker) == wanted)
-
-
-def _final_number(text: str, require_marker: bool) -> Decimal | None:
-    _, marker, tail = text.rpartition("####")
-    if require_marker and not marker:
-        return None
-    numbers = _NUMBER.findall(tail)
-    if not numbers:
-        return None
-    return Decimal((numbers[0] if marker else numbers[-1]).replace(",", ""))
+    given = None if require_marker and MARKER not in solution_str else final_number(solution_str)
+    return float(given is not None and Decimal(given) == Decimal(wanted))
 
 
 class MathVerify:
     r"""Mathematical comparison of the response's answer, LaTeX or plain, with the ground truth.
 
-    A ground truth without `$` or `\boxed` is read as LaTeX. A response without a recognisable answer is wrong. An error
-    of the comparison itself is raised. The timeouts of the package are off, because a reward has a deadline anyway.
+    The answer of a ground truth is its last `\boxed{}`; without a box its formulas between `$`; without a formula the
+    whole text, as LaTeX. A response without a recognisable answer is wrong. An error of the comparison itself is
+    raised. The timeouts of the package are off, because a reward has a deadline anyway.
     """
 
     def __init__(self) -> None:
@@ -103,11 +97,16 @@ class MathVerify:
             ValueError: the ground truth cannot be parsed.
         """
         text = str(ground_truth)
-        gold = self._read(text if "$" in text or "\\boxed" in text else f"\\boxed{{{text}}}")
+        box = last_box(text)
+        if box is not None or not _FORMULA.search(text):
+            # The package reads no dollar sign in a box, and several boxes as a set.
+            text = f"\\boxed{{{(box[0] if box else text).replace(_DOLLAR, '')}}}"
+        gold = self._read(text)
         if not gold:
             raise ValueError(f"math-verify cannot parse the ground truth {ground_truth!r}")
         answer = self._read(solution_str)
         return float(self._verify(gold, answer, timeout_seconds=None, raise_on_error=True))
 
     def _read(self, text: str) -> list[Any]:
-        return self._parse(text, parsing_timeout=None, raise_on_error=True)
+        # In plain text, the package does not read minus signs.
+        return self._parse(with_hyphens(text), parsing_timeout=None, raise_on_error=True)

@@ -35,6 +35,9 @@ def test_exact_match() -> None:
         ("72 then 73", "72", 0.0),
         (".5", "0.5", 1.0),
         ("2023-2024", "2024", 1.0),
+        ("#### −3", "-3", 1.0),
+        ("#### −3", "3", 0.0),
+        ("-3", "−3", 1.0),
     ],
 )
 def test_final_answer(solution: str, truth: Any, expected: float) -> None:
@@ -66,6 +69,15 @@ def math_verify() -> MathVerify:
         ("I do not know", "4", 0.0),
         ("the answer is 12", "12", 1.0),
         ("\\boxed{\\{1, 2\\}}", "\\{2, 1\\}", 1.0),
+        ("it is −5", "-5", 1.0),
+        ("it is −5", "5", 0.0),
+        ("\\boxed{18.90}", "\\$18.90", 1.0),
+        ("it costs 18.90", "\\$18.90", 1.0),
+        ("\\boxed{18.90}", "It costs \\$18.90, so \\boxed{\\$18.90}", 1.0),
+        ("\\boxed{18.90}", "so $x = \\$18.90$", 1.0),
+        ("\\boxed{2}", "not \\boxed{1}, but \\boxed{2}", 1.0),
+        ("\\boxed{1}", "not \\boxed{1}, but \\boxed{2}", 0.0),
+        ("\\boxed{2}", "$\\boxed 2$", 1.0),
     ],
 )
 def test_math_verify(math_verify: MathVerify, solution: str, truth: str, expected: float) -> None:
