@@ -102,6 +102,7 @@ class ToolServer:
                     },
                 },
                 None,
+                False,
                 partial(self.call, tool.name),
             )
             for tool in described

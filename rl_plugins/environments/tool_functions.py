@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 import resource
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -44,10 +45,12 @@ class ToolSchema:
     Attributes:
         schema: JSON schema, in the form of a chat template.
         places: largest number of running calls; None for any number.
+        is_closed: True if a call has no other arguments than those of the schema, as a call of a function.
     """
 
     schema: Mapping[str, Any]
     places: int | None
+    is_closed: bool
 
     @property
     def name(self) -> str:
@@ -56,9 +59,14 @@ class ToolSchema:
 
     def fault(self, arguments: Mapping[str, Any]) -> str:
         """Return a fault of the arguments for the policy, or an empty text."""
-        from jsonschema.exceptions import best_match
+        from jsonschema.exceptions import SchemaError, best_match
+        from referencing.exceptions import Unresolvable
 
-        error = best_match(self._validator.iter_errors(dict(arguments)))
+        try:
+            error = best_match(self._validator.iter_errors(dict(arguments)))
+        # Not each server has a schema by the rules. The server itself checks the arguments, too.
+        except (SchemaError, Unresolvable, re.error):
+            return ""
         if error is None:
             return ""
         place = f"{error.json_path.removeprefix('$.')}: " if error.path else ""
@@ -67,9 +75,17 @@ class ToolSchema:
     @cached_property
     def _validator(self) -> Any:
         from jsonschema import Draft202012Validator
+        from jsonschema.validators import extend, validator_for
+        from referencing import Registry
 
         parameters = self.schema["function"].get("parameters") or {"type": "object"}
-        return Draft202012Validator({"additionalProperties": False, **parameters})
+        if self.is_closed:
+            parameters = {"additionalProperties": False, **parameters}
+        draft = validator_for(parameters, default=Draft202012Validator)
+        draft.check_schema(parameters)
+        with_null = extend(draft, {name: _or_null(check) for name, check in draft.VALIDATORS.items()})
+        # An empty registry, because a schema must not fetch other schemas.
+        return with_null(parameters, registry=Registry())
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,17 @@ class Tool(ToolSchema):
     """
 
     call: Callable[[Mapping[str, Any]], Awaitable[object]]
+
+
+def _or_null(check: Callable[..., Iterable[Any] | None]) -> Callable[..., Iterable[Any]]:
+    """Return a check that accepts null beside the keyword `nullable` of OpenAPI, which transformers writes, too."""
+
+    def checked(validator: Any, value: Any, instance: Any, schema: Mapping[str, Any]) -> Iterable[Any]:
+        if instance is None and schema.get("nullable") is True:
+            return ()
+        return check(validator, value, instance, schema) or ()
+
+    return checked
 
 
 class Threads:
@@ -182,7 +209,7 @@ def tool_of(name: str, function: Callable[..., Any], fixed: Mapping[str, Any], t
     places = getattr(function, "calls_at_once", None) if is_instance else None
     if places is not None and (fault := AT_LEAST_1.fault(places, int)):
         raise ConfigError(f"tool {name!r}: calls_at_once={places!r}: {fault}")
-    return Tool(schema, None if places is None else int(places), call)
+    return Tool(schema, None if places is None else int(places), True, call)
 
 
 def _schema(name: str, function: Callable[..., Any], fixed: Mapping[str, Any]) -> dict[str, Any]:

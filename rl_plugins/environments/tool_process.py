@@ -67,7 +67,7 @@ class _Server:
     async def serve(self) -> None:
         try:
             await self._load_all()
-            self._answer(tools=[(tool.schema, tool.places) for tool in self._tools.values()])
+            self._answer(tools=[(tool.schema, tool.places, tool.is_closed) for tool in self._tools.values()])
         except ConfigError as error:
             self._answer(error=str(error))
         except (AttributeError, ImportError, pickle.UnpicklingError) as error:

@@ -151,7 +151,7 @@ class BlockedProcess:
         self.ended, self._end = Pipe()
         self._names: list[str] = []
         names.append(self._names)
-        tools = [({"function": {"name": "block"}}, places), ({"function": {"name": "add"}}, None)]
+        tools = [({"function": {"name": "block"}}, places, True), ({"function": {"name": "add"}}, None, True)]
         self._tools.send_bytes(json.dumps({"tools": tools}).encode())
 
     def has_ended(self) -> bool:
