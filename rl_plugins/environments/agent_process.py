@@ -95,8 +95,8 @@ def _run(name: str, function: Callable[..., Any], asked: AgentArguments) -> Answ
             value = asyncio.run(_awaited(value))
     except MemoryError:
         return failure_of("memory", f"{name}: an agent may take no more memory: raise memory_mb")
-    # Code of the user may raise any exception; the failure is counted.
-    except (Exception, SystemExit) as error:
+    # Code of the user may raise any exception, also a cancellation of its own; the failure is counted.
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         return failure_of("raised", f"{name}: {describe(error)}")
     if value is None:
         return failure_of("raised", f"{name}: the agent returned no reward: return a number, or a mapping with 'score'")

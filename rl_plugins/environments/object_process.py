@@ -269,8 +269,8 @@ class _Copy:
             return failure_of("raised", f"{self._name}: {describe(error)}")
         except MemoryError:
             return failure_of("memory", f"{self._name}: {method}: an object may take no more memory: raise memory_mb")
-        # Code of the user may raise any exception; the failure is counted.
-        except (Exception, SystemExit) as error:
+        # Code of the user may raise any exception, also a cancellation of its own; the failure is counted.
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             return failure_of("raised", f"{self._name}: {method}: {describe(error)}")
 
     async def _reset(self, row: Mapping[str, Any]) -> Answer:

@@ -63,6 +63,7 @@ class _Server:
         self._connection, self._outbox, self._threads = connection, Outbox(connection), Threads()
         self._tools: dict[str, Tool] = {}
         self._running: set[asyncio.Task[None]] = set()
+        self._ended = asyncio.Event()
 
     async def serve(self) -> None:
         try:
@@ -72,9 +73,8 @@ class _Server:
             self._answer(error=str(error))
         except (AttributeError, ImportError, pickle.UnpicklingError) as error:
             self._answer(error=f"a tool cannot be read in its process ({error}): name the tool by `_target_`")
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._connection.fileno(), self._read, ended)
-        await ended.wait()
+        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._read)
+        await self._ended.wait()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             # After a second cancellation, the client of a program never ends.
@@ -102,7 +102,7 @@ class _Server:
         name, function, fixed = load_callable(config, "tool")
         return [tool_of(name, function, fixed, self._threads)]
 
-    def _read(self, ended: asyncio.Event) -> None:
+    def _read(self) -> None:
         try:
             while self._connection.poll():
                 call = json.loads(self._connection.recv_bytes())
@@ -110,7 +110,7 @@ class _Server:
                 self._running.add(running)
                 running.add_done_callback(self._running.discard)
         except (EOFError, OSError):
-            ended.set()
+            self._ended.set()
 
     async def _call(self, number: int, name: str, arguments: Mapping[str, Any]) -> None:
         start = time.monotonic()
@@ -136,8 +136,10 @@ class _Server:
             return "raised", _described(error), _NO_REWARD
         except ServerLost as error:
             return "died", f"{tool.name}: the MCP server has ended ({error})", _NO_REWARD
-        # Code of the user may raise any exception; the policy reads the error.
-        except (Exception, SystemExit) as error:
+        # Code of the user may raise any exception, also a cancellation of its own; the policy reads the error.
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and self._ended.is_set():
+                raise
             return "raised", _described(error), _NO_REWARD
 
     def _answer(self, **message: Any) -> None:

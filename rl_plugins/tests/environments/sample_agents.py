@@ -178,6 +178,8 @@ def obey(row: Row, base_url: str, api_key: str) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     if act == "raise":
         raise ValueError("no such act")
+    if act == "cancel":
+        raise asyncio.CancelledError
     if act == "hang":
         time.sleep(1e6)
     return {"nothing": None, "nan": float("nan"), "text": "high"}.get(act, 0.5)

@@ -73,6 +73,8 @@ class Obey(Count):
             os._exit(3)
         if act == "raise":
             raise ValueError("no such\nact")
+        if act == "cancel":
+            raise asyncio.CancelledError
         if act == "wait":
             await asyncio.sleep(1e6)
         if act == "block":

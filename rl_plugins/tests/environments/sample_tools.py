@@ -12,6 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import CancelledError
 from typing import Any
 
 from rl_plugins.environments.tool_functions import ToolResult
@@ -79,6 +80,25 @@ def obey(act: str) -> Any:
     if act == "raise":
         raise ValueError("no such\nact")
     return {"nothing": None, "mapping": {"a": [1]}, "object": {1}, "long": "x" * 10_000_000}[act]
+
+
+async def cancel(act: str) -> None:
+    """End by a cancellation of the tool's own.
+
+    Args:
+        act: name of the act.
+    """
+    if act == "raise":
+        raise asyncio.CancelledError("by the tool")
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(1e6)
+
+
+def cancel_in_thread() -> None:
+    """End by a cancellation in a thread."""
+    raise CancelledError
 
 
 async def block() -> str:

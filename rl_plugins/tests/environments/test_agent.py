@@ -121,8 +121,8 @@ def test_shell_script_with_curl_is_an_agent() -> None:
 
 def test_agents_that_fail_lose_one_trajectory_each_and_are_counted_by_kind() -> None:
     kinds = {
-        "silent": "raised", "die": "died", "raise": "raised", "nothing": "raised", "nan": "not_finite",
-        "text": "raised", "": None,
+        "silent": "raised", "die": "died", "raise": "raised", "cancel": "raised", "nothing": "raised",
+        "nan": "not_finite", "text": "raised", "": None,
     }  # fmt: skip
     with closing(agent("obey", max_failure_rate=0.9, max_objects=4)) as environment:
         groups = run(environment, {}, list(kinds))

@@ -69,11 +69,12 @@ def host() -> Iterator[ObjectHost]:
 
 
 def test_failure_of_an_object_has_a_kind_and_touches_no_other_object(host: ObjectHost) -> None:
-    acts = ("die", "exit", "raise", "eat", "nan", "end", "hello")
-    died, exited, raised, eaten, not_finite, ended, well = steps(host, *acts)
+    acts = ("die", "exit", "raise", "cancel", "eat", "nan", "end", "hello")
+    died, exited, raised, cancelled, eaten, not_finite, ended, well = steps(host, *acts)
     assert (died.failure, died.fault) == ("died", "the process of the object was ended by the signal SIGKILL")
     assert (exited.failure, exited.fault) == ("died", "the process of the object ended with exit status 3")
     assert raised.failure == "raised" and "Obey: step: ValueError: no such act (" in raised.fault
+    assert cancelled.failure == "raised" and "Obey: step: asyncio.exceptions.CancelledError (" in cancelled.fault
     assert eaten.failure == "memory" and "may take no more memory" in eaten.fault
     assert not_finite.failure == "not_finite" and well.failure is None
     assert ended.score == 0.5 and ended.messages == []

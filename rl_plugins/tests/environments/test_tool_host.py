@@ -39,7 +39,7 @@ def host_of(
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[ToolHost]:
-    names = [f"{HERE}.{name}" for name in ("add", "wait_long", "meet", "obey")]
+    names = [f"{HERE}.{name}" for name in ("add", "wait_long", "meet", "obey", "cancel", "cancel_in_thread")]
     shop, crowd = {"_target_": f"{HERE}.Shop", "prices": {"tea": 3}}, {"_target_": f"{HERE}.Crowd", "size": 100}
     started = host_of(*names, shop, crowd, {"_target_": f"{HERE}.Program"}, memory_mb=256)
     yield started
@@ -84,6 +84,15 @@ def test_call_reports_errors_without_places_in_files(host: ToolHost) -> None:
         Result("malformed", "add: b: '2' is not of type 'integer'"),
         Result("malformed", "add: Additional properties are not allowed ('c' was unexpected)"),
     ]
+
+
+def test_cancellation_by_the_tool_is_a_failed_call(host: ToolHost) -> None:
+    starts = host.starts
+    by_tool, *others = results_of(
+        host, ("cancel", {"act": "raise"}), ("cancel", {"act": "task"}), ("cancel_in_thread", {})
+    )
+    assert by_tool == Result("raised", "CancelledError: by the tool")
+    assert others == [Result("raised", "CancelledError")] * 2 and host.starts == starts
 
 
 def test_calls_of_plain_functions_run_at_once(host: ToolHost) -> None:
