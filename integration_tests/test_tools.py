@@ -150,9 +150,9 @@ def test_parser_of_vllm_reads_calls_from_tokens(name: str, template: str, call: 
     parser, tokenizer = parser_of(name, template)
     once = ToolCall("add", {"a": 1, "b": 2})
     for text, calls in ((f"I add.{call}<|end|>", [once]), (f"{call}{call}<|end|>", [once, once]), ("3<|end|>", [])):
-        assert parser.calls(tokenizer.encode(text)) == calls
+        assert parser.calls(tokenizer.encode(text), []) == calls
     # A parser may read a broken call, but never overlooks it.
-    (broken,) = parser.calls(tokenizer.encode("<tool_call>{<|end|>"))
+    (broken,) = parser.calls(tokenizer.encode("<tool_call>{<|end|>"), [])
     assert broken.fault or not broken.arguments
 
 

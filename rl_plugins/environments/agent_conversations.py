@@ -94,6 +94,7 @@ class _TrajectoryState:
     Attributes:
         received: call in progress, or the last call; None before the first.
         call: content of the call.
+        before: last tokens before the answer.
         events: events of the answer; None for an answer without a stream.
         sequences: sequences of the trajectory.
         answered: messages up to each answer with an id, by the id.
@@ -108,6 +109,7 @@ class _TrajectoryState:
 
     received: Received | None = None
     call: ChatCall | None = None
+    before: Sequence[int] = ()
     events: AnswerEvents | None = None
     sequences: list[_Answered] = field(default_factory=list)
     answered: dict[str, Sequence[Message]] = field(default_factory=dict)
@@ -169,13 +171,12 @@ class AgentConversations:
         """Send the new text of responses in progress to the agent."""
         state = self._states[key]
         assert state.received is not None and state.call is not None and state.events is not None, "a call streams"
-        if events := state.events.more([self._text_so_far(state.call, ids) for ids in responses]):
+        if events := state.events.more([self._text_so_far(state, state.call, ids) for ids in responses]):
             self._endpoint.send(state.received, events)
 
-    def _text_so_far(self, call: ChatCall, ids: Sequence[int]) -> str:
-        parser = self._tools_of(call.tools).parser
-        if parser is not None and call.may_call:
-            text = parser.text_before_calls(ids)
+    def _text_so_far(self, state: _TrajectoryState, call: ChatCall, ids: Sequence[int]) -> str:
+        if parser := self._parser_of(call):
+            text = parser.text_before_calls(ids, state.before)
         else:
             text = decoded(self._tokenizer, ids, skip_special_tokens=True)
         # The next tokens may complete the last character.
@@ -253,7 +254,7 @@ class AgentConversations:
             seconds = max(0.0, received.at - state.answered_at)
             turn = replace(turn, work=[Work("agent", unix_time(state.answered_at), seconds)])
         answers[key] = turn
-        state.received, state.call, state.is_sampling = received, call, True
+        state.received, state.call, state.before, state.is_sampling = received, call, turn.tokens, True
         state.events = FORMATS[received.path].events(call) if call.stream else None
         # The time in which a call waited for the call before is already left out.
         self._host.pause(key, since=max(received.at, state.answered_at))
@@ -367,7 +368,7 @@ class AgentConversations:
         """Send a response of the policy to the agent, or several responses as choices."""
         assert state.received is not None and state.call is not None, "a call asked for the response"
         call, turns = state.call, (turn, *turn.alternatives)
-        parsed = [self._parsed(call, one.response) for one in turns]
+        parsed = [self._parsed(call, one) for one in turns]
         choices = [
             self._choice(state, call, one, read, place)
             for place, (one, read) in enumerate(zip(turns, parsed, strict=True))
@@ -414,27 +415,27 @@ class AgentConversations:
             {"id": f"c{number:04d}{nth:04d}", "type": "function", "function": {"name": name, "arguments": arguments}}
             for nth, (name, arguments) in enumerate(parsed.calls[:1] if call.one_call else parsed.calls)
         ]
-        ids = turn.response
         return ChatAnswer(
             # A parser may strip the text before a call, and the agent has got the text.
             content=said if calls and said.startswith(content) else content,
             calls=calls,
             finish_reason="tool_calls" if calls else "length" if turn.finish_reason == "length" else "stop",
-            prompt_ids=turn.tokens[: len(turn.tokens) - turn.length],
-            tokens=ids,
-            token_texts=[str(self._tokenizer.decode([token])) for token in ids] if call.logprobs else [],
+            prompt_ids=turn.before,
+            tokens=turn.response,
+            token_texts=[str(self._tokenizer.decode([token])) for token in turn.response] if call.logprobs else [],
             log_probs=turn.log_probs if call.logprobs else [],
         )
 
-    def _parsed(self, call: ChatCall, ids: Sequence[int]) -> ParsedResponse:
-        parser = self._tools_of(call.tools).parser
-        if parser is None or not call.may_call:
-            return ParsedResponse(decoded(self._tokenizer, ids, skip_special_tokens=True))
-        return parser.parsed(ids)
+    def _parsed(self, call: ChatCall, turn: Turn) -> ParsedResponse:
+        if parser := self._parser_of(call):
+            return parser.parsed(turn.response, turn.before)
+        return ParsedResponse(decoded(self._tokenizer, turn.response, skip_special_tokens=True))
+
+    def _parser_of(self, call: ChatCall) -> ResponseParser | None:
+        return self._tools_of(call.tools).parser if call.may_call else None
 
     def _refuse(self, state: _TrajectoryState, received: Received, refused: Refused) -> None:
-        state.counts["refused"] += 1
-        state.counts["not_continued"] += isinstance(refused, NotContinued)
+        state.counts.update(refused=1, not_continued=isinstance(refused, NotContinued))
         self._endpoint.refuse(received, str(refused), refused.kind)
 
     def _tools_of(self, schemas: Sequence[Message]) -> _Tools:

@@ -216,7 +216,7 @@ class ToolConversations:
         """Start the calls of a response."""
         if not self._prompt_checked:
             self._check_prompt(turn)
-        calls = self._parser.calls(turn.response) if turn.request.turns_left else []
+        calls = self._parser.calls(turn.response, turn.before) if turn.request.turns_left else []
         if not calls:
             self._ended[key] = turn
             return
@@ -291,7 +291,7 @@ class ToolConversations:
         Raises:
             ConfigError: the prompt does not show the tools.
         """
-        text = str(self._tokenizer.decode(list(turn.tokens[: len(turn.tokens) - turn.length])))
+        text = str(self._tokenizer.decode(list(turn.before)))
         if missing := [name for name in self._names if name not in text]:
             raise ConfigError(
                 f"the prompts do not show the tool {missing[0]!r} to the policy: give the data module "

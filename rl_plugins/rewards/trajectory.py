@@ -47,6 +47,11 @@ class Turn:
     alternatives: Sequence[Turn] = ()
 
     @property
+    def before(self) -> Sequence[int]:
+        """Token ids before the response."""
+        return self.tokens[: len(self.tokens) - self.length]
+
+    @property
     def response(self) -> list[int]:
         """Token ids of the response."""
         return list(self.tokens[len(self.tokens) - self.length :])

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_THINK, _END_OF_THOUGHT = "<think>", "</think>"
+_TAIL = 16
+"""Tokens of `<think>` and of the white space behind it, at most."""
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """One call in a response.
@@ -44,15 +49,15 @@ class ParsedResponse:
 
 
 class ResponseParser(Protocol):
-    """Finds the calls of a response."""
+    """Finds the calls in the token ids of a response. The token ids before the response may open its reasoning."""
 
-    def calls(self, response: Sequence[int]) -> list[ToolCall]:
-        """Return the calls in the token ids of a response; an empty list for an answer without a call."""
+    def calls(self, response: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
+        """Return the calls of a response; an empty list for an answer without a call."""
 
-    def parsed(self, response: Sequence[int]) -> ParsedResponse:
-        """Return text and calls in the token ids of a response."""
+    def parsed(self, response: Sequence[int], before: Sequence[int]) -> ParsedResponse:
+        """Return text and calls of a response."""
 
-    def text_before_calls(self, response: Sequence[int]) -> str:
+    def text_before_calls(self, response: Sequence[int], before: Sequence[int]) -> str:
         """Return the text of an unfinished response as far as the text is certainly no part of a call."""
 
 
@@ -71,7 +76,7 @@ def read_call(name: object, arguments: object) -> ToolCall:
 
 
 class FunctionParser:
-    """Parser of the user.
+    """Parser of the user, which reads reasoning, too.
 
     Args:
         function: function from the text of a response to a list of calls: mappings with `name` and `arguments`. The
@@ -82,7 +87,7 @@ class FunctionParser:
     def __init__(self, function: Callable[[str], Sequence[Mapping[str, Any]]], tokenizer: Any) -> None:
         self._function, self._tokenizer = function, tokenizer
 
-    def calls(self, response: Sequence[int]) -> list[ToolCall]:
+    def calls(self, response: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
         """Return the calls of a response."""
         text = decoded(self._tokenizer, response, skip_special_tokens=False)
         try:
@@ -92,16 +97,39 @@ class FunctionParser:
         except Exception as error:
             return [ToolCall("", fault=str(error) or type(error).__name__)]
 
-    def parsed(self, response: Sequence[int]) -> ParsedResponse:
+    def parsed(self, response: Sequence[int], before: Sequence[int]) -> ParsedResponse:
         """Return the text of a response, or its calls without a text."""
-        calls, text = self.calls(response), decoded(self._tokenizer, response, skip_special_tokens=True)
+        calls, text = self.calls(response, before), decoded(self._tokenizer, response, skip_special_tokens=True)
         if not calls or any(call.fault for call in calls):
             return ParsedResponse(text, is_malformed=bool(calls))
         return ParsedResponse("", [(call.name, json.dumps(dict(call.arguments))) for call in calls])
 
-    def text_before_calls(self, response: Sequence[int]) -> str:
+    def text_before_calls(self, response: Sequence[int], before: Sequence[int]) -> str:
         """Return no text, because any text may become a call of the user's function."""
         return ""
+
+
+def opens_reasoning(tokenizer: PreTrainedTokenizerBase, before: Sequence[int]) -> bool:
+    """Return True if the tokens before a response end with `<think>`, which some chat templates write."""
+    end = tokenizer.decode(list(before[-_TAIL:]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return str(end).rstrip().endswith(_THINK)
+
+
+def reasoning_of(text: str, mark: str, *, is_open: bool) -> str:
+    """Return the reasoning at the beginning of a response, between `<think>` and `</think>`.
+
+    Without an end, the whole text is reasoning. Text between two parts of reasoning belongs to the reasoning. A
+    `<think>` or `</think>` after the mark of a call is text of the call.
+
+    Args:
+        text: text of the response.
+        mark: mark of calls; without a mark, the reasoning begins with the text.
+        is_open: True if the text before the response has opened the reasoning.
+    """
+    rest = text
+    while is_open or _THINK in (rest.partition(mark)[0] if mark else rest.lstrip()[: len(_THINK)]):
+        is_open, rest = False, rest.partition(_END_OF_THOUGHT)[2].lstrip()
+    return text[: len(text) - len(rest)]
 
 
 def without_mark(text: str, mark: str) -> str:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.data.chat_template import TemplateRefusal, render
 from rl_plugins.errors import ConfigError
-from rl_plugins.rollout.tool_calls import ParsedResponse, ToolCall, decoded, read_call, without_mark
+from rl_plugins.rollout.tool_calls import (
+    ParsedResponse,
+    ToolCall,
+    decoded,
+    opens_reasoning,
+    read_call,
+    reasoning_of,
+    without_mark,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +44,7 @@ _SHORTEST_MARK = 3
 
 
 class VLLMToolParser:
-    """Parser of vLLM.
+    """Parser of vLLM. Calls in the reasoning of a response are no calls.
 
     Args:
         name: name of the parser, such as `hermes`, `llama3_json` or `qwen3_xml`.
@@ -73,34 +81,40 @@ class VLLMToolParser:
             self._check(example)
         self._mark = _mark(example) or getattr(self._parser, "tool_call_start_token", "")
 
-    def calls(self, response: Sequence[int]) -> list[ToolCall]:
+    def calls(self, response: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
         """Return the calls of a response."""
-        text = decoded(self._tokenizer, response, skip_special_tokens=self._request.skip_special_tokens)
+        _, text = self._read(response, before)
         found = _extracted(self._parser, self._request, text)
         if found is None or (not found and self._mark and self._mark in text):
             return [ToolCall("", fault=_UNREADABLE)]
         return found
 
-    def parsed(self, response: Sequence[int]) -> ParsedResponse:
+    def parsed(self, response: Sequence[int], before: Sequence[int]) -> ParsedResponse:
         """Return text and calls of a response."""
         whole = decoded(self._tokenizer, response, skip_special_tokens=True)
-        calls = self.calls(response)
+        calls = self.calls(response, before)
         if not calls or any(call.fault for call in calls):
             return ParsedResponse(whole, is_malformed=bool(calls))
-        text = decoded(self._tokenizer, response, skip_special_tokens=self._request.skip_special_tokens)
+        reasoning, text = self._read(response, before)
         found = self._parser.extract_tool_calls(text, request=self._request)
         named = [(call.function.name, call.function.arguments) for call in found.tool_calls]
-        return ParsedResponse(found.content or "", named)
+        return ParsedResponse(reasoning + (found.content or ""), named)
 
-    def text_before_calls(self, response: Sequence[int]) -> str:
+    def text_before_calls(self, response: Sequence[int], before: Sequence[int]) -> str:
         """Return the text before the mark of a call; no text for a parser without a mark."""
         if not self._mark:
             return ""
-        text = decoded(self._tokenizer, response, skip_special_tokens=self._request.skip_special_tokens)
+        reasoning, text = self._read(response, before)
         whole = decoded(self._tokenizer, response, skip_special_tokens=True)
         # The content of a message has no special tokens.
-        pairs = zip(without_mark(text, self._mark), whole, strict=False)
+        pairs = zip(reasoning + without_mark(text, self._mark), whole, strict=False)
         return "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def _read(self, response: Sequence[int], before: Sequence[int]) -> tuple[str, str]:
+        """Return the reasoning of a response, and the text after the reasoning."""
+        text = decoded(self._tokenizer, response, skip_special_tokens=self._request.skip_special_tokens)
+        reasoning = reasoning_of(text, self._mark, is_open=opens_reasoning(self._tokenizer, before))
+        return reasoning, text[len(reasoning) :]
 
     def _build(self, name: str, schemas: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

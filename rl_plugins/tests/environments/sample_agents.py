@@ -72,7 +72,7 @@ def add_with_tool(row: Row, base_url: str, api_key: str) -> Any:
                 choice = client.chat.completions.create(**options).choices[0]
             said.append(choice.finish_reason)
             if not choice.message.tool_calls:
-                return {"score": float(choice.message.content), "turns": len(said)}
+                return {"score": float(choice.message.content.rpartition("</think>")[2]), "turns": len(said)}
             messages.append(choice.message.to_dict())
             for call in choice.message.tool_calls:
                 numbers = json.loads(call.function.arguments)

@@ -12,10 +12,12 @@ from typing_extensions import override
 pytest.importorskip("vllm")
 
 from rl_plugins.data.experience import Experience
+from rl_plugins.models.tiny import TOOL_CHAT_TEMPLATE
 from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.stages.sequence_rows import SequenceRows
 from rl_plugins.stages.turns import add_turns, sequences
 from rl_plugins.tests.environments.agent_runs import ASKED, CALL, Reporting, agent, run, tokenizer
+from rl_plugins.tests.loops import for_each
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -41,6 +43,25 @@ def test_tokens_of_the_engine_are_the_tokens_of_the_training_sequence(name: str,
     assert tokenizer.decode(list(ending.prompt_ids)) == start and ending.turns == 2
     assert (ending.score.value, ending.score.details["turns"], ending.score.details["agent/calls"]) == (5.0, 2.0, 2.0)
     assert ending.transcript() == f"{text.removesuffix('<|end|>')}\n[tool] 5\n[assistant] 5"
+
+
+@for_each("stream", [False, True])
+def test_call_in_reasoning_that_the_template_opens_is_text(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = "{% if add_generation_prompt %}{{ '<|assistant|>"
+    opening = TOOL_CHAT_TEMPLATE.replace(begin, f"{begin}<think>")
+    assert opening != TOOL_CHAT_TEMPLATE
+    monkeypatch.setattr(tokenizer, "chat_template", opening)
+    start = "<|system|>add(a,b)<|user|>2+3<|assistant|><think>"
+    idea = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
+    first, last = f"{idea}</think>I add.<tool_call>{CALL}", "</think>5<|end|>"
+    said = {start: first, f"{start}{first}<|tool|>5<|assistant|><think>": last}
+    with closing(agent("add_with_tool")) as environment:
+        texts = {prompt: tokenizer.encode(text) for prompt, text in said.items()}
+        (generations,) = run(environment, texts, prompt=[{"role": "user", "content": "2+3"}], stream=stream)
+    ending: Ending = generations.endings[0]
+    assert ending.score.value == 5.0, ending.score.message
+    assert (ending.turns, ending.score.details["agent/sequences"], ending.score.details["agent/malformed"]) == (2, 1, 0)
+    assert tokenizer.decode(generations.responses()[0]) == f"{first}<|tool|>5<|assistant|><think>{last}"
 
 
 def test_empty_answer_that_a_client_sends_as_null_is_continued() -> None:

@@ -107,6 +107,16 @@ def test_results_come_back_as_tokens_of_the_tool_role_under_mask_0(environment: 
     assert called.asked <= called.sampled <= called.work[0].start <= called.answered <= last.asked <= last.answered
 
 
+def test_call_in_reasoning_that_the_prompt_opens_is_no_call() -> None:
+    pytest.importorskip("vllm")
+    prompt = "<|system|>add(a,b)<|user|>2+3<|assistant|><think>"
+    said = {prompt: [f"{call('add', '{}')}</think>5<|end|>", f"hm</think>{ADDING}"]}
+    with closing(ToolEnvironment([f"{HERE}.add"], parser="hermes", max_turns=3)) as environment:
+        thought, called = converse(environment, said, prompt=prompt).endings
+    assert thought.turns == 1 and thought.counts["tools/calls"] == 0
+    assert called.turns == 2 and called.counts["tools/calls"] == 1
+
+
 @for_each("lost", [1, 2])
 def test_lost_engine_costs_only_the_turn_in_flight_and_repeats_no_call(environment: ToolEnvironment, lost: int) -> None:
     engine = Speaker({PROMPT: [ADDING, "6<|end|>"]}, loses=[lost])

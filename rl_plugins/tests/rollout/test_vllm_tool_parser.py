@@ -38,6 +38,45 @@ def test_llama3_json_reads_calls_from_tokens() -> None:
         (f"{call}; {call}<|end|>", [once, once]),
         ("3<|end|>", []),
     ):
-        assert parser.calls(tokenizer.encode(text)) == calls, text
-    (broken,) = parser.calls(tokenizer.encode('{"name": "add", "parameters": {"a": 1<|end|>'))
+        assert parser.calls(tokenizer.encode(text), []) == calls, text
+    (broken,) = parser.calls(tokenizer.encode('{"name": "add", "parameters": {"a": 1<|end|>'), [])
     assert broken.fault
+
+
+def call_of(argument: str) -> str:
+    return f'<tool_call>{{"name": "add", "arguments": {{"a": "{argument}"}}}}</tool_call>'
+
+
+def test_calls_count_after_the_reasoning_alone() -> None:
+    tokenizer: Any = build_tokenizer(tools=True)
+    schema = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {}}}}
+    tools = [{"type": "function", "function": schema}]
+    parser = VLLMToolParser("hermes", tokenizer, tools, {"tools": tools})
+    closed, opened = "<|user|>2+3<|assistant|>", "<|user|>2+3<|assistant|><think>\n"
+    idea, broken, good = call_of("1"), "<tool_call>{", call_of("2")
+    for before, reasoning, rest, arguments in (
+        (closed, f"<think>{idea}</think>\n\n", f"I add. {good}", ["2"]),
+        (closed, f"<think>{broken}</think>", good, ["2"]),
+        (closed, f"\n<think>{broken}</think>so <think>{idea}</think> ", good, ["2"]),
+        (closed, f"So <think>{idea}</think> ", good, ["2"]),
+        (closed, f"<think>{idea}</think>", "3", []),
+        (closed, f"<think>{idea}", "", []),
+        (opened, f"{idea}</think>", good, ["2"]),
+        (opened, f"{broken}</think>\n", "3", []),
+        (opened, idea, "", []),
+        # A call is whole with any argument.
+        (closed, "", call_of("</think>"), ["</think>"]),
+        (closed, "", call_of("<think>"), ["<think>"]),
+        (closed, "", f"{good}</think>{good}", ["2", "2"]),
+        (closed, f"<think>{idea}</think>", call_of("<think>x</think>"), ["<think>x</think>"]),
+        (opened, f"{idea}</think>", call_of("</think>"), ["</think>"]),
+    ):
+        response, prompt = tokenizer.encode(f"{reasoning}{rest}<|end|>"), tokenizer.encode(before)
+        calls = parser.calls(response, prompt)
+        assert calls == [ToolCall("add", {"a": one}) for one in arguments], (reasoning, rest)
+        parsed, text = parser.parsed(response, prompt), rest.partition("<tool_call>")[0]
+        assert (parsed.content, len(parsed.calls)) == (f"{reasoning}{text}", len(arguments)), (reasoning, rest)
+        assert parser.text_before_calls(response, prompt) == f"{reasoning}{text}", (reasoning, rest)
+    # A call after the reasoning that cannot be read is malformed.
+    (malformed,) = parser.calls(tokenizer.encode(f"<think>{idea}</think>{broken}<|end|>"), tokenizer.encode(closed))
+    assert malformed.fault
