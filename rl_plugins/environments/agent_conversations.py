@@ -97,7 +97,7 @@ class _TrajectoryState:
         before: last tokens before the answer.
         events: events of the answer; None for an answer without a stream.
         sequences: sequences of the trajectory.
-        answered: messages up to each answer with an id, by the id.
+        answered: messages up to each answer with an id, without instructions, by the id.
         current: number of the sequence of the call in progress.
         waiting: calls that wait for the call in progress.
         turns: number of answers.
@@ -390,7 +390,7 @@ class AgentConversations:
                 sent=sent,
             )
             if call.answer_id:
-                state.answered[call.answer_id] = sequence.messages
+                state.answered[call.answer_id] = sequence.messages[call.has_instructions :]
             # Each choice but the first begins a sequence.
             if one is turn and state.current < len(state.sequences):
                 state.sequences[state.current] = sequence

@@ -55,6 +55,7 @@ class ChatCall:
         token_ids: True if the answer has token ids.
         answer_id: id of the answer for `previous_id` of a later call; empty without an id.
         previous_id: id of the answer that the call continues; None for a call with all messages.
+        has_instructions: True if the first message is for this call alone, and not for a call with `previous_id`.
         created: time of the call, in seconds since 1970.
     """
 
@@ -71,6 +72,7 @@ class ChatCall:
     token_ids: bool = False
     answer_id: str = ""
     previous_id: str | None = None
+    has_instructions: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
 

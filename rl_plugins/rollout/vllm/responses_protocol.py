@@ -102,6 +102,7 @@ def read_responses_call(body: bytes) -> ResponsesCall:
         token_ids=False,
         answer_id=request.request_id,
         previous_id=request.previous_response_id,
+        has_instructions=bool(request.instructions),
         request=request,
     )
 
@@ -123,11 +124,11 @@ def _check(request: ResponsesRequest) -> None:
 
 
 def with_previous(call: ChatCall, answered: Mapping[str, Sequence[Message]]) -> ChatCall:
-    """Return a call with all messages: those before `previous_id` without their instructions, and those of the call.
+    """Return a call with all messages: its instructions, the messages up to `previous_id`, and its other messages.
 
     Args:
         call: the call.
-        answered: messages up to each answer, by the id of the answer.
+        answered: messages up to each answer without the instructions of its call, by the id of the answer.
 
     Raises:
         Refused: there is no such answer.
@@ -138,9 +139,8 @@ def with_previous(call: ChatCall, answered: Mapping[str, Sequence[Message]]) -> 
         raise Refused(
             f"previous_response_id={call.previous_id}: the trajectory has no such response: send all items as input"
         )
-    instructions = [message for message in call.messages if message["role"] == "system"][:1]
-    before = [message for message in answered[call.previous_id] if message["role"] != "system"]
-    return replace(call, messages=[*instructions, *before, *call.messages[len(instructions) :]])
+    begin = int(call.has_instructions)
+    return replace(call, messages=[*call.messages[:begin], *answered[call.previous_id], *call.messages[begin:]])
 
 
 def response(call: ChatCall, choices: Sequence[ChatAnswer]) -> bytes:

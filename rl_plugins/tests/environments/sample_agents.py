@@ -140,6 +140,20 @@ def break_rules_of_responses(row: Row, base_url: str, api_key: str) -> float:
     return 1.0
 
 
+def chain_responses(row: Row, base_url: str, api_key: str) -> float:
+    """Continue responses by their ids, and at last without the instructions of the second chain."""
+    with client_of(base_url, api_key) as client:
+        create = client.responses.create
+        brief, first = {"role": "system", "content": "Be brief."}, [*row["prompt"]]
+        previous = create(model="m", input=[brief, *first]).id
+        for text in ("more", "again"):
+            previous = create(model="m", input=text, previous_response_id=previous).id
+        instructed = create(model="m", input=[brief, *first], instructions="Be kind.").id
+        create(model="m", input="more", instructions="Be kind.", previous_response_id=instructed)
+        create(model="m", input="again", previous_response_id=instructed)
+    return 1.0
+
+
 async def talk(row: Row, base_url: str, api_key: str, *, turns: int = 2, max_tokens: int = 20) -> float:
     """Talk with the policy for some turns. The reward grows with the number of characters of the policy."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:

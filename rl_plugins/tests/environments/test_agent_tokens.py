@@ -64,6 +64,23 @@ def test_call_in_reasoning_that_the_template_opens_is_text(stream: bool, monkeyp
     assert tokenizer.decode(generations.responses()[0]) == f"{first}<|tool|>5<|assistant|><think>{last}"
 
 
+def test_previous_response_stands_for_all_messages_but_the_instructions_of_its_call() -> None:
+    brief, more, again = "<|system|>Be brief.", "<|user|>more<|assistant|>", "<|user|>again<|assistant|>"
+    with closing(agent("chain_responses", max_turns=6)) as environment:
+        (generations,) = run(environment, {}, max_tokens=800)
+    (ending,) = generations.endings
+    assert ending.score.value == 1.0, ending.score.message
+    text = tokenizer.decode([*ending.prompt_ids, *generations.responses()[0]])
+    asked, answer = f"{brief}{ASKED}", "5<|end|>"
+    assert text == "".join(
+        [
+            *(asked, answer, more, answer, again, answer),
+            *(f"<|system|>Be kind.{asked}", answer, more, answer),
+            *(f"{asked}{answer}{again}", answer),
+        ]
+    )
+
+
 def test_empty_answer_that_a_client_sends_as_null_is_continued() -> None:
     with closing(agent("talk")) as environment:
         (generations,) = run(environment, {ASKED: tokenizer.encode("<|end|>")})
