@@ -21,7 +21,7 @@ from typing import Any
 from rl_plugins.environments.object_process import ObjectTask
 from rl_plugins.environments.outbox import Outbox
 from rl_plugins.environments.step_result import Answer, failure_of
-from rl_plugins.environments.task_process import GRACE_S, end_with_children, start_with_task
+from rl_plugins.environments.task_process import GRACE_S, start_with_task
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
 from rl_plugins.rewards.child_process import START_S
 
@@ -91,7 +91,7 @@ class ObjectHost:
 
     @property
     def pid(self) -> int:
-        """Number of the process that has loaded the class."""
+        """Number of the keeper of the process that has loaded the class."""
         return self._process.pid
 
     def open(self, key: int, row: Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ class ObjectHost:
         self._listened = self._listening_since = self._started = time.monotonic()
 
     def _end_process(self) -> None:
-        end_with_children(self._process)
+        self._process.kill()
         self._outbox.close()
         for one in self._objects.values():
             _disconnect(one)

@@ -2,8 +2,8 @@
 
 The loading process reads an `ObjectTask` as a pickle, and then orders in JSON: start an object, or kill an object. The
 process runs no code of the user after loading, has no threads, and reports the end of each copy. A copy has one object,
-a connection of its own to the training process, and a limit of memory. A copy that dies, hangs or takes too much memory
-therefore takes no other object along. Agents (`agent_process.py`) run in the same way.
+a connection of its own to the training process, a keeper, and a limit of memory. A copy that dies, hangs or takes too
+much memory therefore takes no other object along. Agents (`agent_process.py`) run in the same way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Any, ClassVar, NoReturn
 
 from rl_plugins.environments.step_result import Answer, failure_of, read_final, read_start, read_step
 from rl_plugins.errors import ConfigError
-from rl_plugins.rewards.child_process import described, end_with_parent
+from rl_plugins.rewards.child_process import described
+from rl_plugins.rewards.keeper import go_on_under_keeper
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.rewards.loading import check_constructor, find_callable
 from rl_plugins.user_code import describe
@@ -129,7 +130,7 @@ class _Loader:
 
     def __init__(self, connection: Connection, task: ObjectTask, name: str, loaded: Any) -> None:
         self._connection, self._task, self._name, self._loaded = connection, task, name, loaded
-        # Number of the object, and number of the process, by the process's file descriptor.
+        # Number of the object, and number of its keeper, by the keeper's file descriptor.
         self._copies: dict[int, tuple[int, int]] = {}
 
     def serve(self) -> None:
@@ -163,8 +164,6 @@ class _Loader:
             _run_copy(
                 parent, copy_connection, self._task, self._name, self._loaded, close=[self._connection, host_connection]
             )
-        with suppress(OSError):
-            os.setpgid(pid, pid)
         self._copies[os.pidfd_open(pid)] = (number, pid)
         self._report(started=number)
         send_handle(self._connection, host_connection.fileno(), os.getppid())
@@ -173,16 +172,14 @@ class _Loader:
 
     def _reap(self, descriptor: int) -> None:
         number, pid = self._copies.pop(descriptor)
-        # The copy is still a zombie, so no other group can have its number.
-        self._kill(pid)
         _, status = os.waitpid(pid, 0)
         os.close(descriptor)
         self._report(ended=number, reason=described(os.waitstatus_to_exitcode(status)))
 
     @staticmethod
     def _kill(pid: int) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+        # The keeper ends the copy and all its processes. An ended keeper is a zombie until `_reap`.
+        os.kill(pid, signal.SIGTERM)
 
     def _report(self, **message: Any) -> None:
         self._connection.send_bytes(json.dumps(message).encode())
@@ -200,11 +197,9 @@ def _run_copy(
     """Serve one object in a fork of the loading process, and end the fork."""
     status = 1
     try:
-        with suppress(OSError):
-            os.setpgid(0, 0)
         for other in close:
             other.close()
-        if end_with_parent(parent):
+        if go_on_under_keeper(parent):
             task.limits.limit_memory()
             task.serve(connection, name, loaded)
         status = 0

@@ -1,18 +1,13 @@
-"""Process with code of the user: the start with a task, and the end with all child processes."""
+"""Process with code of the user, and its start with a task."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rl_plugins.environments.outbox import Outbox
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.child_process import ChildProcess
 from rl_plugins.rewards.limits import WorkerLimits
-
-if TYPE_CHECKING:
-    import psutil
 
 GRACE_S = 5.0
 """Seconds between the deadline of a call and the end of its process."""
@@ -49,31 +44,3 @@ def start_with_task(module: str, task: object, limits: WorkerLimits, kind: str) 
     outbox = Outbox(process.connection)
     outbox.put(content)
     return process, outbox
-
-
-def children_of(process: ChildProcess) -> list[psutil.Process]:
-    """Return all child processes of a process, also child processes in groups of their own."""
-    import psutil
-
-    try:
-        return psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def end_with_children(process: ChildProcess, earlier: Sequence[psutil.Process] = ()) -> None:
-    """End a process and all its child processes.
-
-    Args:
-        process: the process.
-        earlier: earlier child processes. They have another parent if the process has ended by itself.
-    """
-    import psutil
-
-    children = [*earlier, *children_of(process)]
-    process.kill()
-    for child in children:
-        try:
-            child.kill()
-        except psutil.NoSuchProcess:
-            continue

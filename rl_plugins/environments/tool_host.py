@@ -18,18 +18,15 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from rl_plugins.environments.task_process import GRACE_S, children_of, end_with_children, start_with_task
+from rl_plugins.environments.task_process import GRACE_S, start_with_task
 from rl_plugins.environments.tool_functions import ToolSchema, shortened
 from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
 from rl_plugins.rewards.child_process import START_S
 from rl_plugins.rewards.records import Score
 from rl_plugins.rewards.turn_times import Work, unix_time
-
-if TYPE_CHECKING:
-    import psutil
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +110,7 @@ class ToolHost:
 
     @property
     def pid(self) -> int:
-        """Number of the process."""
+        """Number of the keeper of the process."""
         return self._process.pid
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> int:
@@ -157,9 +154,8 @@ class ToolHost:
             self._results.pop(number, None)
 
     def close(self) -> None:
-        """End the process and its child processes."""
-        # A program of MCP is the leader of a group of its own.
-        end_with_children(self._process, self._programs)
+        """End the process and all its processes."""
+        self._process.kill()
         self._outbox.close()
 
     def _start(self) -> None:
@@ -168,7 +164,6 @@ class ToolHost:
         )
         self.starts += 1
         self._ready = False
-        self._programs: Sequence[psutil.Process] = ()
         self._listened = self._listening_since = self._started = time.monotonic()
 
     def _send(self) -> None:
@@ -237,7 +232,6 @@ class ToolHost:
             self._ready = True
             # Waiting calls may name a tool which a new MCP server no longer has.
             self._tools |= {tool.name: tool for tool in (ToolSchema(*tool) for tool in message["tools"])}
-            self._programs = children_of(self._process)
             return 0
         if "error" in message:
             self.close()

@@ -1,12 +1,11 @@
 """Child process of this process with a connection.
 
-A child process is the leader of its own group of processes, and the whole group is killed. The kernel also kills a
-child process at the end of the thread of its start.
+A child process has a keeper, which ends all processes that the child process has started: after the end of the child
+process, after `kill`, and after the end of the thread of its start.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -15,9 +14,12 @@ from collections.abc import Mapping
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 
+from rl_plugins.rewards.keeper import go_on_under_keeper
+
 START_S = 60.0
 """Seconds for the start of Python and of its imports, beside the time for the code of the user."""
-_PR_SET_PDEATHSIG = 1
+_END_S = 10.0
+"""Seconds for the end of all processes."""
 _IMPORT = "from rl_plugins.rewards.child_process import enter"
 
 
@@ -29,10 +31,9 @@ class ChildProcess:
         environment: variables of the process.
 
     Attributes:
-        pid: number of the process.
+        pid: number of the keeper.
         connection: this process's end of the connection.
-        ended: file descriptor that is readable after the end of the process. The end of a process is no end of the
-            connection, if a copy of the process lives on.
+        ended: file descriptor that is readable after the end of the process and of all its processes.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
@@ -62,12 +63,16 @@ class ChildProcess:
         return described(status.si_status if status.si_code == os.CLD_EXITED else -status.si_status)
 
     def kill(self) -> None:
-        """End the process and all processes of its group."""
+        """End the process and all its processes."""
         if self._process.returncode is not None:
             return
-        # The process is still a zombie at least, so no other group can have its number.
-        os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.terminate()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            # The kernel holds a process, for example in a call of a driver.
+            self._process.kill()
+            self._process.wait()
         self.connection.close()
         os.close(self.ended)
 
@@ -79,16 +84,6 @@ def described(exit_code: int) -> str:
     return f"was ended by the signal {signal.Signals(-exit_code).name}"
 
 
-def end_with_parent(parent: int) -> bool:
-    """Let the kernel kill this process at the end of its parent; return False if the parent has ended already.
-
-    Args:
-        parent: number of the parent process.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    return os.getppid() == parent
-
-
 def enter(module: str, descriptor: int, parent: int) -> None:
     """Call `serve` of a module in the child process.
 
@@ -97,7 +92,7 @@ def enter(module: str, descriptor: int, parent: int) -> None:
         descriptor: file descriptor of the connection.
         parent: number of the parent process.
     """
-    if not end_with_parent(parent):
+    if not go_on_under_keeper(parent):
         return
     os.set_inheritable(descriptor, False)
     import_module(module).serve(Connection(descriptor))

@@ -25,6 +25,12 @@ def is_running(process: int) -> bool:
         return False
 
 
+def kept_by(keeper: int) -> psutil.Process:
+    """Return the process under a keeper."""
+    (kept,) = psutil.Process(keeper).children()
+    return kept
+
+
 def wait_until(
     holds: Callable[[], object], awaited: str, seconds: float = 60.0, state: Callable[[], str] = lambda: ""
 ) -> None:

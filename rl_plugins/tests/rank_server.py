@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from rl_plugins.rewards.child_process import end_with_parent
+from rl_plugins.rewards.keeper import end_with_parent
 
 end_with_parent(os.getppid())
 _SERVER = os.getpid()

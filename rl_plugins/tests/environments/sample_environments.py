@@ -82,7 +82,7 @@ class Obey(Count):
         if act == "eat":
             return str(len(bytearray(2**31)))
         if act == "program":
-            return str(subprocess.Popen(["sleep", "1000000"]).pid)
+            return str(subprocess.Popen(["sleep", "1000000"], start_new_session=True).pid)
         values: dict[str, Any] = {
             "nothing": None,
             "empty": [],

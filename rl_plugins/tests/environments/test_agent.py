@@ -30,7 +30,7 @@ from rl_plugins.stages.sequence_rows import most_sequences
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.commands.test_generate import generate_command, write_recipe
 from rl_plugins.tests.environments.agent_runs import ASKED, HERE, agent, run, tokenizer
-from rl_plugins.tests.patience import patient
+from rl_plugins.tests.patience import kept_by, patient
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.stages.test_scheduled_sampler import Loader
 
@@ -162,8 +162,9 @@ def test_agent_of_a_class_is_made_once_and_called_for_each_trajectory() -> None:
     config = {"_target_": f"{HERE}.Talker", "turns": 1}
     with closing(AgentEnvironment(config, deadline_s=patient(30))) as environment:
         found = run(environment, {ASKED: tokenizer.encode("55<|end|>")}, ["", ""])
+        loader = kept_by(environment.host.pid).pid
     assert [one.endings[0].score.value for one in found] == [3.0, 3.0]
-    assert {one.endings[0].score.details["made_in"] for one in found} == {float(environment.host.pid)}
+    assert {one.endings[0].score.details["made_in"] for one in found} == {float(loader)}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import psutil
 import pytest
 import uvicorn
 from mcp import Client
@@ -30,7 +29,7 @@ from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.tests.environments.mcp_server import multiply
 from rl_plugins.tests.environments.test_tool_host import has_ended, results_of
 from rl_plugins.tests.loops import for_each
-from rl_plugins.tests.patience import patient, wait_until
+from rl_plugins.tests.patience import kept_by, patient, wait_until
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 
@@ -58,7 +57,7 @@ def address() -> Iterator[str]:
 
 def test_program_of_mcp_runs_calls_and_ends_with_the_host() -> None:
     host = host_of({"mcp": [sys.executable, SERVER], "env": {"PLACE": "here"}})
-    programs = psutil.Process(host.pid).children()
+    programs = kept_by(host.pid).children()
     multiplied, refused, found = results_of(
         host,
         ("multiply", {"a": 6, "b": 7}),
@@ -192,7 +191,7 @@ def test_process_of_tools_ends_with_the_parent_while_a_late_server_is_closed() -
     task = task_of({"mcp": [sys.executable, "-c", "import time; time.sleep(1e6)"]}, load_timeout_s=0.5)
     process, outbox = start_with_task("rl_plugins.environments.tool_process", task, task.limits, "tool")
     assert process.connection.poll(patient(60)) and b"it did not answer within" in process.connection.recv_bytes()
-    (program,) = psutil.Process(process.pid).children()
+    (program,) = kept_by(process.pid).children()
     process.connection.close()
     wait_until(process.has_ended, "the process has ended")
     outbox.close()

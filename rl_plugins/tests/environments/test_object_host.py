@@ -7,7 +7,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from rl_plugins.environments import object_host
@@ -17,7 +16,7 @@ from rl_plugins.environments.step_result import Answer
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.tests.environments import sample_environments
-from rl_plugins.tests.patience import is_running, patient, wait_until
+from rl_plugins.tests.patience import is_running, kept_by, patient, wait_until
 
 HERE = "rl_plugins.tests.environments.sample_environments"
 ROW = {"seed": 3, "ground_truth": "", "prompt": []}
@@ -112,7 +111,7 @@ def test_objects_beyond_the_bound_wait_for_a_place() -> None:
         for key in range(5):
             host.open(key, ROW)
         answers_of(host, [0, 1])
-        assert host.answers(0.2) == {} and len(psutil.Process(host.pid).children()) == 2
+        assert host.answers(0.2) == {} and len(kept_by(host.pid).children()) == 2
         host.leave([0, 1, 4])
         answers_of(host, [2, 3])
         assert host.most == 2
@@ -122,7 +121,7 @@ def test_leave_closes_objects_and_ends_programs_of_objects(tmp_path: Path) -> No
     with closing(host_of(folder=str(tmp_path))) as host:
         first, _ = steps(host, "program", "hello")
         program = int(first.messages[0]["content"])
-        loader = psutil.Process(host.pid)
+        loader = kept_by(host.pid)
         wait_until(lambda: not host.answers(0.1) and not loader.children(), "all objects have closed")
         assert len(list(tmp_path.iterdir())) == 2
         wait_until(lambda: not is_running(program), "the program has ended")
@@ -138,7 +137,7 @@ def test_close_closes_objects_in_use_and_leaves_no_process_behind(
     host = host_of(Local, folder=str(tmp_path))
     host.open(1, ROW)
     answers_of(host, [1])
-    loader = psutil.Process(host.pid)
+    loader = kept_by(host.pid)
     (copy,) = loader.children()
     host.close()
     assert len(list(tmp_path.iterdir())) == 1 and not loader.is_running()
@@ -160,12 +159,15 @@ def test_lost_process_of_the_class_is_replaced_and_all_objects_have_died() -> No
         host.open(1, ROW)
         host.open(2, ROW)
         answers_of(host, [1, 2])
+        host.call(2, "step", {"content": "program"})
+        (started,) = answers_of(host, [2])
+        program = int(started.messages[0]["content"])
         host.call(1, "step", {"content": "wait"})
-        psutil.Process(host.pid).kill()
+        kept_by(host.pid).kill()
         (lost,) = answers_of(host, [1])
         host.call(2, "step", {"content": "hello"})
         (between,) = answers_of(host, [2])
-        assert lost.failure == between.failure == "died" and "SIGKILL" in lost.fault
+        assert lost.failure == between.failure == "died" and "SIGKILL" in lost.fault and not is_running(program)
         assert [answer.failure for answer in steps(host, "hello")] == [None] and host.starts == 2
 
 

@@ -7,7 +7,6 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from typing_extensions import override
@@ -29,7 +28,7 @@ from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.data.test_tokenization import digits_tokenizer
 from rl_plugins.tests.loops import for_each
-from rl_plugins.tests.patience import patient, wait_until
+from rl_plugins.tests.patience import kept_by, patient, wait_until
 from rl_plugins.tests.rewards.test_conversations import Scripted
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.stages.test_scheduled_sampler import Loader
@@ -242,7 +241,7 @@ def test_drop_closes_the_objects_of_conversations() -> None:
     with closing(environment_of(f"{HERE}.Count")) as environment:
         talk = talk_with(environment, Scripted(COUNTING))
         talk.submit([opening("5")], SamplingConfig(num_samples=3))
-        loader = psutil.Process(environment.host.pid)
+        loader = kept_by(environment.host.pid)
         wait_until(lambda: len(loader.children()) == 3, "all objects have started")
         talk.drop([7])
         while loader.children():

@@ -19,7 +19,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.tests.environments import sample_tools
 from rl_plugins.tests.loops import for_each
-from rl_plugins.tests.patience import is_running, patient, wait_until
+from rl_plugins.tests.patience import is_running, kept_by, patient, wait_until
 
 HERE = "rl_plugins.tests.environments.sample_tools"
 
@@ -105,7 +105,7 @@ def test_stacks_of_threads_take_no_memory_of_the_tools(host: ToolHost) -> None:
 
 
 def test_died_process_is_replaced_and_only_the_culprit_fails(host: ToolHost) -> None:
-    starts, programs = host.starts, psutil.Process(host.pid).children()
+    starts, programs = host.starts, kept_by(host.pid).children()
     first, culprit, last = results_of(
         host, ("wait_long", {"seconds": 0.5}), ("obey", {"act": "die"}), ("wait_long", {"seconds": 0.5})
     )
@@ -166,6 +166,9 @@ class BlockedProcess:
     def has_ended(self) -> bool:
         return False
 
+    def kill(self) -> None:
+        pass
+
     def put(self, message: bytes) -> None:
         call = json.loads(message)
         self._names.append(call["name"])
@@ -191,8 +194,6 @@ class BlockedHost:
             return process, process
 
         patch.setattr(tool_host, "start_with_task", start)
-        patch.setattr(tool_host, "children_of", lambda process: ())
-        patch.setattr(tool_host, "end_with_children", lambda process, earlier: None)
         patch.setattr(tool_host, "time", self.clock)
         self.host = ToolHost(ToolTask([], WorkerLimits(), deadline_s, 100, 1.0), grace_s=1.0, place_s=place_s)
 
