@@ -64,7 +64,7 @@ def test_call_in_reasoning_that_the_template_opens_is_text(stream: bool, monkeyp
     assert tokenizer.decode(generations.responses()[0]) == f"{first}<|tool|>5<|assistant|><think>{last}"
 
 
-def test_previous_response_stands_for_all_messages_but_the_instructions_of_its_call() -> None:
+def test_previous_response_stands_for_all_messages_except_instructions() -> None:
     brief, more, again = "<|system|>Be brief.", "<|user|>more<|assistant|>", "<|user|>again<|assistant|>"
     with closing(agent("chain_responses", max_turns=6)) as environment:
         (generations,) = run(environment, {}, max_tokens=800)
