@@ -144,7 +144,8 @@ def chain_responses(row: Row, base_url: str, api_key: str) -> float:
     """Continue responses by their ids, and at last without the instructions of the second chain."""
     with client_of(base_url, api_key) as client:
         create = client.responses.create
-        brief, first = {"role": "system", "content": "Be brief."}, [*row["prompt"]]
+        brief: Any = {"role": "system", "content": "Be brief."}
+        first = [*row["prompt"]]
         previous = create(model="m", input=[brief, *first]).id
         for text in ("more", "again"):
             previous = create(model="m", input=text, previous_response_id=previous).id
