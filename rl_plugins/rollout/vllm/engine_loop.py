@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -29,7 +29,8 @@ class EngineLoop:
     def __init__(self, llm: Any) -> None:
         self._llm, self._engine = llm, llm.llm_engine
         self.busy_s, self.steps = 0.0, 0
-        self._running: set[str] = set()
+        # vLLM's own name of each running request.
+        self._running: dict[str, str] = {}
         self._finished: dict[str, Any] = {}
         # Newest outputs of each response of the requests that report tokens.
         self._reports: dict[str, dict[int, Any]] = {}
@@ -55,16 +56,15 @@ class EngineLoop:
         Raises:
             DataError: the engine makes other tokens of the images than the policy's processor.
         """
-        added: list[str] = []
+        added: dict[str, str] = {}
         try:
             for name, request in requests.items():
                 prompt = engine_input(self._engine.renderer, request)
-                self._engine.add_request(name, prompt, request.parameters, lora_request=adapter)
-                added.append(name)
+                added[name] = self._engine.add_request(name, prompt, request.parameters, lora_request=adapter)
         except BaseException:
-            self._engine.abort_request(added)
+            self._abort(added.values())
             raise
-        self._running.update(added)
+        self._running |= added
         self._reports |= {name: {} for name, request in requests.items() if request.reports_tokens}
         if self._running and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._run())
@@ -99,11 +99,14 @@ class EngineLoop:
     def abort(self, names: Collection[str] | None = None) -> None:
         """End and remove requests, by default all requests."""
         names = {*self._running, *self._finished} if names is None else names
-        self._engine.abort_request([name for name in names if name in self._running])
+        self._abort([self._running.pop(name) for name in names if name in self._running])
         for name in names:
-            self._running.discard(name)
             self._finished.pop(name, None)
             self._reports.pop(name, None)
+
+    def _abort(self, requests: Iterable[str]) -> None:
+        # Given our names, vLLM would keep its record of a request with several responses, and the finished responses.
+        self._engine.abort_request(list(requests), internal=True)
 
     def tokens_so_far(self, names: Sequence[str]) -> dict[str, list[list[int]]]:
         """Return the tokens of each response of running requests that report tokens, by name."""
@@ -161,7 +164,8 @@ class EngineLoop:
                 self.busy_s += time.perf_counter() - start
                 self.steps += 1
                 if done:
-                    self._running -= done.keys()
+                    for name in done:
+                        del self._running[name]
                     self._finished |= done
                     async with self._changed:
                         self._changed.notify_all()

@@ -44,7 +44,7 @@ METHODS = {
     ],
     "vllm.v1.engine.llm_engine:LLMEngine": [
         "add_request(name, prompt, parameters, lora_request=None)",
-        "abort_request(names)",
+        "abort_request(names, internal=True)",
         "add_lora(request)",
         "step()",
     ],

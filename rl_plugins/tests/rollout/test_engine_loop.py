@@ -10,12 +10,18 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import OutputProcessor
 
+from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.images import PromptImages
 from rl_plugins.errors import DataError
 from rl_plugins.rollout.vllm.actor import VLLMActor
 from rl_plugins.rollout.vllm.engine_loop import EngineLoop
-from rl_plugins.rollout.vllm.requests import EngineRequest
+from rl_plugins.rollout.vllm.requests import EngineRequest, sampling_parameters
 from rl_plugins.tests.patience import patient
 
 
@@ -30,10 +36,11 @@ class LLM:
         self.is_awake = True
         self.model_config = SimpleNamespace(is_multimodal_model=False)
 
-    def add_request(self, name: str, *_: Any, **__: Any) -> None:
+    def add_request(self, name: str, *_: Any, **__: Any) -> str:
         self.requests.append(name)
+        return name
 
-    def abort_request(self, names: Sequence[str]) -> None:
+    def abort_request(self, names: Sequence[str], internal: bool = False) -> None:
         self.requests = [name for name in self.requests if name not in names]
 
     def step(self) -> list[Any]:
@@ -56,6 +63,42 @@ class LLM:
     def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         self.calls += [method] if method == "end_weight_update" else []
         return []
+
+
+class Core:
+    """An engine core that notes its requests."""
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self.requests.append(request.request_id)
+
+    def abort_requests(self, requests: Sequence[str]) -> None:
+        for request in requests:
+            self.requests.remove(request)
+
+
+def vllm_engine() -> Any:
+    """Return vLLM's engine with vLLM's records of requests, and without a model."""
+
+    def request(name: str, prompt: Any, parameters: SamplingParams, **_: Any) -> EngineCoreRequest:
+        if name == "refused":
+            raise ValueError("no place for the request")
+        return EngineCoreRequest(name, prompt["prompt_token_ids"], None, parameters, None, 0.0, None, None, None)
+
+    engine: Any = LLMEngine.__new__(LLMEngine)
+    engine.renderer, engine.engine_core, engine.output_processor = None, Core(), OutputProcessor(None, log_stats=False)
+    engine.input_processor = SimpleNamespace(process_inputs=request, assign_request_id=InputProcessor.assign_request_id)
+    engine.model_config, engine._supported_tasks = SimpleNamespace(is_encoder_decoder=False), ()
+    return engine
+
+
+def records_of(engine: Any) -> list[Any]:
+    """Return all requests in vLLM's records."""
+    processor = engine.output_processor
+    records = (processor.request_states, processor.parent_requests, processor.external_req_ids)
+    return [*engine.engine_core.requests, *(record for kind in records for record in kind)]
 
 
 def _output(name: str) -> Any:
@@ -95,6 +138,32 @@ def test_start_adds_no_request_if_the_engine_makes_other_tokens_of_the_images() 
     with pytest.raises(DataError, match=r"makes 2 tokens .* makes 3 tokens, .*TransformersRollout \(in a recipe: "):
         loop.start({"text": EngineRequest([1], None), "images": with_images})
     assert llm.requests == [] and not loop.busy
+
+
+def test_abort_leaves_nothing_of_requests_with_several_responses_in_the_engine() -> None:
+    async def run() -> None:
+        engine = vllm_engine()
+        loop = EngineLoop(SimpleNamespace(llm_engine=engine))
+        loop.hold()
+        requests = {
+            f"0-{n}": EngineRequest([1, 2], sampling_parameters(SamplingConfig(max_tokens=3, num_samples=n), 1, None))
+            for n in (1, 3)
+        }
+        loop.start(requests)
+        assert len(engine.engine_core.requests) == 4
+        # One of three responses is finished.
+        (first, *_) = [name for name in engine.engine_core.requests if name.startswith("0_")]
+        engine.engine_core.requests.remove(first)
+        ended = EngineCoreOutput(first, [], finish_reason=FinishReason.LENGTH)
+        assert not engine.output_processor.process_outputs([ended]).request_outputs
+        loop.abort(["0-1", "0-3"])
+        assert not records_of(engine) and not loop.busy
+        with pytest.raises(ValueError, match="no place for the request"):
+            loop.start({**requests, "refused": EngineRequest([1], SamplingParams())})
+        assert not records_of(engine) and not loop.busy
+        await loop.go_on()
+
+    asyncio.run(run())
 
 
 def test_hold_pauses_an_engine_with_requests_and_no_step_is_taken_until_go_on() -> None:

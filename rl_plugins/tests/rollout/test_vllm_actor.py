@@ -50,7 +50,7 @@ class LLM:
         self.asleep -= self.asleep if tags is None else set(tags)
         return not self.asleep
 
-    def abort_request(self, names: list[str]) -> None:
+    def abort_request(self, names: list[str], internal: bool) -> None:
         assert names == []
 
     def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[tuple[int, ...]]:
@@ -99,7 +99,7 @@ def test_vllm_actor_keeps_unfinished_requests_while_a_shared_gpu_is_used_by_trai
     actor = start(sleep="all")
     actor._llm.wake_up(None)
     actor._llm.calls.clear()
-    actor._loop._running.add("request")
+    actor._loop._running["request"] = "request"
     change = asyncio.run(actor.sleep())
     assert actor._llm.calls == [
         "sleep 0 keep", "reset_prefix_cache True False", "device_memory", "sleep 2 keep", "device_memory",
@@ -112,7 +112,7 @@ def test_vllm_actor_continues_unfinished_requests_after_new_weights_and_the_whol
 ) -> None:
     async def held_after_each_call() -> list[bool]:
         await actor.begin_session()
-        actor._loop._running.add("request")
+        actor._loop._running["request"] = "request"
         await actor.sleep()
         held = []
         for call in (

@@ -65,8 +65,8 @@ from rl_plugins.rollout.vllm.requests import EngineRequest
 
 class Engine:
     renderer = None
-    def add_request(self, *arguments, **options): pass
-    def abort_request(self, names): pass
+    def add_request(self, name, *arguments, **options): return name
+    def abort_request(self, names, internal): pass
     def step(self): raise EngineDeadError
 
 async def sample():
