@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -86,9 +85,11 @@ def write_policy(model: SavesPretrained, weights: dict[str, Tensor], processor: 
         ConfigError: another process is writing the folder.
     """
     dtype = next(iter(weights.values())).dtype
-    model.config.dtype = dtype if isinstance(dtype, torch.dtype) else None
     with _atomic_folder(folder) as partial:
         model.save_pretrained(partial, state_dict=weights)
+        # Transformers names the dtype of the model, and shards of FSDP2 have another dtype than exported weights.
+        model.config.dtype = dtype
+        model.config.save_pretrained(partial)
         processor.save_pretrained(partial)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,16 @@ def test_export_checkpoint_keeps_the_buffers_of_a_router(tmp_path: Path) -> None
     files, trained = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "trained"))
     assert files.keys() == trained.keys()
     assert all(torch.equal(files[key], trained[key]) for key in trained)
+
+
+def test_config_of_an_export_names_the_dtype_of_the_exported_weights(tmp_path: Path) -> None:
+    policy, tokenizer = build_model(), build_tokenizer()
+    # FSDP2 exports float32 shards in the dtype of computation.
+    exported = ModuleWeightSource(deepcopy(policy).bfloat16())
+    save_policy(policy, exported, tokenizer, tmp_path / "policy", True)
+    assert json.loads((tmp_path / "policy" / "config.json").read_text())["dtype"] == "bfloat16"
+    files = load_file(tmp_path / "policy" / "model.safetensors")
+    assert {tensor.dtype for tensor in files.values()} == {torch.bfloat16}
 
 
 def test_save_policy_takes_a_folder_as_text(tmp_path: Path) -> None:
