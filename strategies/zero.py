@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -55,7 +55,7 @@ from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards, share_sequences, stop_sharing
 from rl_plugins.strategies.weight_sources import ZeroWeightSource
 from rl_plugins.strategies.zero_release import release_with
-from rl_plugins.strategies.zero_shards import TAG, ZeroShards, check_shards
+from rl_plugins.strategies.zero_shards import TAG, ZeroShards, check_shards, copy_weights
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource
 
 _WEIGHTS_FILE = "weights.pt"
@@ -389,7 +389,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         for name, engine in self._trained.items():
             # For a model with an adapter, the frozen weights remain only in the folder of the model.
             save_shards(writer, engine, folder / name, rank=self.global_rank, without_frozen=has_adapter(engine.module))
-        for name in sorted(self._blended.names):
+        for name in sorted(self._blended.names - self._trained.keys()):
             weights = {k: t.to("cpu", copy=True) for k, t in self.weight_source(name) if self.is_global_zero}
             if self.is_global_zero:
                 writer.make_folder(folder / name)
@@ -437,23 +437,19 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         if isinstance(model, RemoteLearner):
             load_learner(model, folder / name, self.ranks)
             return restored_states(model, None, ())
-        file = folder / name / _WEIGHTS_FILE
-        if not file.is_file():
+        if isinstance(model, RemoteModel) or not (folder / name).is_dir():
             return "from its own file"
-        self._load_weights(name, load_plain(file, mmap=True))
-        return "weights"
-
-    def _load_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:
-        import deepspeed
-
+        module, file = self._module_of(name), folder / name / _WEIGHTS_FILE
+        if file.is_file():
+            weights: Mapping[str, Tensor] = load_plain(file, mmap=True)
+        else:
+            # A validation trains no model, also not the models that the checkpoint has in shards.
+            shards = ZeroShards(folder / name / TAG)
+            shards.check_model(module)
+            weights = shards.whole_weights()
         self._blended.names.add(name)
-        for key, parameter in self._module_of(name).named_parameters():
-            whole = (
-                deepspeed.zero.GatheredParameters([parameter], modifier_rank=0) if self.zero_stage_3 else nullcontext()
-            )
-            with whole, torch.no_grad():
-                if not self.zero_stage_3 or self.is_global_zero:
-                    parameter.copy_(weights[key])
+        copy_weights(module, weights, self.global_rank)
+        return "weights"
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

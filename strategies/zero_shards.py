@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from rl_plugins.errors import CheckpointError
 from rl_plugins.plain_file import load_plain
@@ -170,9 +172,7 @@ class ZeroShards:
         else:
             # Stage 3 updates the low-precision parameters in `checkpoint_event_epilogue`.
             optimizer.update_lp_params()
-        for name, buffer in engine.module.named_buffers():
-            if name in self._model["buffer_names"]:
-                buffer.copy_(self._model["module"][name])
+        copy_weights(engine.module, WholeWeights(self._untrained()), rank)
         for counter in ("global_steps", "global_samples", "skipped_steps"):
             setattr(engine, counter, self._model[counter])
 
@@ -185,26 +185,38 @@ class ZeroShards:
                 f"with {self.workers} workers under ZeRO-{self.stage}"
             )
 
-    def whole_weights(self) -> dict[str, Tensor]:
+    def whole_weights(self) -> WholeWeights:
         """Return the whole weights of the model: trained weights in float32, frozen weights and buffers."""
         shapes = {name: shape for group in self._model["param_shapes"] for name, shape in group.items()}
-        weights = {name: self._join(name).view(shape) for name, shape in shapes.items()}
-        if frozen := self._model.get("frozen_param_shapes"):
-            models = [_load(file) for file in self._models] if self.stage == 3 else [self._model]
-            for name, shape in frozen.items():
-                parts = [model["frozen_param_fragments"][name].flatten() for model in models]
-                weights[name] = torch.cat(parts)[: shape.numel()].view(shape)
-        for name in self._model["buffer_names"]:
-            buffer = self._model["module"][name]
-            weights[name] = buffer.float() if buffer.is_floating_point() else buffer
+        readers = self._untrained() | {name: partial(self._join, name, shape) for name, shape in shapes.items()}
         # A checkpoint of an adapter has no frozen weights.
-        weights |= {name: weights[same] for name, same in self._model["shared_params"].items() if same in weights}
-        return weights
+        readers |= {name: readers[same] for name, same in self._model["shared_params"].items() if same in readers}
+        return WholeWeights(readers)
 
-    def _join(self, name: str) -> Tensor:
-        """Return the flattened weights of a trained parameter."""
+    def _untrained(self) -> dict[str, Callable[[], Tensor]]:
+        """Return functions that read frozen weights and buffers, by name. Stages 1 and 2 keep them in the module."""
+        names = self._model["module"].keys() if self.stage < 3 else self._model["buffer_names"]
+        readers: dict[str, Callable[[], Tensor]] = {name: partial(self._of_module, name) for name in names}
+        if self.stage == 3 and (frozen := self._model.get("frozen_param_shapes")):
+            readers |= {name: partial(self._join_frozen, name, shape) for name, shape in frozen.items()}
+        return {name: reader for name, reader in readers.items() if name not in self._of_parameter}
+
+    def _of_module(self, name: str) -> Tensor:
+        tensor: Tensor = self._model["module"][name]
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    def _join_frozen(self, name: str, shape: torch.Size) -> Tensor:
+        parts = [model["frozen_param_fragments"][name].flatten() for model in self._model_of_each_worker]
+        return torch.cat(parts)[: shape.numel()].view(shape)
+
+    @cached_property
+    def _model_of_each_worker(self) -> list[dict[str, Any]]:
+        return [_load(file) for file in self._models]
+
+    def _join(self, name: str, shape: torch.Size) -> Tensor:
         stretches = sorted(self._of_parameter[name], key=lambda stretch: stretch[1].start)
-        return torch.cat([worker.masters[s.partition][s.offset : s.offset + s.numel] for worker, s in stretches])
+        parts = [worker.masters[s.partition][s.offset : s.offset + s.numel] for worker, s in stretches]
+        return torch.cat(parts).view(shape)
 
     def _fill(self, master: Tensor, stretches: Sequence[Stretch]) -> dict[str, Any]:
         """Write the master weights of a partition in place, and return the optimizer state of the partition."""
@@ -234,6 +246,52 @@ class ZeroShards:
                 source = saved.offset + start - saved.start
                 target = wanted.offset + start - wanted.start
                 yield worker, saved.partition, target, slice(source, source + stop - start)
+
+
+class WholeWeights(Mapping[str, Tensor]):
+    """Whole weights of a checkpoint by name. Each access reads a weight from the files.
+
+    Args:
+        readers: function that reads a weight, by the name of the weight.
+    """
+
+    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._readers = readers
+
+    @override
+    def __getitem__(self, name: str) -> Tensor:
+        return self._readers[name]()
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._readers)
+
+
+@torch.no_grad()
+def copy_weights(module: nn.Module, weights: Mapping[str, Tensor], rank: int) -> None:
+    """Copy whole weights and buffers into a model; others stay. Collective.
+
+    Args:
+        module: model, possibly sharded by stage 3.
+        weights: weights and buffers by name, on every rank.
+        rank: number of this rank.
+    """
+    import deepspeed
+
+    for name, parameter in module.named_parameters():
+        if name in weights:
+            is_sharded = hasattr(parameter, "ds_id")
+            whole = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0) if is_sharded else nullcontext()
+            with whole:
+                if rank == 0 or not is_sharded:
+                    parameter.copy_(weights[name])
+    for name, buffer in module.named_buffers():
+        if name in weights:
+            buffer.copy_(weights[name])
 
 
 class _Partitions:

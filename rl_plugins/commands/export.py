@@ -250,7 +250,7 @@ def _read_sharded_weights(state: Path, engine: str) -> dict[str, Tensor]:
 
     if not (folder / TAG).is_dir():
         raise ConfigError(f"{state} holds no shards of the model {engine!r}")
-    return ZeroShards(folder / TAG).whole_weights()
+    return dict(ZeroShards(folder / TAG).whole_weights())
 
 
 def _read_unsharded_weights(state: Path, engine: str) -> dict[str, Tensor]:

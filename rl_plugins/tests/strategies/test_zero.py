@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.muon import MuonAndAdamW
+from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.strategies import zero_worker
@@ -23,6 +24,16 @@ from rl_plugins.tests.strategies import zero_worker
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_strategy_engines_weight_sources_and_checkpoints(tmp_path: Path, stage: int) -> None:
     run_ranks(zero_worker.train, stage, tmp_path, world_size=1)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_validation_and_resume_of_a_checkpoint_load_trained_and_frozen_weights(tmp_path: Path, stage: int) -> None:
+    for seed in (1, 2):
+        save_tiny_policy(tmp_path / f"critic-{seed}", seed=seed)
+    run_ranks(zero_worker.run_with_frozen_weights, "train", stage, tmp_path, 1, world_size=2)
+    # The weights of seed 2 are other weights than in the checkpoint.
+    run_ranks(zero_worker.run_with_frozen_weights, "validate", stage % 3 + 1, tmp_path, 2, world_size=1)
+    run_ranks(zero_worker.run_with_frozen_weights, "resume", stage % 3 + 1, tmp_path, 2, world_size=1)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

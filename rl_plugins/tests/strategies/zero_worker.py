@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.regularization import KLConfig
-from rl_plugins.config.models import OptimizerConfig
+from rl_plugins.config.models import CriticConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import CheckpointError, StorageError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
@@ -185,3 +187,73 @@ def train(_: int, stage: int, folder: Path) -> None:
     calls = [call for call in rollout.calls if call.split()[0] in ("connect", "update_weights", "close")]
     once = ["connect 0/1", "update_weights 0", "close"]
     assert calls == [*once, *once[:2], "update_weights 1", "close"]
+
+
+class Kept(Callback):
+    """Saves the models at the end of a training, and compares models after a load with the saved models."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.compared = folder, False
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if pl_module.step:
+            self.compare(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.compare(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if self.compared:
+            return
+        trainer.save_checkpoint(self._folder / "state")
+        weights = {name: models_weights(trainer, name) for name in ("policy", "critic")}
+        if trainer.is_global_zero:
+            torch.save(weights, self._folder / "weights.pt")
+            for name, kept in weights.items():
+                saved = ZeroShards(self._folder / "state" / name / TAG).whole_weights()
+                assert all(torch.equal(saved[key], weight) for key, weight in kept.items())
+
+    def compare(self, trainer: Trainer) -> None:
+        for name, weights in torch.load(self._folder / "weights.pt").items():
+            for key, weight in models_weights(trainer, name).items():
+                assert torch.equal(weight, weights[key]), (name, key)
+        self.compared = True
+
+
+def models_weights(trainer: Trainer, name: str) -> dict[str, Tensor]:
+    strategy = trainer.strategy
+    assert isinstance(strategy, ZeroStrategy)
+    return weights_of(strategy, name)
+
+
+def run_with_frozen_weights(_: int, kind: str, stage: int, folder: Path, seed: int) -> None:
+    """Train and save, or resume, or validate the checkpoint, with a policy whose first layer is frozen."""
+    policy = build_model(num_layers=2, seed=seed)
+    policy.get_submodule("model.layers.0").requires_grad_(False)
+    module = PolicyOptimization(
+        policy,
+        tokenizer=canned.tokenizer,
+        scorer=canned.CannedScorer(),
+        sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE),
+        algorithm=Algorithm(advantage="gae"),
+        critic=CriticConfig(str(folder / f"critic-{seed}")),
+        optimizer=OptimizerConfig(lr=0.01),
+        max_steps=2 if kind == "resume" else 1,
+    )
+    kept = Kept(folder)
+    trainer = canned.quiet_trainer(
+        ZeroStrategy(stage=stage, rollout=canned.CannedRollout(), timeout_s=60),
+        max_epochs=-1,
+        accelerator="cpu",
+        devices=1,
+        num_nodes=int(os.environ["WORLD_SIZE"]),
+        precision="32-true",
+        callbacks=[kept],
+    )
+    loader = canned.loader([canned.prompt_batch(canned.PROMPTS)])
+    if kind == "train":
+        trainer.fit(module, loader)
+        return
+    run: Any = {"resume": trainer.fit, "validate": partial(trainer.validate, verbose=False)}[kind]
+    run(module, loader, ckpt_path=folder / "state", weights_only=True)
+    assert kept.compared
