@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,58 +24,19 @@ from rl_plugins.memory import MemoryChange
 from rl_plugins.rollout.engine import Generations, GroupRequest
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.engine_files import make_engine_folder, remove_names_of_shared_memory
-from rl_plugins.rollout.vllm.requests import EngineRequest, generations_of, sampling_parameters
+from rl_plugins.rollout.vllm.requests import (
+    EngineRequest,
+    RequestBarrier,
+    Requests,
+    generations_of,
+    sampling_parameters,
+)
 from rl_plugins.weights.shared_memory import ElementRange
 
 _GIB = 2**30
 _MEMORY = Path("/dev/shm")
 # Ray kills the child processes of an actor before the actor, and reports an actor that ends before as a fault.
 _TIME_OF_RAY_S = 2.0
-Requests = Mapping[str, EngineRequest]
-"""Requests to the engine by name."""
-
-
-class RequestBarrier:
-    """Barrier that collects the requests of several ranks and starts all requests in the order of the ranks."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, Requests] = {}
-        self._start: asyncio.Future[None] | None = None
-
-    async def join(
-        self, rank: int, ranks: Sequence[int], requests: Requests, begin: Callable[[Requests], None]
-    ) -> None:
-        """Add the requests of a rank, and wait for the start of all ranks' requests.
-
-        Args:
-            rank: rank of the caller.
-            ranks: all ranks of the barrier.
-            requests: requests of the caller.
-            begin: function that starts requests. The last rank to join calls `begin` with the requests of all ranks.
-        """
-        if self._start is None:
-            self._start = asyncio.get_running_loop().create_future()
-        start, self._waiting[rank] = self._start, requests
-        if len(self._waiting) == len(ranks):
-            by_rank, self._waiting, self._start = self._waiting, {}, None
-            try:
-                begin({name: request for member in sorted(by_rank) for name, request in by_rank[member].items()})
-            except BaseException as error:
-                start.set_exception(error)
-            else:
-                start.set_result(None)
-        # Shielded, because the deadline of one rank must not cancel the barrier of the other ranks.
-        await asyncio.shield(start)
-
-    def missing(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks without requests in the barrier."""
-        return sorted(set(ranks) - set(self._waiting))
-
-    def cancel(self) -> None:
-        """Cancel the wait of all ranks and remove their requests."""
-        if self._start is not None:
-            self._start.cancel()
-        self._waiting, self._start = {}, None
 
 
 class VLLMActor:
@@ -101,6 +62,7 @@ class VLLMActor:
         folder = model_folder(config.model, trust_remote_code=config.trust_remote_code)
         # Ray drops the type of an error in this method, so `ready` raises the error.
         self._refusal: ConfigError | None = None
+        self._in_session = False
         try:
             with errors_of_processes():
                 self._llm = LLM(**config.engine_arguments() | {"model": folder})
@@ -128,7 +90,6 @@ class VLLMActor:
         self._collected: dict[str, Any] = {}
         self._calls = 0
         self._updating = False
-        self._in_session = False
 
     def _sleep_after_start(self) -> None:
         """Leave the memory to the trainers until the first rollout phase, which sends the weights."""
@@ -156,14 +117,25 @@ class VLLMActor:
         return str(vllm.__version__)
 
     async def progress(self) -> int:
-        """Return the number of steps of the engine. The actor answers between two steps."""
+        """Return the number of steps of the engine. The actor answers between two steps.
+
+        Raises:
+            EngineLost: the engine has started again, and vLLM has refused the start.
+        """
+        if self._refusal is not None:
+            raise EngineLost(str(self._refusal))
         return self._loop.steps
 
     async def begin_session(self) -> None:
         """Drop the unfinished work of earlier training workers: prompts in the barrier, groups, half a weight update.
 
         Training workers must call `begin_session` before they submit groups or send weights.
+
+        Raises:
+            ConfigError: see `ready`.
         """
+        if self._refusal is not None:
+            raise self._refusal
         self._in_session = True
         self._barrier.cancel()
         self._groups.clear()
@@ -198,6 +170,7 @@ class VLLMActor:
             DeadlineExceeded: another rank did not call before the deadline.
             RuntimeError: the engine's weights were freed, or the last weight update did not finish.
         """
+        self._check_session()
         self._calls += 1
         names = [f"{rank}-call-{self._calls}-{position}" for position in range(len(prompts))]
         requests = {
@@ -212,6 +185,7 @@ class VLLMActor:
         self, rank: int, ranks: Sequence[int], requests: Sequence[GroupRequest], sampling: SamplingConfig
     ) -> None:
         """Start groups, in one batch with the groups of `ranks`, or immediately if `ranks` is empty. See `generate`."""
+        self._check_session()
         named = {
             _name(rank, request.ticket): self._request(
                 request.prompt,
@@ -245,6 +219,7 @@ class VLLMActor:
 
     async def tokens_so_far(self, rank: int, tickets: Sequence[int]) -> dict[int, list[list[int]]]:
         """Return the tokens of each response of a rank's groups in progress that report tokens, by ticket."""
+        self._check_session()
         names = {_name(rank, ticket): ticket for ticket in tickets}
         return {names[name]: responses for name, responses in self._loop.tokens_so_far(list(names)).items()}
 
@@ -264,6 +239,7 @@ class VLLMActor:
 
     async def drop(self, rank: int, tickets: Sequence[int]) -> None:
         """End and remove groups of a rank."""
+        self._check_session()
         names = {_name(rank, ticket) for ticket in tickets}
         self._loop.abort(names)
         for name in names:
@@ -274,10 +250,10 @@ class VLLMActor:
 
     async def drop_prefixes(self) -> None:
         """Drop cached prefixes. Later samples then do not depend on earlier samples."""
+        self._check_session()
         self._llm.reset_prefix_cache(reset_connector=True)
 
     async def _start(self, rank: int, ranks: Sequence[int], requests: Requests) -> None:
-        self._check_session()
         if not ranks:
             self._begin(requests)
             return
@@ -317,6 +293,7 @@ class VLLMActor:
 
     async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Open the transport."""
+        self._check_session()
         self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     async def start_weight_update(self) -> None:
@@ -330,6 +307,7 @@ class VLLMActor:
 
     async def update_weights(self, update_info: Any) -> None:
         """Receive one chunk of weights."""
+        self._check_session()
         self._llm.update_weights({"update_info": update_info})
 
     def _end_update(self) -> None:
@@ -340,6 +318,7 @@ class VLLMActor:
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Finish the update and drop all caches of the old weights, caches of running requests included."""
+        self._check_session()
         self._llm.finish_weight_update(weight_version=weight_version)
         self._updating = False
         self._drop_caches()
@@ -389,6 +368,7 @@ class VLLMActor:
 
     async def checksums(self, ranges: list[ElementRange]) -> list[list[int]]:
         """Return `SharedMemoryReceiver.checksums` of each process of the engine."""
+        self._check_session()
         checksums: list[list[int]] = self._llm.collective_rpc("checksums", args=(ranges,))
         return checksums
 
@@ -397,6 +377,7 @@ class VLLMActor:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        self._check_session()
         parameters = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -409,6 +390,7 @@ class VLLMActor:
 
     async def set_policy_version(self, version: int) -> None:
         """Set the policy version of future samples, and continue sampling."""
+        self._check_session()
         self._llm.update_weight_version(str(version))
         self._unusable = None
         await self._loop.go_on()
@@ -424,6 +406,7 @@ class VLLMActor:
         Raises:
             RuntimeError: the KV cache is in use.
         """
+        self._check_session()
         with_weights = self._config.sleep == "all"
         if self._loop.busy:
             self._loop.hold()
@@ -454,6 +437,7 @@ class VLLMActor:
         Raises:
             ConfigError: the memory does not fit beside the memory of the trainers. The message has both numbers.
         """
+        self._check_session()
         if self._config.device == "cpu":
             return
         for needed, free in self._llm.collective_rpc("memory_to_wake", args=(tags,)):

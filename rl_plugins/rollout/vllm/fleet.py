@@ -7,6 +7,7 @@ list again.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,6 +21,8 @@ from rl_plugins.model_json import read_model_config
 from rl_plugins.ranks import Ranks, barrier, broadcast, gather
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.gpu_binding import engine_places, gpu_of_this_rank, lacking_room
+
+logger = logging.getLogger(__name__)
 
 
 def assigned_range(index: int, size: int, other_size: int) -> range:
@@ -198,12 +201,19 @@ class Fleet:
             ray.kill(actor, no_restart=True)
 
     def leave(self) -> None:
-        """Release the actors. Engines on the GPUs of the ranks end, and `start_on_gpus_of` starts new engines."""
+        """Release the actors. Engines on the GPUs of the ranks end, and `start_on_gpus_of` starts new engines.
+
+        The next session waits for the engines that start again.
+        """
         if self.config.shares_gpus:
             if self.rank == 0:
                 self.stop()
             self.living, self.returning, self._started = [], {}, False
             self._warm.clear()
+        elif self.returning:
+            if self.rank == 0:
+                self._ready_again()
+            self.living, self.returning = sorted([*self.living, *self.returning]), {}
         self.actors = {}
 
     def label(self, engine: int) -> str:
@@ -416,20 +426,9 @@ class Fleet:
         return bool(back)
 
     def _restarted(self) -> list[int]:
-        import ray
-
         deadline = time.monotonic() + self.config.ready_timeout_s
         while True:
-            waiting = {reference: engine for engine, reference in self.returning.items()}
-            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
-            back = []
-            for reference in ready:
-                try:
-                    ray.get(reference)
-                    back.append(waiting[reference])
-                except ray.exceptions.RayActorError:
-                    # The call reached the old process just before its end.
-                    self.returning[waiting[reference]] = self.actors[waiting[reference]].begin_session.remote()
+            back = self._ready_again()
             if back or self.living:
                 return back
             if time.monotonic() > deadline:
@@ -438,3 +437,27 @@ class Fleet:
                     f"{[self.label(engine) for engine in self.returning]} to start again"
                 )
             time.sleep(0.2)
+
+    def _ready_again(self) -> list[int]:
+        """Return the restarted engines whose session has begun. Engines whose restart vLLM has refused start anew."""
+        import ray
+
+        waiting = {reference: engine for engine, reference in self.returning.items()}
+        ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
+        back = []
+        for reference in ready:
+            engine = waiting[reference]
+            try:
+                with user_errors_of_tasks():
+                    ray.get(reference)
+                back.append(engine)
+                continue
+            except ConfigError as refusal:
+                # The first start had the same settings. Memory of the lost process may have been in use.
+                logger.warning("vLLM engine %s does not start again yet: %s", self.label(engine), refusal)
+                ray.kill(self.actors[engine], no_restart=False)
+            except ray.exceptions.RayActorError:
+                # The call reached the old process just before its end.
+                pass
+            self.returning[engine] = self.actors[engine].begin_session.remote()
+        return back

@@ -1,9 +1,10 @@
-"""Requests to a vLLM engine and their outputs: inputs, sampling parameters and responses in the form of vLLM."""
+"""Requests to a vLLM engine and their outputs, in the form of vLLM, and the common start of the requests of ranks."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_plugins.config.sampling import SamplingConfig
@@ -33,6 +34,53 @@ class EngineRequest(NamedTuple):
     parameters: Any
     images: PromptImages | None = None
     reports_tokens: bool = False
+
+
+Requests = Mapping[str, EngineRequest]
+"""Requests to the engine by name."""
+
+
+class RequestBarrier:
+    """Barrier that collects the requests of several ranks and starts all requests in the order of the ranks."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Requests] = {}
+        self._start: asyncio.Future[None] | None = None
+
+    async def join(
+        self, rank: int, ranks: Sequence[int], requests: Requests, begin: Callable[[Requests], None]
+    ) -> None:
+        """Add the requests of a rank, and wait for the start of all ranks' requests.
+
+        Args:
+            rank: rank of the caller.
+            ranks: all ranks of the barrier.
+            requests: requests of the caller.
+            begin: function that starts requests. The last rank to join calls `begin` with the requests of all ranks.
+        """
+        if self._start is None:
+            self._start = asyncio.get_running_loop().create_future()
+        start, self._waiting[rank] = self._start, requests
+        if len(self._waiting) == len(ranks):
+            by_rank, self._waiting, self._start = self._waiting, {}, None
+            try:
+                begin({name: request for member in sorted(by_rank) for name, request in by_rank[member].items()})
+            except BaseException as error:
+                start.set_exception(error)
+            else:
+                start.set_result(None)
+        # Shielded, because the deadline of one rank must not cancel the barrier of the other ranks.
+        await asyncio.shield(start)
+
+    def missing(self, ranks: Sequence[int]) -> list[int]:
+        """Return the ranks without requests in the barrier."""
+        return sorted(set(ranks) - set(self._waiting))
+
+    def cancel(self) -> None:
+        """Cancel the wait of all ranks and remove their requests."""
+        if self._start is not None:
+            self._start.cancel()
+        self._waiting, self._start = {}, None
 
 
 def engine_input(renderer: BaseRenderer, request: EngineRequest) -> Any:

@@ -110,6 +110,7 @@ def actor_with(llm: Any) -> Any:
     actor._llm, actor._loop, actor._config = llm, EngineLoop(llm), SimpleNamespace(sleep="kv_cache", device="cpu")
     actor._groups, actor._collected, actor._barrier = {}, {}, SimpleNamespace(cancel=lambda: None)
     actor._updating, actor._in_session, actor._unusable, actor._image_token_id = False, True, None, None
+    actor._refusal = None
     return actor
 
 

@@ -116,6 +116,55 @@ def test_drop_lost_ends_lost_engines_on_the_gpus_of_the_ranks(monkeypatch: pytes
         assert fleet.drop_lost() == 1 and fleet.living == [1] and killed == ended
 
 
+@pytest.fixture
+def restarts(monkeypatch: pytest.MonkeyPatch) -> Restarts:
+    """A fleet of two engines on CPU, of which engine 1 starts again. Each call of Ray has an answer at once."""
+    ready = Restarts()
+    monkeypatch.setattr(ray, "wait", lambda calls, num_returns, timeout: (calls, []))
+    monkeypatch.setattr(ray, "get", ready.get)
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: ready.calls.append(f"kill, {no_restart=}"))
+    return ready
+
+
+class Restarts:
+    """The answers of engine 1, and the calls of the engine."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.answers: list[Exception | None] = []
+        self.fleet = Fleet(VLLMConfig("model"), "name", 2, 0)
+        engine = SimpleNamespace(begin_session=SimpleNamespace(remote=self.begin_session))
+        self.fleet.actors = {0: SimpleNamespace(), 1: engine}
+        self.fleet.mark_lost(1, silent=False)
+        self.fleet.drop_lost()
+
+    def begin_session(self) -> str:
+        self.calls.append("begin_session")
+        return f"call {len(self.calls)}"
+
+    def get(self, call: str) -> None:
+        if (answer := self.answers.pop(0)) is not None:
+            raise answer
+
+
+def refused() -> Exception:
+    return ray.exceptions.RayTaskError("begin_session", "", ConfigError("no memory")).as_instanceof_cause()
+
+
+def test_add_restarted_lets_an_engine_start_anew_after_a_refused_restart(restarts: Restarts) -> None:
+    restarts.answers = [refused(), None]
+    assert not restarts.fleet.add_restarted() and restarts.fleet.living == [0]
+    assert restarts.calls == ["begin_session", "kill, no_restart=False", "begin_session"]
+    assert restarts.fleet.add_restarted() and restarts.fleet.living == [0, 1]
+
+
+def test_session_after_leave_has_the_engines_that_start_again(restarts: Restarts) -> None:
+    restarts.answers = [refused()]
+    restarts.fleet.leave()
+    assert restarts.calls[:2] == ["begin_session", "kill, no_restart=False"]
+    assert restarts.fleet.living == [0, 1] and not restarts.fleet.returning and not restarts.fleet.actors
+
+
 def test_start_names_a_damaged_config_json_before_an_actor_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": ')
     with pytest.raises(ConfigError, match=r"config.json: not valid JSON"):

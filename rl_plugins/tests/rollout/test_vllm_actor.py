@@ -20,7 +20,7 @@ from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.memory import MemoryChange
-from rl_plugins.rollout.engine import Generations
+from rl_plugins.rollout.engine import Generations, GroupRequest
 from rl_plugins.rollout.vllm.actor import VLLMActor
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.requests import generations_of
@@ -78,6 +78,11 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]
     return lambda **settings: VLLMActor(VLLMConfig(str(tmp_path), device="cuda", **settings))
 
 
+def in_session(actor: Any) -> Any:
+    asyncio.run(actor.begin_session())
+    return actor
+
+
 @pytest.mark.parametrize(
     ("sleep", "transport", "calls", "unusable"),
     [
@@ -96,7 +101,7 @@ def test_vllm_actor_sleeps_at_the_end_of_the_start_on_a_shared_gpu(
 
 
 def test_vllm_actor_keeps_unfinished_requests_while_a_shared_gpu_is_used_by_training(start: Callable[..., Any]) -> None:
-    actor = start(sleep="all")
+    actor = in_session(start(sleep="all"))
     actor._llm.wake_up(None)
     actor._llm.calls.clear()
     actor._loop._running["request"] = "request"
@@ -133,12 +138,12 @@ def test_vllm_actor_continues_unfinished_requests_after_new_weights_and_the_whol
 def test_wake_up_names_the_memory_that_the_engine_needs_and_that_training_leaves_free(
     start: Callable[..., Any],
 ) -> None:
-    actor = start(sleep="all", gpu_memory_utilization=0.6)
+    actor = in_session(start(sleep="all", gpu_memory_utilization=0.6))
     actor._llm.to_wake = (30 * 2**30, 12 * 2**30)
     with pytest.raises(ConfigError, match=r"utilization=0\.6 .* needs 30\.0 GiB for kv_cache, .* leaves 12\.0 GiB"):
         asyncio.run(actor.wake_up(["kv_cache"]))
     assert "wake_up" not in " ".join(actor._llm.calls)
-    actor = start(sleep="all", vllm={"kv_cache_memory_bytes": 20 * 2**30})
+    actor = in_session(start(sleep="all", vllm={"kv_cache_memory_bytes": 20 * 2**30}))
     actor._llm.to_wake = (30 * 2**30, 12 * 2**30)
     with pytest.raises(ConfigError, match=r"^vllm\.kv_cache_memory_bytes=21474836480 \(in a recipe: rollout\.vllm"):
         asyncio.run(actor.wake_up(["kv_cache"]))
@@ -159,7 +164,7 @@ def test_start_weight_update_ends_an_update_that_the_loss_of_another_engine_has_
 
 
 def test_finish_weight_update_drops_the_caches_of_connectors_or_raises(start: Callable[..., Any]) -> None:
-    actor = start(sleep="none")
+    actor = in_session(start(sleep="none"))
     asyncio.run(actor.finish_weight_update("1"))
     assert actor._llm.calls[-2:] == ["finish_weight_update", "reset_prefix_cache True True"]
     asyncio.run(actor.drop_prefixes())
@@ -172,6 +177,44 @@ def test_finish_weight_update_drops_the_caches_of_connectors_or_raises(start: Ca
 def test_start_without_a_session_is_the_loss_of_the_engine(start: Callable[..., Any]) -> None:
     with pytest.raises(EngineLost, match="Ray has started another one"):
         asyncio.run(start(sleep="none").submit(0, [0, 1], [], SamplingConfig(max_tokens=1)))
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("progress", ()),
+        ("generate", (0, [0], [[1]], SamplingConfig(max_tokens=1), None)),
+        ("submit", (0, [], [GroupRequest(0, [1], 0)], SamplingConfig(max_tokens=1))),
+        ("collect", (0, [], 0)),
+        ("tokens_so_far", (0, [0])),
+        ("fetch", ([(0, 0)],)),
+        ("drop", (0, [0])),
+        ("drop_prefixes", ()),
+        ("init_weight_transfer_engine", ({},)),
+        ("start_weight_update", ()),
+        ("update_weights", ({},)),
+        ("finish_weight_update", ("1",)),
+        ("load_adapter", ({}, 1)),
+        ("checksums", ([],)),
+        ("prompt_log_probs", ([1],)),
+        ("set_policy_version", (1,)),
+        ("sleep", ()),
+        ("wake_up", (None,)),
+    ],
+)
+def test_engine_with_a_refused_restart_is_lost_in_each_call(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, arguments: tuple[Any, ...]
+) -> None:
+    def refuse(**_: Any) -> None:
+        raise ValueError("no memory for the KV cache")
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(vllm, "LLM", refuse)
+    actor = start(sleep="none")
+    with pytest.raises(ConfigError, match="no memory for the KV cache"):
+        asyncio.run(actor.begin_session())
+    with pytest.raises(EngineLost):
+        asyncio.run(getattr(actor, method)(*arguments))
 
 
 def test_generations_have_the_experts_of_prompt_and_response() -> None:
