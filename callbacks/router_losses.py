@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from typing_extensions import override
 
+from rl_plugins.callbacks.compiled_blocks import CompiledBlocks
 from rl_plugins.errors import ConfigError
 from rl_plugins.router_replay import ExpertRouter, routers_of
 from rl_plugins.stages.stage import Stage
@@ -42,8 +43,8 @@ class RouterLosses(Callback):
         z: coefficient of the z-loss.
 
     Raises:
-        ConfigError: the trained model has no routers, or reads images; or the strategy has tensor or sequence
-            parallelism.
+        ConfigError: the trained model has no routers, or reads images; the strategy has tensor or sequence
+            parallelism; or the trainer has `CompiledBlocks`.
     """
 
     def __init__(self, balance: float = 0.0, z: float = 0.0) -> None:
@@ -63,6 +64,11 @@ class RouterLosses(Callback):
         model = pl_module.named_models()[pl_module.trained]
         refuse_images(is_vision_language(model))
         refuse_joint_passes(model, "router_losses")
+        if any(isinstance(callback, CompiledBlocks) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ConfigError(
+                "router_losses: compiled blocks keep the hooks of their first pass, and routers of a later fit have no "
+                "losses: leave router_losses or CompiledBlocks out"
+            )
         routers = routers_of(model, "router_losses")
         self._stage, self._passes = pl_module, _RouterPasses(model, routers, self._installed)
         pl_module.further_losses.append(self._loss)
@@ -172,17 +178,20 @@ class _RouterPasses:
     def __init__(self, model: nn.Module, routers: Mapping[str, ExpertRouter], installed: ExitStack) -> None:
         self._mask_M: Tensor | None = None
         self._of_layer: dict[int, _Sums] = {}
+        self._collects = False
         installed.enter_context(model.register_forward_pre_hook(self._begin, with_kwargs=True))
         for layer, router in enumerate(routers.values()):
             installed.enter_context(router.module.register_forward_hook(partial(self._add, layer, router)))
 
     def take(self) -> _Sums:
-        """Return the sums of the last forward pass.
+        """Return the sums of the last forward pass, once.
 
         Raises:
             ConfigError: the trained parameters do not change the logits of any router.
         """
         of_layer = [self._of_layer[layer] for layer in sorted(self._of_layer)]
+        self._of_layer.clear()
+        self._collects = False
         if not of_layer:
             raise ConfigError("router_losses: no router has a gradient: train more layers, or leave router_losses out")
         return _Sums(
@@ -195,6 +204,7 @@ class _RouterPasses:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._of_layer.clear()
+        self._collects = True
         # A packed row has no padding and no mask.
         mask = kwargs.get("attention_mask")
         self._mask_M = None if mask is None else mask.flatten()
@@ -210,10 +220,14 @@ class _RouterPasses:
         probabilities_ME = log_probabilities_ME.exp() * mask_M[:, None]
         chosen_MK = logits_ME.detach().topk(router.chosen, dim=-1).indices
         choices_ME = torch.zeros_like(logits_ME).scatter(-1, chosen_MK, 1.0)
-        self._of_layer[layer] = _Sums(
+        sums = _Sums(
             probabilities_ME.sum(dim=0),
             (choices_ME * mask_M[:, None]).sum(dim=0),
             (logits_ME.logsumexp(dim=-1).square() * mask_M).sum(),
             -(probabilities_ME * log_probabilities_ME).detach().sum(),
             mask_M.sum(),
         )
+        # Gradient checkpointing runs the hook again in the backward pass, with the same operations. The sums of this
+        # second pass would keep all activations.
+        if self._collects:
+            self._of_layer[layer] = sums

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.tiny_families import save_tiny_family
+from rl_plugins.callbacks.compiled_blocks import CompiledBlocks
 from rl_plugins.callbacks.router_losses import RouterLosses
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
@@ -17,6 +19,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.stages.sft import SFT
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.models.memory import LargestMemory
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
 
@@ -30,7 +33,7 @@ def stage_of(folder: Path, *, steps: int = 2, checkpointing: bool = False, **opt
     """Return a mixture of experts that hardly changes in a step, and a stage that trains the mixture."""
     own = canned.mixture_policy(folder, lr=1e-9)
     if checkpointing:
-        own.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        own.model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     stage = SFT(
         own,
         tokenizer=canned.tokenizer,
@@ -130,6 +133,23 @@ def test_router_losses_do_not_depend_on_micro_batches_and_packing(folder: Path, 
         assert metrics[f"train/router_{name}"] == pytest.approx(expected_metrics[f"train/router_{name}"], rel=1e-4)
 
 
+def test_router_losses_keep_no_activations_of_recomputed_blocks(folder: Path, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(folder)
+    config.num_hidden_layers, config.layer_types = 6, None
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    prompts = [[5 + token % 50 for token in range(500)]] * 2
+    long = {"prompt_ids": prompts, "response_ids": [[20, 21], [22]]}
+
+    def largest_memory(callback: RouterLosses | None) -> int:
+        _, stage = stage_of(tmp_path, checkpointing=True, packing=False)
+        with LargestMemory() as memory:
+            fit(stage, callback, [long] * 2)
+        return memory.bytes
+
+    plain, with_losses = largest_memory(None), largest_memory(RouterLosses(balance=0.5, z=0.25))
+    assert with_losses < 1.1 * plain, (plain, with_losses)
+
+
 def test_router_losses_of_ranks_equal_the_losses_of_the_whole_batch(folder: Path) -> None:
     expected, expected_metrics = trained(folder, RouterLosses(balance=0.5, z=0.25))
     for (gradients, metrics), _ in run_ranks(trained_rank, folder, world_size=2):
@@ -168,6 +188,15 @@ def test_router_losses_refuse_passes_with_tokens_of_several_ranks(folder: Path) 
     canned.NoTokens(own.model)
     with pytest.raises(ConfigError, match="router_losses has not been tried with tensor_parallel and sequence_paralle"):
         fit(stage, RouterLosses(balance=0.5), [BATCH])
+
+
+def test_router_losses_refuse_compiled_blocks(folder: Path) -> None:
+    _, stage = stage_of(folder)
+    trainer = canned.quiet_trainer(
+        SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()), callbacks=[CompiledBlocks(), RouterLosses()]
+    )
+    with pytest.raises(ConfigError, match="leave router_losses or CompiledBlocks out"):
+        trainer.fit(stage, canned.loader([BATCH]))
 
 
 def test_router_losses_refuse_a_dense_model(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,26 @@ class LargestNewTensor(TorchDispatchMode):
         for result in results if isinstance(results, tuple | list) else [results]:
             if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
                 self.elements[result.dtype] = max(self.elements.get(result.dtype, 0), result.numel())
+        return results
+
+
+class LargestMemory(TorchDispatchMode):
+    """Record the largest memory at once, in bytes, of all tensors made inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = function(*args, **(kwargs or {}))
+        for result in results if isinstance(results, tuple | list) else [results]:
+            if isinstance(result, Tensor):
+                storage = result.untyped_storage()
+                if storage._cdata not in self._sizes:
+                    self._sizes[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self._sizes.pop, storage._cdata)
+                    self.bytes = max(self.bytes, sum(self._sizes.values()))
         return results
 
 
