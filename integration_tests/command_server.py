@@ -1,6 +1,6 @@
 """Commands in forks of one process, which has only imported the libraries with long imports.
 
-The server does not import Ray, vLLM or DeepSpeed: a test checks that a run of one process never loads the three.
+The server does not import Ray, vLLM or DeepSpeed: a test refuses the three in a run of one process.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ environment, streams and signals of a new interpreter, and its own session.
 A fork differs from a new interpreter in three points. `ENVIRONMENT` sets the number of OpenMP threads: OpenMP reads
 the number at its import. Options of the interpreter, such as `-W`, have no effect. The parent of a fork is the server.
 
-All processes of a test run share a server. A connection to the server is a fork, or a process that may still ask for
+All processes of a test run share a server. A connection to the server is a fork, or a process with later requests for
 forks: when such a connection ends, the server kills the fork, and the server ends after its last user.
 """
 
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-# Variables that libraries read at their import.
+# Libraries read these variables at their import.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -52,7 +52,7 @@ _TEST_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
 
 
 class ForkServer:
-    """A server that forks for each request."""
+    """A process with imported libraries, which forks for each request."""
 
     def __init__(self, name: str, imported: Sequence[str], absent: Sequence[str]) -> None:
         """Name the server.
@@ -98,7 +98,7 @@ class ForkServer:
             )  # fmt: skip
 
     def forks_of(self, pids: Iterable[int]) -> list[int]:
-        """Return the numbers of the living forks that stand for processes, see `worker_start/sitecustomize.py`."""
+        """Return the numbers of the living forks in place of processes, see `worker_start/sitecustomize.py`."""
         found = []
         for pid in pids:
             with suppress(FileNotFoundError):

@@ -1,6 +1,6 @@
 """Ray's workers in forks of one process with imported libraries.
 
-The interpreters that Ray starts for its workers find `worker_start/sitecustomize.py` by PYTHONPATH, and ask this server
+The interpreters of Ray for its workers find `worker_start/sitecustomize.py` by PYTHONPATH, and ask this server
 for forks. The server does not import Ray: Ray reads the number of its job and the kind of its token at its import.
 """
 
@@ -31,7 +31,7 @@ VARIABLE = "FORKED_RAY_WORKERS"
 
 
 def fork_workers(environment: MutableMapping[str, str]) -> None:
-    """Start the server, and let the clusters that get these variables fork their workers."""
+    """Start the server, and let clusters with these variables fork their workers."""
     SERVER.start()
     environment[VARIABLE] = SERVER.address
     start = str(ROOT / "integration_tests" / "worker_start")

@@ -68,7 +68,7 @@ def fork_of(server: ForkServer, worker: Worker) -> psutil.Process:
     return psutil.Process(pid)
 
 
-def test_fork_has_what_a_new_worker_of_ray_has(server: ForkServer, tmp_path: Path) -> None:
+def test_fork_has_the_state_of_a_new_worker_of_ray(server: ForkServer, tmp_path: Path) -> None:
     context = {"env_vars": {"OF_WORKER": "$MINE${ABSENT}"}}
     set_up, direct = (
         json.loads(Worker(tmp_path, FACTS, server.address, given).printed().splitlines()[-1])
@@ -85,7 +85,7 @@ def test_fork_has_what_a_new_worker_of_ray_has(server: ForkServer, tmp_path: Pat
 @pytest.mark.parametrize(
     "context", [{"py_executable": "/usr/bin/other"}, {"command_prefix": ["nice"]}, {"env_vars": {SERVER: ""}}]
 )
-def test_worker_with_an_interpreter_of_its_own_is_no_fork(
+def test_worker_with_another_interpreter_is_no_fork(
     server: ForkServer, tmp_path: Path, context: dict[str, object]
 ) -> None:
     assert Worker(tmp_path, FACTS, server.address, context).printed() == "no fork\n"

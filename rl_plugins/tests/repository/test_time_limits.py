@@ -108,6 +108,7 @@ def test_late_test_fails_if_the_second_run_fails(pytester: pytest.Pytester, monk
 def test_scale_of_deadlines_multiplies_the_timeout_of_the_configuration_and_of_the_command(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, option: list[str], seconds: int
 ) -> None:
+    monkeypatch.setattr(time_limits, "LIMITS_S", {"unit": 60.0})
     monkeypatch.setattr(patience, "TIME_SCALE", 3.0)
     monkeypatch.delenv("PYTEST_TIMEOUT", raising=False)
     pytester.makeini("[pytest]\ntimeout = 30\n")
