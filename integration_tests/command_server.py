@@ -101,7 +101,8 @@ def start_command(
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(SERVER.address)
     with tempfile.TemporaryFile("w+") as request, open(os.devnull) as nothing:
-        json.dump({"args": list(args[1:]), "cwd": str(cwd), "env": dict(os.environ if env is None else env)}, request)
+        environment = dict(os.environ if env is None else env)
+        json.dump({"args": list(args[1:]), "cwd": str(cwd), "env": environment, "niceness": os.nice(0)}, request)
         request.seek(0)
         streams = [file.fileno() for file in (stdin or nothing, stdout, stderr)]
         socket.send_fds(connection, [FORK], [request.fileno(), *streams])

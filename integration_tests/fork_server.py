@@ -26,7 +26,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +46,8 @@ ENVIRONMENT = {
 }
 USER, FORK = b"u", b"f"
 """First bytes of a connection."""
+_FORWARDED = {signal.SIGTERM, signal.SIGINT}
+"""Signals of a process to the fork in its place."""
 # All processes of pytest-xdist have the same number of the test run.
 _TEST_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
 
@@ -63,7 +64,8 @@ class ForkServer:
             absent: modules which the server must not import.
         """
         self._imported, self._absent = imported, absent
-        self.folder = Path(tempfile.gettempdir()) / f"forks-{name}-{_TEST_RUN}"
+        # The path of a socket has at most 107 characters, and folders of temporary files can have long paths.
+        self.folder = Path("/tmp") / f"forks-{name}-{_TEST_RUN}"
         self.address = str(self.folder / "socket")
         self._user: socket.socket | None = None
 
@@ -155,8 +157,8 @@ class _Server:
                     return self._request
             had_user = had_user or bool(self._users)
         for fork in self._running:
-            with suppress(ProcessLookupError):
-                os.killpg(fork.pid, signal.SIGKILL)
+            _kill_group(fork.pid)
+            signal.pidfd_send_signal(fork.handle, signal.SIGKILL)
         shutil.rmtree(self._folder)
         return None
 
@@ -181,10 +183,13 @@ class _Server:
         with os.fdopen(files[0]) as opened:
             request = json.load(opened)
         stands_for = request.pop("stands_for", None)
+        # A fork takes signals after its start as a group: the server kills groups.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
         if (pid := os.fork()) == 0:
             self._become(files[1:], client)
             self._request = request
             return
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         for file in files[1:]:
             os.close(file)
         link = None if stands_for is None else self._folder / f"{stands_for}.fork"
@@ -212,6 +217,7 @@ class _Server:
             os.dup2(stream, number)
             os.close(stream)
         take_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
 
     def _signal(self, fork: _Running) -> None:
         """Send the signals of the client to a fork; kill the fork and the processes of its group after its client."""
@@ -221,20 +227,19 @@ class _Server:
             numbers = fork.client.recv(64)
         except ConnectionResetError:
             numbers = b""
+        if not numbers:
+            self._selector.unregister(fork.client)
+            _kill_group(fork.pid)
         # The handle is the fork, also if another process has its number by now.
-        with suppress(ProcessLookupError):
-            for number in numbers:
+        for number in numbers or [signal.SIGKILL]:
+            with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(fork.handle, signal.Signals(number))
-            if not numbers:
-                self._selector.unregister(fork.client)
-                # The server has not waited for the fork: no other group has this number.
-                os.killpg(fork.pid, signal.SIGKILL)
 
     def _report(self, fork: _Running) -> None:
         """Tell the client the exit status of a fork."""
         if fork.link is not None:
             # Ray kills the process group of a worker after the worker.
-            os.killpg(fork.pid, signal.SIGKILL)
+            _kill_group(fork.pid)
         _, status = os.waitpid(fork.pid, 0)
         self._selector.unregister(fork.handle)
         with suppress(KeyError):
@@ -247,12 +252,21 @@ class _Server:
         fork.close()
 
 
-def _run(args: list[str], cwd: str, env: dict[str, str], libraries: list[str], niceness: int = 0) -> None:
+def _kill_group(leader: int) -> None:
+    """Kill the group of a fork, unless the fork has no group yet.
+
+    The server has not waited for the fork, so no other group has this number.
+    """
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _run(args: list[str], cwd: str, env: dict[str, str], libraries: list[str], niceness: int) -> None:
     """Run the arguments as a new interpreter does."""
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    os.nice(niceness - os.nice(0))
+    os.nice(max(0, niceness - os.nice(0)))
     _new_random_states()
     kind = args[0]
     first = {"-m": cwd, "-c": ""}.get(kind, str(Path(kind).resolve().parent))

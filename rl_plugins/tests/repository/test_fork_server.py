@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
-from integration_tests.fork_server import ForkServer
+from integration_tests.fork_server import FORK, ForkServer
 from integration_tests.worker_start.sitecustomize import SERVER, SET_UP, WORKER
 from rl_plugins.tests.patience import patient, wait_until
 
@@ -123,6 +125,21 @@ def test_signals_and_the_end_of_a_worker_reach_the_fork(server: ForkServer, tmp_
     worker.printed()
     assert not psutil.wait_procs(processes, timeout=patient(30))[1]
     wait_until(lambda: not server.forks_of([worker.process.pid]), "the end of the fork in the server")
+
+
+def test_no_fork_outlives_a_client_with_an_early_end_or_signal(server: ForkServer, tmp_path: Path) -> None:
+    for message in (b"", bytes([signal.SIGTERM])) * 20:
+        with socket.socket(socket.AF_UNIX) as client, tempfile.TemporaryFile() as request, open(os.devnull) as nothing:
+            client.connect(server.address)
+            program = ["-c", "import time; time.sleep(1000)"]
+            asked = {"args": program, "cwd": str(tmp_path), "env": {}, "niceness": 0, "stands_for": os.getpid()}
+            request.write(json.dumps(asked).encode())
+            request.seek(0)
+            socket.send_fds(client, [FORK], [request.fileno(), *[nothing.fileno()] * 3])
+            client.sendall(message)
+            pid, *status = client.makefile().read().split() if message else ("0",)
+        assert status == ([str(-signal.SIGTERM)] if message else []), pid
+    wait_until(lambda: not server.forks_of([os.getpid()]), "the end of all forks")
 
 
 def test_children_of_an_ended_worker_end(server: ForkServer, tmp_path: Path) -> None:
