@@ -24,14 +24,14 @@ from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.environment_variables import resolved_without_environment
 from rl_plugins.config.hydra_errors import explain
 from rl_plugins.config.pipeline import PipelineConfig, PipelineStage
-from rl_plugins.config.recipe import RecipeConfig, options_of, parse_config, tracking_address
+from rl_plugins.config.recipe import RecipeConfig, options_of, parse_config, read_config, tracking_address
 from rl_plugins.config.run import LOCAL_FOLDER
 from rl_plugins.config.settings import FOLDER_NAME
 from rl_plugins.config.stage_checks import check_stage_options
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped, UserError
 from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_user_error, run_recipe
 from rl_plugins.launch.pinned_versions import PinnedVersions, pinned_model
-from rl_plugins.launch.preflight import check_stage_ahead, fetch_data
+from rl_plugins.launch.preflight import check_stage_ahead, fetch_data, tracking_uri
 from rl_plugins.launch.stored_run import stored_run
 from rl_plugins.redaction import redacted, redacted_value, without_password
 from rl_plugins.run_folder import RunFolder, append_metrics, read_metrics
@@ -313,7 +313,7 @@ class ParentRun:
             status = "FINISHED" if len(complete) == len(self.stages) else "KILLED"
         sent = self.finish(status, deadline_s)
         # A finished run may lack its policy or a table, which the store has refused.
-        return self._sync_stages(deadline_s, lambda _: True) and sent
+        return self._sync_stages(deadline_s, lambda *_: True) and sent
 
     def sync_stages(self, deadline_s: float) -> None:
         """Send the missing content of the stages' runs, if the store was away when the runs ended.
@@ -321,9 +321,9 @@ class ParentRun:
         Args:
             deadline_s: seconds for each stage.
         """
-        self._sync_stages(deadline_s, partial(_lacks_content, self.uri))
+        self._sync_stages(deadline_s, _lacks_content)
 
-    def _sync_stages(self, deadline_s: float, is_chosen: Callable[[RunFolder], bool]) -> bool:
+    def _sync_stages(self, deadline_s: float, is_chosen: Callable[[str, RunFolder], bool]) -> bool:
         """Send the content of chosen stages, and log the errors of all stages at the end. Return True without an error.
 
         An error of a stage concerns no other stage.
@@ -340,13 +340,20 @@ class ParentRun:
             if not stage.config.is_file():
                 continue
             try:
-                if is_chosen(stage) and not sync(stage.path, self.uri, deadline_s):
+                uri = self._store_of(stage)
+                if is_chosen(uri, stage) and not sync(stage.path, uri, deadline_s):
                     errors.append(f"stage {name}: MLflow does not have all of {stage.path}")
             except (MlflowException, UserError) as error:
                 errors.append(f"stage {name}: {redacted(str(error))}")
         for text in errors:
             logger.error("%s: rl-plugins sync %s sends the missing content", text, self._folder.path)
         return not errors
+
+    def _store_of(self, stage: RunFolder) -> str:
+        """Return the URI of the store of a stage, which `rl-plugins sync --uri` may have moved to another store."""
+        uri = tracking_uri(read_config(stage.config))
+        # Files have no password.
+        return self.uri if without_password(uri) == without_password(self.uri) else uri
 
 
 @contextmanager
@@ -368,6 +375,7 @@ def parent_run(folder: Path, uri: str | None) -> Iterator[ParentRun]:
 
 
 def _lacks_content(uri: str, run: RunFolder) -> bool:
+    check_store(uri)
     if not run.tracking_run.is_file():
         return True
     client = open_client(uri)

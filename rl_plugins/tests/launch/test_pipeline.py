@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from rl_plugins.config.pipeline import PipelineConfig
-from rl_plugins.config.recipe import RecipeConfig, written
+from rl_plugins.config.recipe import RecipeConfig, write_config, written
 from rl_plugins.config.schemas import register_schemas
 from rl_plugins.errors import ConfigError, RunStopped, StorageError
 from rl_plugins.launch import mlflow_run, pipeline
@@ -28,6 +28,7 @@ from rl_plugins.launch.pipeline import (
 )
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.run_lock import owned
+from rl_plugins.tests.launch.configurations import configured
 
 DATA = ["model=/no/model", "data.sft=[a]", "data.pairs=[b]", "data.prompts=[c]"]
 
@@ -389,10 +390,44 @@ def test_sync_of_a_pipeline_sends_all_stages_and_reports_all_errors(
     monkeypatch.setattr(parent, "_sender", SimpleNamespace(send_metrics=lambda: None))
     for name in ("first", "second", "third"):
         parent.stages[name].path.mkdir()
-        parent.stages[name].config.touch()
+        write_config(configured("sft", "model.path=model"), parent.stages[name].config)
     assert not parent.sync(1)
     assert sent == ["first", "second", "third"]
     assert [record.getMessage().partition(": rl-plugins sync")[0] for record in caplog.records] == [
         "stage first: first/config.yaml cannot be written",
         f"stage second: MLflow does not have all of {tmp_path / 'second'}",
     ]
+
+
+def test_sync_of_a_pipeline_leaves_a_moved_stage_in_the_other_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+    sent: list[tuple[str, str]] = []
+
+    def lacks_content(uri: str, stage: RunFolder) -> bool:
+        asked.append((stage.path.name, uri))
+        return True
+
+    def sync(path: Path, uri: str, _: float) -> bool:
+        sent.append((path.name, uri))
+        return True
+
+    monkeypatch.setattr(mlflow_run, "sync", sync)
+    monkeypatch.setattr(pipeline, "_lacks_content", lacks_content)
+    own, other = "http://own:5000", "http://other:5000"
+    stages = "{moved: {}, kept: {}}"
+    RunFolder(tmp_path).pipeline.write_text(f"experiment: own\ntracking_uri: {own}\nstages: {stages}\n")
+    with_password = "http://user:secret@own:5000"
+    parent = ParentRun(tmp_path, with_password)
+    monkeypatch.setattr(parent, "finish", lambda *_: True)
+    monkeypatch.setattr(parent, "_sender", SimpleNamespace(send_metrics=lambda: None))
+    monkeypatch.setattr(pipeline, "check_store", lambda _: None)
+    for name, store in {"moved": other, "kept": own}.items():
+        parent.stages[name].path.mkdir()
+        write_config(configured("sft", "model.path=model", f"tracking.uri={store}"), parent.stages[name].config)
+    expected = [("moved", other), ("kept", with_password)]
+    assert parent.sync(1)
+    assert sent == expected and not asked
+    parent.sync_stages(1)
+    assert sent[2:] == expected and asked == expected
