@@ -97,11 +97,12 @@ class EngineLoop:
                 await self._changed.wait()
 
     def abort(self, names: Collection[str] | None = None) -> None:
-        """End and remove requests, by default all requests."""
-        names = {*self._running, *self._finished} if names is None else names
+        """End and remove requests and their failures, by default of all requests."""
+        names = {*self._running, *self._finished, *self._failures} if names is None else names
         self._abort([self._running.pop(name) for name in names if name in self._running])
         for name in names:
             self._finished.pop(name, None)
+            self._failures.pop(name, None)
             self._reports.pop(name, None)
 
     def _abort(self, requests: Iterable[str]) -> None:
@@ -129,7 +130,6 @@ class EngineLoop:
     def forget(self) -> None:
         """Remove all requests and failures. Calls of `wait` raise after the next `go_on`."""
         self.abort()
-        self._failures.clear()
         self._forgotten += 1
 
     def hold(self) -> None:
@@ -175,7 +175,8 @@ class EngineLoop:
             os._exit(1)
         except BaseException as error:
             # Each `wait` for a running request raises the error.
-            self._failures |= dict.fromkeys(self._running, error)
-            self.abort(set(self._running))
+            failed = set(self._running)
+            self.abort(failed)
+            self._failures |= dict.fromkeys(failed, error)
             async with self._changed:
                 self._changed.notify_all()

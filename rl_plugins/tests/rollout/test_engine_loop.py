@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -163,6 +164,23 @@ def test_abort_leaves_nothing_of_requests_with_several_responses_in_the_engine()
             loop.start({**requests, "refused": EngineRequest([1], SamplingParams())})
         assert not records_of(engine) and not loop.busy
         await loop.go_on()
+
+    asyncio.run(run())
+
+
+def test_abort_removes_failures_and_a_later_request_of_the_same_name_is_waited_for() -> None:
+    async def run() -> None:
+        llm = LLM()
+        loop = EngineLoop(llm)
+        loop.start({"one": EngineRequest([1], None), "two": EngineRequest([1], None)})
+        with patch.object(llm, "step", side_effect=RuntimeError("no memory")):
+            await give_turns()
+        with pytest.raises(RuntimeError, match="no memory"):
+            await loop.wait(["one"], ["one"], 0)
+        loop.abort(["two"])
+        llm.finishing = {"two"}
+        loop.start({"two": EngineRequest([1], None)})
+        assert list(await asyncio.wait_for(loop.wait(["two"], ["two"], 0), patient(60))) == ["two"]
 
     asyncio.run(run())
 
