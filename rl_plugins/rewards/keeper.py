@@ -38,8 +38,11 @@ def go_on_under_keeper(parent: int) -> bool:
     if not end_with_parent(parent, signal.SIGTERM):
         return False
     keeper = os.getpid()
+    # A process that ignores SIGCHLD gets no exit status. The change after the fork would discard a pending SIGCHLD.
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if kept := os.fork():
         _keep(kept)
+    signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     return end_with_parent(keeper)
@@ -60,7 +63,6 @@ def _keep(kept: int) -> NoReturn:
     """Wait for the end of the kept process or for SIGTERM, end all other processes, and end this process."""
     # The other end of a connection notices the end of the kept process.
     os.closerange(3, highest_descriptor() + 1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     status: int | None = None
     while status is None:
         if signal.sigwait(_SIGNALS) == signal.SIGTERM:
@@ -69,11 +71,7 @@ def _keep(kept: int) -> NoReturn:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 status = ended[1] if ended[0] == kept else status
     with suppress(ChildProcessError):
-        while True:
-            for number in usage_of(os.getpid()).processes:
-                with suppress(ProcessLookupError):
-                    os.kill(number, signal.SIGKILL)
-            os.waitpid(-1, 0)
+        _end_children()
     exit_code = os.waitstatus_to_exitcode(status)
     if exit_code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -82,3 +80,26 @@ def _keep(kept: int) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.kill(os.getpid(), -exit_code)
     os._exit(exit_code)
+
+
+def _end_children() -> None:
+    """End and collect all processes under this process, apart from programs of another user (sudo).
+
+    Raises:
+        ChildProcessError: no process is left.
+    """
+    collected = True
+    while collected:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        killed = []
+        for number in usage_of(os.getpid()).processes:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(number, signal.SIGKILL)
+                killed.append(number)
+        collected = False
+        for number in killed:
+            # The kernel hands over the children of a collected process. No other process is a child.
+            with suppress(ChildProcessError):
+                os.waitpid(number, 0)
+                collected = True

@@ -26,6 +26,38 @@ for order in ("session", "daemon"):
 time.sleep(1e6)
 """
 
+BRIEF = """
+import os, signal
+from rl_plugins.rewards import keeper
+keeper.usage_of = lambda _: os._exit(9)
+parent = os.getpid()
+for handler in (signal.SIG_DFL, signal.SIG_IGN, print) * 20:
+    number = os.fork()
+    if not number:
+        signal.signal(signal.SIGCHLD, handler)
+        keeper.go_on_under_keeper(parent)
+        os._exit(3 if signal.getsignal(signal.SIGCHLD) == handler else 4)
+    assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 3
+"""
+FOREIGN = """
+import os, subprocess
+from rl_plugins.rewards import keeper
+parent = os.getpid()
+number = os.fork()
+if not number:
+    kill = os.kill
+    def refusing(number, signal):
+        if number == programs[1].pid:
+            raise PermissionError
+        kill(number, signal)
+    os.kill = refusing
+    programs = [subprocess.Popen(["sleep", "1000000"], stdout=subprocess.DEVNULL) for _ in range(3)]
+    print(*(program.pid for program in programs), flush=True)
+    keeper.go_on_under_keeper(parent)
+    os._exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]), flush=True)
+"""
+
 
 @pytest.fixture
 def process() -> Iterator[ChildProcess]:
@@ -92,3 +124,20 @@ def test_ended_daemon_is_collected_and_exit_statuses_stay_with_the_process(proce
     daemon = ask(process, "daemon")
     assert ask(process, "stop", daemon) == "gone"
     assert [ask(process, "status", number) for number in (0, 7)] == [0, 7]
+
+
+def test_keeper_of_a_process_that_ends_at_once_ends_and_looks_at_no_other_process() -> None:
+    subprocess.run([sys.executable, "-c", BRIEF], timeout=patient(60), check=True)
+
+
+def test_programs_of_another_user_are_left_and_the_keeper_ends() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", FOREIGN], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    programs = list(map(int, parent.stdout.readline().split()))
+    try:
+        output, _ = parent.communicate(timeout=patient(60))
+        assert (output, [*map(is_running, programs)]) == ("3\n", [False, True, False])
+    finally:
+        parent.kill()
+        for program in filter(is_running, programs):
+            os.kill(program, signal.SIGKILL)
