@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 MARKER = "####"
 """Text before the final number."""
 _MINUS_SIGN = "−"
-_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)")
+_SIGN, _FRACTION = r"(?:(?<![\w.)])[-+])?", r"(?:\.\d+)?|\.\d+"
+# Groups of thousands, as in 1,234,567, or of lakhs, as in 12,34,567. Other commas divide the numbers of a list.
+_GROUPS = r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2}){1,9},\d{3}(?!\d)"
+_IN_TEXT = re.compile(rf"{_SIGN}(?:(?:{_GROUPS}|\d+){_FRACTION})")
+_AFTER_MARKER = re.compile(rf"{_SIGN}(?:\d+(?:,\d+)*{_FRACTION})")
 
 
 def with_hyphens(text: str) -> str:
@@ -16,13 +21,15 @@ def with_hyphens(text: str) -> str:
 
 
 def final_number(text: str) -> str | None:
-    """Return the final number of a text without thousands separators; None without a number.
+    """Return the final number of a text; None without a number.
 
-    The final number is the first number after the last "####". In a text without the marker, the final number is the
-    last number.
+    The final number is the first number after the last "####", where any comma between two digits is a separator, as in
+    verl. In a text without the marker, the final number is the last number. Equal numbers have equal texts: without
+    separators, a plus sign, and zeros at the beginning and after the last digit of a fraction.
     """
     _, marker, tail = with_hyphens(text).rpartition(MARKER)
-    numbers: list[str] = _NUMBER.findall(tail)
+    numbers: list[str] = (_AFTER_MARKER if marker else _IN_TEXT).findall(tail)
     if not numbers:
         return None
-    return numbers[0 if marker else -1].replace(",", "")
+    number = f"{Decimal(numbers[0 if marker else -1].replace(',', '')):f}"
+    return number.rstrip("0").rstrip(".") if "." in number else number
