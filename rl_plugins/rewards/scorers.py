@@ -97,9 +97,9 @@ class MathVerify:
             ValueError: the ground truth cannot be parsed.
         """
         text = str(ground_truth)
-        box = last_box(text)
-        if box is not None or not _FORMULA.search(text):
-            # The package reads no dollar sign in a box, and several boxes as a set.
+        box = last_box(text, braced=True)
+        if box or not (last_box(text) or _FORMULA.search(text)):
+            # The package reads no dollar sign in a box, several boxes as a set, and boxes without braces well.
             text = f"\\boxed{{{(box[0] if box else text).replace(_DOLLAR, '')}}}"
         gold = self._read(text)
         if not gold:

@@ -38,6 +38,10 @@ def test_exact_match() -> None:
         ("#### −3", "-3", 1.0),
         ("#### −3", "3", 0.0),
         ("-3", "−3", 1.0),
+        ("#### 1,00,000", "100000", 1.0),
+        ("it is 1,00,000", "100000", 1.0),
+        ("#### 1,23", "123", 1.0),
+        ("#### +.5", "0.5", 1.0),
     ],
 )
 def test_final_answer(solution: str, truth: Any, expected: float) -> None:
@@ -78,6 +82,9 @@ def math_verify() -> MathVerify:
         ("\\boxed{2}", "not \\boxed{1}, but \\boxed{2}", 1.0),
         ("\\boxed{1}", "not \\boxed{1}, but \\boxed{2}", 0.0),
         ("\\boxed{2}", "$\\boxed 2$", 1.0),
+        ("\\boxed{2}", "$x=\\boxed 2.$", 1.0),
+        ("\\boxed{7}", "It is \\boxed 7, so 7", 1.0),
+        ("\\boxed{5}", "It is \\boxed{5}. I used the \\boxed command.", 1.0),
     ],
 )
 def test_math_verify(math_verify: MathVerify, solution: str, truth: str, expected: float) -> None:
