@@ -118,8 +118,9 @@ def opens_reasoning(tokenizer: PreTrainedTokenizerBase, before: Sequence[int]) -
 def reasoning_of(text: str, mark: str, *, is_open: bool) -> str:
     """Return the reasoning at the beginning of a response, between `<think>` and `</think>`.
 
-    Without an end, the whole text is reasoning. Text between two parts of reasoning belongs to the reasoning. A
-    `<think>` or `</think>` after the mark of a call is text of the call.
+    Without an end, the whole text is reasoning if the text begins with `<think>`; a later `<think>` is a mention of the
+    tag. Text between two parts of reasoning belongs to the reasoning. A `<think>` or `</think>` after the mark of a
+    call is text of the call.
 
     Args:
         text: text of the response.
@@ -127,9 +128,16 @@ def reasoning_of(text: str, mark: str, *, is_open: bool) -> str:
         is_open: True if the text before the response has opened the reasoning.
     """
     rest = text
-    while is_open or _THINK in (rest.partition(mark)[0] if mark else rest.lstrip()[: len(_THINK)]):
+    while is_open or _has_reasoning(rest, mark):
         is_open, rest = False, rest.partition(_END_OF_THOUGHT)[2].lstrip()
     return text[: len(text) - len(rest)]
+
+
+def _has_reasoning(text: str, mark: str) -> bool:
+    if text.lstrip().startswith(_THINK):
+        return True
+    before = text.partition(mark)[0] if mark else ""
+    return _THINK in before and _END_OF_THOUGHT in text.partition(_THINK)[2]
 
 
 def without_mark(text: str, mark: str) -> str:

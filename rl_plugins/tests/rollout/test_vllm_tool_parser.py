@@ -64,6 +64,10 @@ def test_calls_count_after_the_reasoning_alone() -> None:
         (opened, f"{idea}</think>", good, ["2"]),
         (opened, f"{broken}</think>\n", "3", []),
         (opened, idea, "", []),
+        # A mention of the tag begins no reasoning.
+        (closed, "", f"I put the <think> tag into the page. {good}", ["2"]),
+        (closed, f"<think>{idea}</think>", f"I wrote <think> before. {good}", ["2"]),
+        (closed, f"\n<think>I wrote {idea}", "", []),
         # A call is whole with any argument.
         (closed, "", call_of("</think>"), ["</think>"]),
         (closed, "", call_of("<think>"), ["<think>"]),
