@@ -19,16 +19,18 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from rl_plugins.config.models import SCHEDULES, OptimizerConfig
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.models.muon import MuonAndAdamW
 from rl_plugins.vision_language import vision_tower
 
+_KEYS = {"options", "steps", "schedule"}
+"""Keys of the state of a `ResumableSchedule`."""
 MicroBatchLoss = tuple[Tensor, bool]
 """Scalar loss of a micro-batch, and True for the last micro-batch of an optimizer step."""
 Optimize = Callable[[Iterable[MicroBatchLoss], str], None]
 """Function that takes one optimizer step of the named model: `Stage.optimize`."""
-_OPTIONS = ("lr", "betas", "weight_decay")
-"""Options of `OptimizerConfig` in the parameter groups of an optimizer."""
+_OF_THE_STATES = {"params", "foreach", "fused", "capturable", "differentiable"}
+"""Arguments of an optimizer with the states of a checkpoint: the number of a step is on the device for some kernels."""
 
 
 class FurtherLoss(Protocol):
@@ -116,8 +118,8 @@ class ResumableSchedule:
     """
 
     def __init__(self, config: OptimizerConfig, optimizer: Optimizer, make: Callable[[Optimizer], Any]) -> None:
-        names = (*_OPTIONS, *config.options)
-        given = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+        names = {*config.options, *_argument_names(optimizer)}
+        given = [{name: group[name] for name in names & group.keys()} for group in optimizer.param_groups]
         # A rate may be a tensor, which a schedule changes in place.
         self._given = deepcopy(given)
         self._options, self._make, self._steps = repr(config), make, 0
@@ -163,6 +165,32 @@ class ResumableSchedule:
                     f"schedule={name}: the checkpoint has taken {state['steps']} steps, and {name} has fewer "
                     f"({error}): give the schedule more steps"
                 ) from None
+
+
+def check_schedules(checkpoint: Mapping[str, Any], count: int) -> None:
+    """Check the schedules of a checkpoint of Lightning.
+
+    Args:
+        checkpoint: checkpoint of a stage.
+        count: number of models whose optimizer is made from settings.
+
+    Raises:
+        CheckpointError: the checkpoint has another number of schedules made from settings.
+    """
+    saved = sum(state.keys() >= _KEYS for state in checkpoint.get("lr_schedulers", ()))
+    if saved != count:
+        raise CheckpointError(
+            f"the checkpoint has {saved} schedules made from settings (OptimizerConfig), and the stage makes {count}: "
+            "the optimizers were of another configure_optimizers, or of another version of this package: resume with "
+            "the optimizers of the checkpoint, or export the policy (rl-plugins export) for a new run"
+        )
+
+
+def _argument_names(optimizer: Optimizer) -> set[str]:
+    """Return the names of the arguments of an optimizer. Groups may hold numbers of the states, too."""
+    # A class may hand its arguments on to its base class.
+    signatures = [inspect.signature(kind) for kind in type(optimizer).__mro__]
+    return {name for signature in signatures for name in signature.parameters} - _OF_THE_STATES
 
 
 def announce(optimizer: Optimizer, name: str, owner: str | None, *, trained: bool) -> None:

@@ -28,7 +28,15 @@ from rl_plugins.models.lora import MergedWeightSource, has_adapter, with_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
-from rl_plugins.stages.optimizer import FurtherLoss, MicroBatchLoss, announce, build_optimizer, only_one, with_further
+from rl_plugins.stages.optimizer import (
+    FurtherLoss,
+    MicroBatchLoss,
+    announce,
+    build_optimizer,
+    check_schedules,
+    only_one,
+    with_further,
+)
 from rl_plugins.stages.own_module import OwnModel, call_hooks_of, state_of_stage
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
 from rl_plugins.stages.trainer_flags import COMPILED, check_trainer, silence_equal_metrics, take_gradient_clip
@@ -453,6 +461,10 @@ class Stage(LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.step = state_of_stage(checkpoint)["step"]
+        # `load_from_checkpoint` has no trainer.
+        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            has_own = self.own_model.optimizer_owner is not None
+            check_schedules(checkpoint, len(self.optimizer_configs()) - has_own)
 
     def restore(self, state: Path) -> None:
         """Go back to a checkpoint while training continues. Collective.

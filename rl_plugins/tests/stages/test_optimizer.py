@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import Optimizer
+from lightning.pytorch import Trainer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LinearLR, LRScheduler, SequentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.models.tiny import build_model
 from rl_plugins.stages.optimizer import announce, build_optimizer, try_optimizer
 from rl_plugins.stages.policy_optimization import PolicyOptimization
@@ -181,6 +183,22 @@ def test_announce_names_the_module_that_made_the_optimizer(caplog: pytest.LogCap
 # Resumed runs ---------------------------------------------------------------------------------------------------------
 
 STEPS = 5
+OPTIONS = {"lr", "betas", "weight_decay", "eps", "momentum", "dampening", "nesterov", "ns_steps"}
+
+
+class Growing(SGD):
+    """An optimizer with the number of its steps in its groups."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.param_groups[0]["k"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["k"] += 1
+
+
+def sgd(momentum: float, **further: Any) -> dict[str, Any]:
+    return {"name": {"_target_": "torch.optim.SGD", "momentum": momentum}, "lr": 0.1, **further}
 
 
 def chained(optimizer: Optimizer) -> LRScheduler:
@@ -194,23 +212,23 @@ def sequential(optimizer: Optimizer) -> LRScheduler:
 
 def groups_of_steps(
     options: dict[str, Any], steps: int, before: tuple[Any, Any] | None = None
-) -> tuple[list[dict[str, Any]], tuple[Any, Any]]:
-    """Return the options of each step's update, and the states of the optimizer and the schedule after the steps.
+) -> tuple[list[list[dict[str, Any]]], tuple[Any, Any]]:
+    """Return the options of all groups in each step, and the states of the optimizer and the schedule after the steps.
 
     Args:
         options: options of the optimizer.
         steps: number of steps.
         before: states from which the steps go on.
     """
-    built = build_optimizer(OptimizerConfig(**options), torch.nn.LayerNorm(2))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    built = build_optimizer(OptimizerConfig(**options), model)
     optimizer, schedule = built["optimizer"], built["lr_scheduler"]["scheduler"]
     if before is not None:
         optimizer.load_state_dict(before[0])
         schedule.load_state_dict(before[1])
     groups = []
     for _ in range(steps):
-        group = optimizer.param_groups[0]
-        groups.append({name: group[name] for name in ("lr", "betas", "weight_decay", "eps")})
+        groups.append([{name: group[name] for name in OPTIONS & group.keys()} for group in optimizer.param_groups])
         optimizer.step()
         schedule.step()
     return groups, (optimizer.state_dict(), schedule.state_dict())
@@ -238,6 +256,10 @@ COSINE = {"schedule": "CosineAnnealingLR", "schedule_options": {"T_max": 20, "et
         ({"lr": 0.1, "schedule": f"{__name__}.chained"}, {"lr": 0.3, "schedule": f"{__name__}.chained"}),
         ({"lr": 0.1, "schedule": f"{__name__}.sequential"}, {"lr": 0.3, "schedule": f"{__name__}.sequential"}),
         ({"lr": 0.1}, {"lr": 0.1, "weight_decay": 0.5, "betas": (0.8, 0.9), "options": {"eps": 1e-4}}),
+        ({"options": {"eps": 1e-4}}, {}),
+        (sgd(0.9), sgd(0.5)),
+        (sgd(0.9, **ONE_CYCLE), sgd(0.9)),
+        ({"name": "Muon", "options": {"momentum": 0.8, "eps": 1e-4}}, {"name": "Muon", "options": {"ns_steps": 3}}),
     ],
 )
 def test_options_of_a_resumed_run_hold_from_the_first_step(before: dict[str, Any], after: dict[str, Any]) -> None:
@@ -268,7 +290,19 @@ def test_rate_of_a_tensor_holds_after_a_resume() -> None:
     options = {"options": {"lr": torch.tensor(0.3), "fused": False}}
     _, states = groups_of_steps({"lr": 0.1}, STEPS)
     resumed, _ = groups_of_steps({**options, "warmup_steps": 2}, STEPS, states)
-    assert [float(group["lr"]) for group in resumed] == pytest.approx([0.3] * STEPS)
+    assert [float(group["lr"]) for (group,) in resumed] == pytest.approx([0.3] * STEPS)
+
+
+def test_numbers_of_the_states_in_groups_stay_those_of_the_checkpoint() -> None:
+    def built(lr: float) -> tuple[Optimizer, Any]:
+        made = build_optimizer(OptimizerConfig(name=f"{__name__}.Growing", lr=lr), torch.nn.LayerNorm(2))
+        return made["optimizer"], made["lr_scheduler"]["scheduler"]
+
+    (before, schedule), (after, resumed) = built(0.1), built(0.3)
+    before.step()
+    after.load_state_dict(before.state_dict())
+    resumed.load_state_dict(schedule.state_dict())
+    assert (after.param_groups[0]["k"], after.param_groups[0]["lr"]) == (1, 0.3)
 
 
 def test_resumed_stage_trains_with_the_rate_of_the_run_also_after_a_roll_back(tmp_path: Path) -> None:
@@ -292,3 +326,44 @@ def test_resumed_stage_trains_with_the_rate_of_the_run_also_after_a_roll_back(tm
     assert optimizer.param_groups[0]["lr"] == 0.3
     trained.restore(Path(file))
     assert optimizer.param_groups[0]["lr"] == 0.3
+
+
+class WithExponentialRate(canned.OwnPolicy):
+    """A policy with a schedule of torch, which takes any state."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [ExponentialLR(optimizer, 0.9)]
+
+
+def test_checkpoint_with_schedules_of_another_kind_is_refused(tmp_path: Path) -> None:
+    def fit(policy: Any, resumed_from: Path | None) -> Trainer:
+        stage = PolicyOptimization(
+            policy,
+            tokenizer=canned.tokenizer,
+            scorer=canned.CannedScorer(),
+            sampling=SamplingConfig(max_tokens=8, num_samples=3),
+        )
+        strategy = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
+        trainer = canned.quiet_trainer(strategy, max_epochs=1 if resumed_from is None else 2)
+        trainer.fit(stage, canned.loader([canned.prompt_batch(canned.PROMPTS)]), ckpt_path=resumed_from)
+        return trainer
+
+    def from_settings() -> torch.nn.Module:
+        return WithExponentialRate().model
+
+    settings, own, earlier = tmp_path / "settings.ckpt", tmp_path / "own.ckpt", tmp_path / "earlier.ckpt"
+    fit(from_settings(), None).save_checkpoint(settings)
+    fit(WithExponentialRate(), None).save_checkpoint(own)
+    checkpoint = torch.load(settings, weights_only=False)
+    checkpoint["lr_schedulers"] = [state["schedule"] for state in checkpoint["lr_schedulers"]]
+    torch.save(checkpoint, earlier)
+    for policy, file, saved in (
+        (from_settings(), own, 0),
+        (from_settings(), earlier, 0),
+        (WithExponentialRate(), settings, 1),
+    ):
+        with pytest.raises(CheckpointError, match=rf"the checkpoint has {saved} schedules made .*rl-plugins export"):
+            fit(policy, file)
+    fit(WithExponentialRate(), own)
