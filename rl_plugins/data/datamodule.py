@@ -34,6 +34,7 @@ from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.orders import Mixture, Order, Source, build_mixture, load_parts
 from rl_plugins.data.parquet import COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import PromptBatch, TokenizedPrompts, build_prompts
+from rl_plugins.data.reasoning import without_second_think
 from rl_plugins.data.tokenization import (
     FilterOrError,
     TokenizerRefusal,
@@ -194,16 +195,22 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         )
 
     def tokenize_responses(
-        self, rows: PromptRows, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase
+        self, rows: PromptRows, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, prompts: TokenizedPrompts
     ) -> MappedLists:
         """Tokenise one response of each row, with the end of sequence.
+
+        A response has no `<think>` at its beginning if the chat template writes `<think>` at the end of the prompt.
 
         Raises:
             RowError: the tokenizer refuses a response; or a response has the token of an image, which a model would
                 replace by an image.
         """
+        responses = (
+            without_second_think(text, tokenizer, prompt_ids)
+            for text, prompt_ids in zip(texts, prompts.prompt_ids, strict=True)
+        )
         try:
-            response_ids = tokenize_responses(texts, tokenizer)
+            response_ids = tokenize_responses(responses, tokenizer)
         except TokenizerRefusal as refusal:
             raise RowError(rows.location(refusal.number), "response", str(refusal)) from None
         if self.images is not None:

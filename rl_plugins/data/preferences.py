@@ -152,8 +152,8 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
             for number, row in enumerate(rows):
                 yield read_pair(row, self.chosen_key, self.rejected_key, self.margin_key, rows.location(number))
 
-        chosen_ids = self.tokenize_responses(rows, (pair.chosen for pair in pairs()), tokenizer)
-        rejected_ids = self.tokenize_responses(rows, (pair.rejected for pair in pairs()), tokenizer)
+        chosen_ids = self.tokenize_responses(rows, (pair.chosen for pair in pairs()), tokenizer, prompts)
+        rejected_ids = self.tokenize_responses(rows, (pair.rejected for pair in pairs()), tokenizer, prompts)
         margins = np.fromiter((pair.margin for pair in pairs()), dtype=np.float64)
         longest = np.maximum(chosen_ids.lengths, rejected_ids.lengths)
         kept = self.rows_within_limits(prompts, longest, self.max_response_tokens)
@@ -177,7 +177,7 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
             for number, row in enumerate(rows):
                 yield read_judged(row, self.response_key, label_key, rows.location(number))
 
-        response_ids = self.tokenize_responses(rows, (text for text, _ in judged()), tokenizer)
+        response_ids = self.tokenize_responses(rows, (text for text, _ in judged()), tokenizer, prompts)
         labels = np.fromiter((label for _, label in judged()), dtype=np.bool_)
         kept = self.rows_within_limits(prompts, response_ids.lengths, self.max_response_tokens)
         return TokenizedColumns(

@@ -67,7 +67,7 @@ class SFTDataModule(StepDataModule[SFTBatch]):
         texts = (
             find_text(row, self.response_key, "response_key", rows.location(number)) for number, row in enumerate(rows)
         )
-        response_ids = self.tokenize_responses(rows, texts, tokenizer)
+        response_ids = self.tokenize_responses(rows, texts, tokenizer, prompts)
         kept = self.rows_within_limits(prompts, response_ids.lengths, self.max_response_tokens)
         columns = {"prompt_ids": prompts.prompt_ids, "response_ids": response_ids}
         return TokenizedColumns(columns, kept, lambda rows, **values: values, images=prompts.images)

@@ -7,15 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rl_plugins.data.reasoning import END_OF_THOUGHT, THINK
 from rl_plugins.json_text import read_foreign_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-_THINK, _END_OF_THOUGHT = "<think>", "</think>"
-_TAIL = 16
-"""Tokens of `<think>` and of the white space behind it, at most."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +105,6 @@ class FunctionParser:
         return ""
 
 
-def opens_reasoning(tokenizer: PreTrainedTokenizerBase, before: Sequence[int]) -> bool:
-    """Return True if the tokens before a response end with `<think>`, which some chat templates write."""
-    end = tokenizer.decode(list(before[-_TAIL:]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return str(end).rstrip().endswith(_THINK)
-
-
 def reasoning_of(text: str, mark: str, *, is_open: bool) -> str:
     """Return the reasoning at the beginning of a response, between `<think>` and `</think>`.
 
@@ -129,15 +119,15 @@ def reasoning_of(text: str, mark: str, *, is_open: bool) -> str:
     """
     rest = text
     while is_open or _has_reasoning(rest, mark):
-        is_open, rest = False, rest.partition(_END_OF_THOUGHT)[2].lstrip()
+        is_open, rest = False, rest.partition(END_OF_THOUGHT)[2].lstrip()
     return text[: len(text) - len(rest)]
 
 
 def _has_reasoning(text: str, mark: str) -> bool:
-    if text.lstrip().startswith(_THINK):
+    if text.lstrip().startswith(THINK):
         return True
     before = text.partition(mark)[0] if mark else ""
-    return _THINK in before and _END_OF_THOUGHT in text.partition(_THINK)[2]
+    return THINK in before and END_OF_THOUGHT in text.partition(THINK)[2]
 
 
 def without_mark(text: str, mark: str) -> str:

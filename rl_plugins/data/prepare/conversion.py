@@ -20,6 +20,7 @@ import pyarrow as pa
 from rl_plugins.config.data import DataConfig
 from rl_plugins.data.formats import FORMATS, find
 from rl_plugins.data.prepare.files import Record, read_records, read_saved, saved_splits
+from rl_plugins.data.reasoning import END_OF_THOUGHT, THINK, without_reasoning
 from rl_plugins.errors import ConfigError, RowError
 
 _TEXT = pa.string()
@@ -149,7 +150,7 @@ class Conversion:
                 field = f"{_option_of(name)}={getattr(self.names, name)!r}"
                 found[name] = _response(found[name], field, location)
         kind = self.names.kind
-        truth = found.pop("ground_truth", found["response"] if kind == "sft" else "")
+        truth = found.pop("ground_truth", without_reasoning(found["response"]) if kind == "sft" else "")
         row = {
             "prompt": self._messages(find(record, self.names.prompt, "--prompt", location), location),
             "data_source": self.data_source,
@@ -231,13 +232,13 @@ def _response(value: object, field: str, location: str) -> object:
         raise RowError(location, field, reason)
     text = _text_of(value[-1], field, location)
     reasoning = next((found for name in _REASONING if (found := value[-1].get(name))), None)
-    if reasoning is None or "</think>" in text:
+    if reasoning is None or END_OF_THOUGHT in text:
         return text
     if not isinstance(reasoning, str):
         raise RowError(
             location, field, f"a message has the reasoning {str(reasoning)[:40]!r}: write a text, or remove the record"
         )
-    return "<think>\n" + reasoning.strip("\n") + "\n</think>\n\n" + text.lstrip("\n")
+    return f"{THINK}\n" + reasoning.strip("\n") + f"\n{END_OF_THOUGHT}\n\n" + text.lstrip("\n")
 
 
 def _text_of(message: Mapping[str, Any], field: str, location: str) -> str:

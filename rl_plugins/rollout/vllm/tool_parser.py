@@ -10,12 +10,12 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.data.chat_template import TemplateRefusal, render
+from rl_plugins.data.reasoning import opens_reasoning
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollout.tool_calls import (
     ParsedResponse,
     ToolCall,
     decoded,
-    opens_reasoning,
     read_call,
     reasoning_of,
     without_mark,

@@ -82,7 +82,8 @@ def test_prepare_jsonl_keeps_the_reasoning_of_a_response(tmp_path, field):
     whole = {**thought, "content": text}
     for messages, response in (([USER, thought], text), ([USER, whole], text), ([USER, {**thought, field: ""}], "4")):
         (row,) = convert(tmp_path, [{"m": messages}], *CONVERSATION)
-        assert row["response"] == row["reward_model"]["ground_truth"] == response
+        assert row["response"] == response
+        assert row["reward_model"]["ground_truth"] == "4"
     (row,) = convert(tmp_path, [{"m": [USER, thought, USER, ASSISTANT]}], *CONVERSATION)
     assert row["prompt"] == [USER, ASSISTANT, USER], "a template leaves the reasoning of earlier turns out"
     (row,) = convert(tmp_path, [{"m": [USER], "c": [thought], "r": [ASSISTANT]}], *PAIR)
