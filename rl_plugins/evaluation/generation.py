@@ -216,7 +216,13 @@ class Job:
         prompts = hashlib.blake2b(digest_size=8)
         for row in rows:
             prompts.update(json.dumps(row, sort_keys=True, default=str).encode())
-        return {**asdict(self), "weights": fingerprint(model), "prompts": prompts.hexdigest()}
+        return {
+            **asdict(self),
+            # Files without this setting have no options.
+            "template_options": dict(self.template_options) or None,
+            "weights": fingerprint(model),
+            "prompts": prompts.hexdigest(),
+        }
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingConfig:
         """Return the settings of the engine."""
