@@ -19,11 +19,11 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from rl_plugins.config.models import SCHEDULES, OptimizerConfig
-from rl_plugins.errors import CheckpointError, ConfigError
+from rl_plugins.errors import ConfigError
 from rl_plugins.models.muon import MuonAndAdamW
 from rl_plugins.vision_language import vision_tower
 
-_KEYS = {"options", "steps", "schedule"}
+SCHEDULE_STATE = {"options", "steps", "schedule"}
 """Keys of the state of a `ResumableSchedule`."""
 MicroBatchLoss = tuple[Tensor, bool]
 """Scalar loss of a micro-batch, and True for the last micro-batch of an optimizer step."""
@@ -165,25 +165,6 @@ class ResumableSchedule:
                     f"schedule={name}: the checkpoint has taken {state['steps']} steps, and {name} has fewer "
                     f"({error}): give the schedule more steps"
                 ) from None
-
-
-def check_schedules(checkpoint: Mapping[str, Any], count: int) -> None:
-    """Check the schedules of a checkpoint of Lightning.
-
-    Args:
-        checkpoint: checkpoint of a stage.
-        count: number of models whose optimizer is made from settings.
-
-    Raises:
-        CheckpointError: the checkpoint has another number of schedules made from settings.
-    """
-    saved = sum(state.keys() >= _KEYS for state in checkpoint.get("lr_schedulers", ()))
-    if saved != count:
-        raise CheckpointError(
-            f"the checkpoint has {saved} schedules made from settings (OptimizerConfig), and the stage makes {count}: "
-            "the optimizers were of another configure_optimizers, or of another version of this package: resume with "
-            "the optimizers of the checkpoint, or export the policy (rl-plugins export) for a new run"
-        )
 
 
 def _argument_names(optimizer: Optimizer) -> set[str]:

@@ -24,6 +24,7 @@ from rl_plugins.hub.files import model_folder
 from rl_plugins.model_json import context_window, read_model_config
 from rl_plugins.models.export import SavesPretrained
 from rl_plugins.models.lora import adapted_layers, has_adapter
+from rl_plugins.stages.optimizer import SCHEDULE_STATE
 from rl_plugins.stages.trainer_flags import check_not_compiled
 
 _CALLED = (
@@ -198,6 +199,25 @@ def _call_both(
     result = of_stage(*args, **kwargs)
     own = of_module(*args, **kwargs)
     return result if own is None else own
+
+
+def check_schedules(checkpoint: Mapping[str, Any], count: int) -> None:
+    """Check the schedules of a checkpoint of Lightning.
+
+    Args:
+        checkpoint: checkpoint of a stage.
+        count: number of models whose optimizer is made from settings.
+
+    Raises:
+        CheckpointError: the checkpoint has another number of schedules made from settings.
+    """
+    saved = sum(state.keys() >= SCHEDULE_STATE for state in checkpoint.get("lr_schedulers", ()))
+    if saved != count:
+        raise CheckpointError(
+            f"the checkpoint has {saved} schedules made from settings (OptimizerConfig), and the stage makes {count}: "
+            "the optimizers were of another configure_optimizers, or of another version of this package: resume with "
+            "the optimizers of the checkpoint, or export the policy (rl-plugins export) for a new run"
+        )
 
 
 def state_of_stage(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -28,16 +28,8 @@ from rl_plugins.models.lora import MergedWeightSource, has_adapter, with_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
-from rl_plugins.stages.optimizer import (
-    FurtherLoss,
-    MicroBatchLoss,
-    announce,
-    build_optimizer,
-    check_schedules,
-    only_one,
-    with_further,
-)
-from rl_plugins.stages.own_module import OwnModel, call_hooks_of, state_of_stage
+from rl_plugins.stages.optimizer import FurtherLoss, MicroBatchLoss, announce, build_optimizer, only_one, with_further
+from rl_plugins.stages.own_module import OwnModel, call_hooks_of, check_schedules, state_of_stage
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
 from rl_plugins.stages.trainer_flags import COMPILED, check_trainer, silence_equal_metrics, take_gradient_clip
 from rl_plugins.stages.validation import GenerationValidation

@@ -293,7 +293,7 @@ def test_rate_of_a_tensor_holds_after_a_resume() -> None:
     assert [float(group["lr"]) for (group,) in resumed] == pytest.approx([0.3] * STEPS)
 
 
-def test_numbers_of_the_states_in_groups_stay_those_of_the_checkpoint() -> None:
+def test_numbers_of_the_states_in_groups_are_restored_from_the_checkpoint() -> None:
     def built(lr: float) -> tuple[Optimizer, Any]:
         made = build_optimizer(OptimizerConfig(name=f"{__name__}.Growing", lr=lr), torch.nn.LayerNorm(2))
         return made["optimizer"], made["lr_scheduler"]["scheduler"]
