@@ -201,18 +201,20 @@ def _call_both(
     return result if own is None else own
 
 
-def check_schedules(checkpoint: Mapping[str, Any], count: int) -> None:
-    """Check the schedules of a checkpoint of Lightning.
+def check_schedules(checkpoint: Mapping[str, Any], count: int, own: int) -> None:
+    """Check the schedules of a checkpoint of Lightning, unless the checkpoint is of other models.
 
     Args:
         checkpoint: checkpoint of a stage.
         count: number of models whose optimizer is made from settings.
+        own: number of models whose optimizer is of a LightningModule's own `configure_optimizers`.
 
     Raises:
         CheckpointError: the checkpoint has another number of schedules made from settings.
     """
     saved = sum(state.keys() >= SCHEDULE_STATE for state in checkpoint.get("lr_schedulers", ()))
-    if saved != count:
+    # The strategy names the weights of a checkpoint with more or fewer models.
+    if saved != count and len(checkpoint.get("optimizer_states", ())) == count + own:
         raise CheckpointError(
             f"the checkpoint has {saved} schedules made from settings (OptimizerConfig), and the stage makes {count}: "
             "the optimizers were of another configure_optimizers, or of another version of this package: resume with "

@@ -455,8 +455,8 @@ class Stage(LightningModule):
         self.step = state_of_stage(checkpoint)["step"]
         # `load_from_checkpoint` has no trainer.
         if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            has_own = self.own_model.optimizer_owner is not None
-            check_schedules(checkpoint, len(self.optimizer_configs()) - has_own)
+            own = int(self.own_model.optimizer_owner is not None)
+            check_schedules(checkpoint, len(self.optimizer_configs()) - own, own)
 
     def restore(self, state: Path) -> None:
         """Go back to a checkpoint while training continues. Collective.
