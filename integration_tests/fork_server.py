@@ -129,6 +129,14 @@ class _Running:
     client: socket.socket
     link: Path | None
 
+    def kill(self) -> None:
+        """Kill the fork and its group. The server has not waited for the fork, so no other group has this number."""
+        # The fork has no group of its own yet, or has ended.
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.handle, signal.SIGKILL)
+
     def close(self) -> None:
         os.close(self.handle)
         self.client.close()
@@ -157,8 +165,7 @@ class _Server:
                     return self._request
             had_user = had_user or bool(self._users)
         for fork in self._running:
-            _kill_group(fork.pid)
-            signal.pidfd_send_signal(fork.handle, signal.SIGKILL)
+            fork.kill()
         shutil.rmtree(self._folder)
         return None
 
@@ -229,9 +236,8 @@ class _Server:
             numbers = b""
         if not numbers:
             self._selector.unregister(fork.client)
-            _kill_group(fork.pid)
-        # The handle is the fork, also if another process has its number by now.
-        for number in numbers or [signal.SIGKILL]:
+            fork.kill()
+        for number in numbers:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(fork.handle, signal.Signals(number))
 
@@ -239,7 +245,7 @@ class _Server:
         """Tell the client the exit status of a fork."""
         if fork.link is not None:
             # Ray kills the process group of a worker after the worker.
-            _kill_group(fork.pid)
+            fork.kill()
         _, status = os.waitpid(fork.pid, 0)
         self._selector.unregister(fork.handle)
         with suppress(KeyError):
@@ -250,15 +256,6 @@ class _Server:
         with suppress(BrokenPipeError):
             fork.client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
         fork.close()
-
-
-def _kill_group(leader: int) -> None:
-    """Kill the group of a fork, unless the fork has no group yet.
-
-    The server has not waited for the fork, so no other group has this number.
-    """
-    with suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
 
 
 def _run(args: list[str], cwd: str, env: dict[str, str], libraries: list[str], niceness: int) -> None:
