@@ -18,7 +18,8 @@ import pytest
 from integration_tests import command_server
 from integration_tests.command_server import ForkedCommand, start_command
 from integration_tests.fork_server import take_signals
-from integration_tests.ray_workers import VARIABLE, descendants, fork_workers
+from integration_tests.ray_workers import descendants, fork_workers
+from integration_tests.worker_start.sitecustomize import VARIABLE
 from integration_tests.resident import (  # noqa: F401
     adapter_engine,
     bfloat16_engine,

@@ -14,7 +14,8 @@ import pytest
 from ray.cluster_utils import Cluster
 from ray.util.state import list_actors
 
-from integration_tests.ray_workers import VARIABLE, descendants
+from integration_tests.ray_workers import descendants
+from integration_tests.worker_start.sitecustomize import VARIABLE
 from rl_plugins.addresses import free_port
 from rl_plugins.tests.patience import patient
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 import psutil
 
 from integration_tests.fork_server import ROOT, ForkServer
+from integration_tests.worker_start.sitecustomize import VARIABLE
 
 SERVER = ForkServer(
     "ray-workers",
@@ -26,8 +27,6 @@ SERVER = ForkServer(
     ),
     ("ray",),
 )  # fmt: skip
-VARIABLE = "FORKED_RAY_WORKERS"
-"""Variable with the address of the server. With an empty value, workers are new interpreters."""
 
 
 def fork_workers(environment: MutableMapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 
-from integration_tests.ray_workers import VARIABLE
+from integration_tests.worker_start.sitecustomize import VARIABLE
 from rl_plugins.tests.patience import patient, wait_until
 
 # Starts Ray, a worker, and an actor that ends and whose process hangs in its exit handlers. Then two training workers

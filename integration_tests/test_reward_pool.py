@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from integration_tests.ray_workers import VARIABLE
+from integration_tests.worker_start.sitecustomize import VARIABLE
 from rl_plugins.errors import ConfigError, DataError, DeadlineExceeded, RewardError
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.rewards.pool import RewardPool

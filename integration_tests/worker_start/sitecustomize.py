@@ -1,14 +1,15 @@
 """Starts a Ray worker as a fork of `integration_tests.ray_workers`. Python imports this file at each start.
 
 Ray starts `python setup_worker.py ...` for a worker with a runtime environment, and `python default_worker.py ...` for
-other workers. This process then asks the server for a fork which does the
-work, and stands for the fork until its end: Ray sees the exit status, and a signal or kill reaches the fork.
+other workers. This process then asks the server for a fork which does the work, and stands for the fork until its end:
+Ray sees the exit status, and a signal or kill reaches the fork.
 """
 
 import os
 import sys
 
-SERVER = "FORKED_RAY_WORKERS"
+VARIABLE = "FORKED_RAY_WORKERS"
+# Address of the server. With an empty value, workers are new interpreters.
 SET_UP, WORKER = "ray/_private/workers/setup_worker.py", "ray/_private/workers/default_worker.py"
 
 
@@ -28,7 +29,7 @@ def _worker_arguments() -> "tuple[list[str], dict[str, str]] | None":
     variables = context.pop("env_vars", {})
     if context.pop("py_executable", sys.executable) != sys.executable or any(context.values()):
         return None
-    if options.language != "PYTHON" or SERVER in variables:
+    if options.language != "PYTHON" or VARIABLE in variables:
         return None
     # As in `ray._private.utils.update_envs`.
     for name, value in variables.items():
@@ -53,7 +54,7 @@ def _stand_for_fork(arguments: "list[str]", variables: "dict[str, str]") -> None
     os.write(file, json.dumps(request).encode())
     os.lseek(file, 0, os.SEEK_SET)
     server = socket.socket(socket.AF_UNIX)
-    server.connect(os.environ[SERVER])
+    server.connect(os.environ[VARIABLE])
     socket.send_fds(server, [b"f"], [file, 0, 1, 2])
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda sent, _: server.sendall(bytes([sent])))
@@ -71,7 +72,7 @@ def _stand_for_fork(arguments: "list[str]", variables: "dict[str, str]") -> None
 
 def _replace_worker() -> None:
     """Replace this process by a fork, if this process begins as a worker of Ray."""
-    if os.environ.get(SERVER) and len(sys.orig_argv) > 2 and sys.orig_argv[1].endswith((SET_UP, WORKER)):
+    if os.environ.get(VARIABLE) and len(sys.orig_argv) > 2 and sys.orig_argv[1].endswith((SET_UP, WORKER)):
         worker = _worker_arguments()
         if worker is not None:
             _stand_for_fork(*worker)

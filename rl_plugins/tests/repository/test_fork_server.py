@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from integration_tests.fork_server import FORK, ForkServer
-from integration_tests.worker_start.sitecustomize import SERVER, SET_UP, WORKER
+from integration_tests.worker_start.sitecustomize import SET_UP, VARIABLE, WORKER
 from rl_plugins.tests.patience import patient, wait_until
 
 START = Path(__file__).parents[3] / "integration_tests" / "worker_start"
@@ -56,7 +56,7 @@ class Worker:
             command = [str(folder / SET_UP), *command, *own]
         self.process = subprocess.Popen(
             [sys.executable, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "PYTHONPATH": str(START), "MINE": "of Ray", SERVER: server},
+            env={**os.environ, "PYTHONPATH": str(START), "MINE": "of Ray", VARIABLE: server},
         )  # fmt: skip
 
     def printed(self) -> str:
@@ -85,7 +85,7 @@ def test_fork_has_the_state_of_a_new_worker_of_ray(server: ForkServer, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "context", [{"py_executable": "/usr/bin/other"}, {"command_prefix": ["nice"]}, {"env_vars": {SERVER: ""}}]
+    "context", [{"py_executable": "/usr/bin/other"}, {"command_prefix": ["nice"]}, {"env_vars": {VARIABLE: ""}}]
 )
 def test_worker_with_another_interpreter_is_no_fork(
     server: ForkServer, tmp_path: Path, context: dict[str, object]
