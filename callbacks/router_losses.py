@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from typing_extensions import override
 
+from rl_plugins.callbacks.checkpoint import callbacks_of
 from rl_plugins.callbacks.compiled_blocks import CompiledBlocks
 from rl_plugins.errors import ConfigError
 from rl_plugins.router_replay import ExpertRouter, routers_of
@@ -64,7 +65,7 @@ class RouterLosses(Callback):
         model = pl_module.named_models()[pl_module.trained]
         refuse_images(is_vision_language(model))
         refuse_joint_passes(model, "router_losses")
-        if any(isinstance(callback, CompiledBlocks) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        if any(isinstance(callback, CompiledBlocks) for callback in callbacks_of(trainer)):
             raise ConfigError(
                 "router_losses: compiled blocks keep the hooks of their first pass, and routers of a later fit have no "
                 "losses: leave router_losses or CompiledBlocks out"
