@@ -41,10 +41,13 @@ def check_cluster(address: str) -> None:
     host, _, port = (_cluster_of_this_machine() if address == "auto" else address).rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"{named}: this is no HOST:PORT, such as head:6379: correct the variable, or unset it")
+    # The system's resolver takes larger numbers modulo 65536, so another server may answer.
+    if int(port) > 65535:
+        raise ConfigError(f"{named}: ports end at 65535: correct the variable, or unset it")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-    # A port beyond 65535 is an OverflowError.
-    except (OSError, ValueError, OverflowError) as error:
+    # A host name with an empty or overlong part is a ValueError.
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{named} does not answer ({getattr(error, 'strerror', None) or error}): {_WAY_OUT}"
         ) from None

@@ -50,7 +50,8 @@ def test_check_cluster_accepts_an_address_where_a_process_listens(head: str, nod
         ("http://head:8265", "a run joins a cluster on one of its machines, by HOST:PORT .*rl-plugins submit"),
         ("head", "this is no HOST:PORT, such as head:6379"),
         (":6379", "this is no HOST:PORT"),
-        ("127.0.0.1:99999", r"does not answer \(.+\): start the cluster"),
+        ("127.0.0.1:99999", "ports end at 65535"),
+        ("head..example:6379", r"does not answer \(.+\): start the cluster"),
         ("auto", "no Ray runs on this machine: start the cluster"),
     ],
 )
