@@ -19,7 +19,6 @@ from integration_tests import command_server
 from integration_tests.command_server import ForkedCommand, start_command
 from integration_tests.fork_server import take_signals
 from integration_tests.ray_workers import descendants, fork_workers
-from integration_tests.worker_start.sitecustomize import VARIABLE
 from integration_tests.resident import (  # noqa: F401
     adapter_engine,
     bfloat16_engine,
@@ -28,6 +27,7 @@ from integration_tests.resident import (  # noqa: F401
     pytest_runtest_protocol,
     running_ray,
 )
+from integration_tests.worker_start.sitecustomize import VARIABLE
 from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.run_folder import metric_rows
