@@ -15,9 +15,8 @@ import signal
 from contextlib import suppress
 from typing import NoReturn
 
-from rl_plugins.sandbox.supervisor import highest_descriptor, usage_of
+from rl_plugins.sandbox import supervisor
 
-_PARENT_DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 
 
@@ -34,7 +33,7 @@ def go_on_under_keeper(parent: int) -> bool:
         True in the kept process; False if the parent or the keeper has ended already.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(supervisor.CHILD_SUBREAPER, 1)
     if not end_with_parent(parent, signal.SIGTERM):
         return False
     keeper = os.getpid()
@@ -55,14 +54,14 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> bool:
         parent: number of the parent process.
         number: number of the signal.
     """
-    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)
+    supervisor.end_with_parent(number)
     return os.getppid() == parent
 
 
 def _keep(kept: int) -> NoReturn:
     """Wait for the end of the kept process or for SIGTERM, end all other processes, and end this process."""
     # The other end of a connection notices the end of the kept process.
-    os.closerange(3, highest_descriptor() + 1)
+    os.closerange(3, supervisor.highest_descriptor() + 1)
     status: int | None = None
     while status is None:
         if signal.sigwait(_SIGNALS) == signal.SIGTERM:
@@ -70,8 +69,7 @@ def _keep(kept: int) -> NoReturn:
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 status = ended[1] if ended[0] == kept else status
-    with suppress(ChildProcessError):
-        _end_children()
+    supervisor.end_children()
     exit_code = os.waitstatus_to_exitcode(status)
     if exit_code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -80,26 +78,3 @@ def _keep(kept: int) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.kill(os.getpid(), -exit_code)
     os._exit(exit_code)
-
-
-def _end_children() -> None:
-    """End and collect all processes under this process, apart from programs of another user (sudo).
-
-    Raises:
-        ChildProcessError: no process is left.
-    """
-    collected = True
-    while collected:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-        killed = []
-        for number in usage_of(os.getpid()).processes:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(number, signal.SIGKILL)
-                killed.append(number)
-        collected = False
-        for number in killed:
-            # The kernel hands over the children of a collected process. No other process is a child.
-            with suppress(ChildProcessError):
-                os.waitpid(number, 0)
-                collected = True

@@ -34,7 +34,7 @@ OWN_PROCESSES = "own-processes"
 _TICK_S = 0.02
 _CHUNK = 65536
 _MIB = 2**20
-_CHILD_SUBREAPER, _SET_DUMPABLE, _PARENT_DEATH_SIGNAL = 36, 4, 1
+CHILD_SUBREAPER, _SET_DUMPABLE, _PARENT_DEATH_SIGNAL = 36, 4, 1
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -150,11 +150,11 @@ class Pipes:
 def become_program(pipes: Pipes) -> None:
     """Fork the program from this process, which becomes the reaper. Only the program returns."""
     pipes.close_supervisor_ends()
-    _end_with_parent()
+    end_with_parent()
     os.write(pipes.status[1], b"\n")
     child = os.fork()
     if child == 0:
-        _end_with_parent()
+        end_with_parent()
         return
     # The end of a killed supervisor is the end of its answer.
     os.closerange(0, 3)
@@ -165,9 +165,9 @@ def become_program(pipes: Pipes) -> None:
             os._exit(0)
 
 
-def _end_with_parent() -> None:
-    """Let the kernel end this process with its parent, also if the program has killed its supervisor."""
-    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let the kernel send a signal to this process at the end of its parent, also if a program kills the parent."""
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number, 0, 0, 0)
 
 
 def report_fault(pipes: Pipes, error: OSError) -> NoReturn:
@@ -401,13 +401,13 @@ def main() -> None:
     # The program must not write into the answer, so the kernel hides the descriptors of this process.
     libc = ctypes.CDLL(None)
     libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
-    libc.prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(CHILD_SUBREAPER, 1, 0, 0, 0)
     folder = tempfile.mkdtemp(prefix="sandbox-")
     try:
         pipes = Pipes.new()
         reaper = os.fork()
         if reaper == 0:
-            libc.prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
+            libc.prctl(CHILD_SUBREAPER, 1, 0, 0, 0)
             os.setsid()
             try:
                 become_program(pipes)
@@ -415,7 +415,7 @@ def main() -> None:
                 report_fault(pipes, error)
             _execute(job, folder, pipes, libc)
         pipes.close_program_ends()
-        outcome = Supervision(pipes, reaper, job["limits"], stdin, 0).run(lambda: _end_all(reaper))
+        outcome = Supervision(pipes, reaper, job["limits"], stdin, 0).run(end_children)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if outcome is not None:
@@ -456,17 +456,24 @@ def _own_tasks() -> int:
     return total
 
 
-def _end_all(reaper: int) -> None:
-    """End the reaper, and then all inherited processes."""
-    try:
-        os.kill(reaper, signal.SIGKILL)
-        while True:
+def end_children() -> None:
+    """End and collect all processes under this process, apart from programs of another user (sudo)."""
+    collected = True
+    with suppress(ChildProcessError):
+        while collected:
+            # The error says that no child is left.
+            os.waitpid(-1, os.WNOHANG)
+            killed = []
             for number in usage_of(os.getpid()).processes:
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError, PermissionError):
                     os.kill(number, signal.SIGKILL)
-            os.waitpid(-1, 0)
-    except ChildProcessError:
-        pass  # No child is left.
+                    killed.append(number)
+            collected = False
+            for number in killed:
+                # The kernel hands over the children of a collected process. No other process is a child.
+                with suppress(ChildProcessError):
+                    os.waitpid(number, 0)
+                    collected = True
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ time.sleep(1e6)
 BRIEF = """
 import os, signal
 from rl_plugins.rewards import keeper
-keeper.usage_of = lambda _: os._exit(9)
+from rl_plugins.sandbox import supervisor
+supervisor.usage_of = lambda _: os._exit(9)
 parent = os.getpid()
 for handler in (signal.SIG_DFL, signal.SIG_IGN, print) * 20:
     number = os.fork()
