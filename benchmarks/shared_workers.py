@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from rl_plugins.config.checks import check_all_options
 from rl_plugins.config.recipe import RecipeConfig, parse_config
 from rl_plugins.launch.preflight import preflight
 from rl_plugins.run_folder import RunFolder
@@ -41,6 +42,7 @@ def train_in_turn(configs: Sequence[RecipeConfig], storage: Path) -> None:
 
     for config in configs:
         config.placement.device = "cpu"
+        check_all_options(config)
         preflight(config)
     for config in configs:
         folder = RunFolder(Path(config.run.output_dir) / config.run.name)

@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.config.checks import check_all_options
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, foreign_name, keys_of
 from rl_plugins.config.recipe import (
     SAMPLING_STAGES,
@@ -313,8 +314,8 @@ def run_recipe(
 ) -> RunFolder:
     """Check the configuration and train. With `run.dry_run`, only check the configuration.
 
-    The order: fetch data, restore a stored run, end if the run is finished, fetch the configurations of models, check
-    everything, fetch weights, take the run's folder, train.
+    The order: check the options, fetch data, restore a stored run, end if the run is finished, fetch the
+    configurations of models, check everything else, fetch weights, take the run's folder, train.
 
     Args:
         config: configuration of the run.
@@ -345,6 +346,7 @@ def run_recipe(
         # Set before the checks import torch: spinning threads make other threads up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     remove_left_folders()
+    check_all_options(config)
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     stored = stored_run(config, folder)
     versions = PinnedVersions.of_run(folder, stored) if config.run.resume else PinnedVersions()

@@ -20,14 +20,13 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_plugins.config.checks import check_batch, check_options
+from rl_plugins.config.checks import check_all_options
 from rl_plugins.config.environment_variables import resolved_without_environment
 from rl_plugins.config.hydra_errors import explain
 from rl_plugins.config.pipeline import PipelineConfig, PipelineStage
 from rl_plugins.config.recipe import RecipeConfig, options_of, parse_config, read_config, tracking_address
 from rl_plugins.config.run import LOCAL_FOLDER
 from rl_plugins.config.settings import FOLDER_NAME
-from rl_plugins.config.stage_checks import check_stage_options
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped, UserError
 from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_user_error, run_recipe
 from rl_plugins.launch.pinned_versions import PinnedVersions, pinned_model
@@ -192,8 +191,7 @@ def _check_stages(
     if any(RunFolder(folder / name).has_results() for name in configs) and not resume:
         raise ConfigError(f"the pipeline {folder} exists: continue it with resume=true, or give another name")
     for name, config in configs.items():
-        for check in (check_options, check_stage_options, check_batch):
-            _name_stage(name, partial(check, config))
+        _name_stage(name, partial(check_all_options, config))
     for name, config in configs.items():
         _name_stage(name, partial(fetch_data, config, versions))
         _name_stage(name, partial(config.replace_model_paths, partial(pinned_model, versions)))

@@ -14,11 +14,10 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl_plugins.config.checks import check_batch, check_device, check_options
+from rl_plugins.config.checks import check_device
 from rl_plugins.config.models import LANGUAGE_MODEL, SCHEDULES, LoraConfig, OptimizerConfig
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.rollout import check_cpu_head_size
-from rl_plugins.config.stage_checks import check_stage_options
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.hub.names import model_name
@@ -42,14 +41,11 @@ from rl_plugins.tracking.store import ARTIFACTS, STORE_FILE, check_store
 
 
 def preflight(config: RecipeConfig) -> None:
-    """Run every check.
+    """Run the checks after `check_all_options`: of this machine, files, models, servers and rows.
 
     Raises:
         ConfigError: an option, a file or a row is wrong. The message names the fault and the way to correct it.
     """
-    check_options(config)
-    check_stage_options(config)
-    check_batch(config)
     check_this_machine(config)
     models = check_models(config)
     _check_output(config)

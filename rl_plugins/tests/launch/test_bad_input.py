@@ -144,6 +144,17 @@ def test_run_recipe_refuses_options_without_a_use_in_the_stage(started):
     assert wrong == [] and started == []
 
 
+def test_run_recipe_checks_all_options_before_downloads(started, monkeypatch):
+    monkeypatch.setattr(preflight, "fetch_data", lambda *_: pytest.fail("the data is downloaded"))
+    for options, expected in (
+        ([MIXTURE], "data.mixture and data.train_files both"),
+        (["sampling.temperature=0"], "sampling.temperature=0 gives the same response"),
+        (["batch.prompts_per_step=7", "placement.num_workers=2"], "batch.prompts_per_step=7"),
+    ):
+        assert expected in check("data.train_files=[hf://datasets/a/b/c.parquet]", *options)
+    assert started == []
+
+
 def test_run_recipe_starts_other_recipes_with_good_input(started, tmp_path):
     good: list[tuple[str, list[str]]] = [
         ("sft", []),
