@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.tiny_families import FAMILIES, UNPACKED, save_tiny_family
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.strategies import family_runs
+from rl_plugins.tests.tiers import tiered
 
 REPLAY = {"router_replay": "recompute", "updates_per_step": 2}
 OVER_RANKS: dict[str, dict[str, Any]] = {
@@ -43,8 +45,10 @@ def test_family_samples_with_the_log_probs_of_training(family: str, tmp_path: Pa
     assert_trained(tmp_path, "single", metrics)
 
 
-@pytest.mark.parametrize("strategy", ["zero", "fsdp"])
-@pytest.mark.parametrize("family", OVER_RANKS)
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    tiered(product(OVER_RANKS, ("zero", "fsdp")), core=[*zip(OVER_RANKS, cycle(("zero", "fsdp")))]),
+)
 def test_family_trains_over_two_ranks(family: str, strategy: str, tmp_path: Path) -> None:
     save_tiny_family(family, tmp_path / "base")
     options = {**OVER_RANKS[family], "packing": family not in UNPACKED}
