@@ -26,12 +26,14 @@ TIMED = start=$$(date +%s); $(MAKE) --no-print-directory $(1) && \
 # Built ops belong to this environment: the default folder is shared by every environment of the user.
 export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 # The environment has a torch for CPUs, and `placement.device=auto` would choose a GPU. An empty value hides all GPUs.
-unit integration extended integration-and-extended campaign soak: export CUDA_VISIBLE_DEVICES =
+unit integration extended core all-tiers campaign soak: export CUDA_VISIBLE_DEVICES =
+# Two files run at a time, so a second thread of a test would take a core from the other file.
+unit integration extended core all-tiers: export OMP_NUM_THREADS = 1
 # Without byte code on disk each of a run's processes compiles some 10,000 files at its start.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint format typecheck unit integration extended integration-and-extended campaign soak coverage gpu docs lock lock-cuda clean
+.PHONY: help install quickstart test test-all lint format typecheck unit integration extended core all-tiers campaign soak coverage gpu docs lock lock-cuda clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,11 +60,11 @@ quickstart: $(INSTALLED)  ## train a tiny model by reinforcement learning on thi
 
 test: export TEST_TIME_MARGIN = 3
 test: $(INSTALLED)  ## what every change must pass: lint, types, unit tests and the core of the integration tests
-	@$(call TIMED,lint typecheck unit integration)
+	@$(call TIMED,lint typecheck core)
 
 test-all: export TEST_TIME_MARGIN = 1
 test-all: $(INSTALLED)  ## everything that needs no GPU, before anything is called done: `make test` and the extended tests
-	@$(call TIMED,lint typecheck unit integration-and-extended)
+	@$(call TIMED,lint typecheck all-tiers)
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(PY) -m ruff check .
@@ -77,17 +79,20 @@ typecheck: $(INSTALLED)  ## mypy on the package, tests, benchmarks, docs and exa
 	$(PY) -m mypy --num-workers 2 || { [ $$? -eq 2 ] && $(PY) -m mypy; }
 
 unit: $(INSTALLED)  ## unit tests
-	OMP_NUM_THREADS=1 $(PYTEST) rl_plugins/tests -m "unit and not extended" --timeout 300
+	$(PYTEST) rl_plugins/tests -m "unit and not extended"
 
 integration: $(INSTALLED)  ## the core of the integration tests, over Ray, DeepSpeed, vLLM and MLflow
-	$(PYTEST) integration_tests -m "integration and not extended and not gpu" --timeout 600
+	$(PYTEST) integration_tests -m "integration and not extended and not gpu"
 
 extended: $(INSTALLED)  ## kills and resumes of every kind, typed docs pages, pipelines, many machines: over the same stack
-	$(PYTEST) -m "extended and not gpu" --timeout 600
+	$(PYTEST) -m "extended and not gpu"
 
-# In one run of pytest both share Ray, the engines and the servers of commands.
-integration-and-extended: $(INSTALLED)
-	$(PYTEST) -m "(integration or extended) and not gpu" --timeout 600
+# One run of pytest starts and collects once, and the tiers share Ray, the engines and the servers of commands.
+core: $(INSTALLED)
+	$(PYTEST) -m "not extended and not gpu"
+
+all-tiers: $(INSTALLED)
+	$(PYTEST) -m "not gpu"
 
 campaign: $(INSTALLED)  ## hours: kill -9 of each kind of process, TIMES=20 times each; goes on where it was stopped
 	$(PY) -m integration_tests.campaign --page docs/kills.md $(if $(TIMES),--times $(TIMES)) $(if $(KINDS),--kinds $(KINDS))
@@ -96,7 +101,7 @@ soak: $(INSTALLED)  ## a run of STEPS=2000 steps: growth of memory, descriptors,
 	$(PY) -m benchmarks.soak $(if $(STEPS),--steps $(STEPS)) --out benchmarks/results/soak.md
 
 coverage: $(INSTALLED)  ## line coverage of the library by `make test`; with ALL=1 by `make test-all`
-	sh requirements/coverage.sh $(if $(ALL),unit integration extended,unit integration)
+	sh requirements/coverage.sh $(if $(ALL),all-tiers,core)
 
 gpu:  ## the tests that need a GPU, in the environment of the `python` in use (docs/gpus.md says how to install)
 	@python requirements/check_gpu.py

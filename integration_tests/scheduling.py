@@ -15,6 +15,8 @@ from xdist.workermanage import WorkerController
 from rl_plugins.tests.time_limits import ALLOWED, LIMITS_S
 
 ROOT = Path(__file__).parent.parent
+RESIDENT = "resident"
+"""Name of all files with the resident Ray."""
 
 
 class FileScheduling(LoadFileScheduling):
@@ -22,19 +24,24 @@ class FileScheduling(LoadFileScheduling):
 
     @override
     def _assign_work_unit(self, node: WorkerController) -> None:
-        """Begin with the longest files, because a long file at the end would leave the other processes idle."""
-        self.workqueue.move_to_end(max(self.workqueue, key=lambda scope: _limit_s(self.workqueue[scope])), last=False)
+        """Begin with integration tests, and with the longest files: at the end, short files keep all processes busy."""
+        first = max(self.workqueue, key=lambda scope: (_is_integration(scope), _limit_s(self.workqueue[scope])))
+        self.workqueue.move_to_end(first, last=False)
         super()._assign_work_unit(node)
 
     @override
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
-        return "resident" if _uses_resident_ray(file) else file
+        return RESIDENT if _uses_resident_ray(file) else file
+
+
+def _is_integration(scope: str) -> bool:
+    return scope == RESIDENT or scope.startswith("integration_tests/")
 
 
 @cache
 def _uses_resident_ray(file: str) -> bool:
-    if not file.startswith("integration_tests/"):
+    if not _is_integration(file):
         return False
     return re.search(rf"\b({'|'.join(resident_fixtures())})\b", (ROOT / file).read_text()) is not None
 
@@ -53,4 +60,7 @@ def resident_fixtures() -> list[str]:
 
 def _limit_s(tests: Iterable[str]) -> float:
     """Return the sum of the limits of tests."""
-    return sum(ALLOWED[test][0] if test in ALLOWED else LIMITS_S["integration"] for test in tests)
+    return sum(
+        ALLOWED[test][0] if test in ALLOWED else LIMITS_S["integration" if _is_integration(test) else "unit"]
+        for test in tests
+    )

@@ -28,7 +28,7 @@ def test_limits_of_tests_have_a_margin_in_make_test_alone(target: str, margin: s
     assert f"\n{target}: export TEST_TIME_MARGIN = {margin}\n" in makefile
 
 
-@for_each("target", ["unit", "integration", "extended", "integration-and-extended", "campaign", "soak", "gpu"])
+@for_each("target", ["unit", "integration", "extended", "core", "all-tiers", "campaign", "soak", "gpu"])
 def test_all_targets_with_tests_but_gpu_hide_the_gpus_of_the_machine(target: str, tmp_path: Path) -> None:
     python = tmp_path / "bin" / "python"
     python.parent.mkdir(exist_ok=True)
