@@ -93,7 +93,9 @@ def rooms_figure() -> str:
         for room in floor:
             if (ROOT / "rl_plugins" / room).is_dir():
                 order = [name for lower in FLOORS for name in lower if name in imported[room]]
-                lines.append(f"{number}  {room:<12} -> {', '.join(order) or 'ground floor only'}")
+                others = [name for lower in FLOORS[-number + 1 :] for name in lower if name not in order]
+                shown = f"all below but {', '.join(others)}" if len(others) < len(order) // 2 else ", ".join(order)
+                lines.append(f"{number}  {room:<12} -> {shown or 'ground floor only'}")
         lines.append("")
     return "\n".join(lines).rstrip()
 

@@ -1,6 +1,7 @@
 """Time and memory of an RL step by named phase, measured on every rank.
 
-Phases do not nest, so no second belongs to two phases. Some work of a step is in no phase.
+Phases do not nest, so no second belongs to two phases. Some work of a step is in no phase. A rollout phase of
+`rollout_phases` is several phases of the log.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ MAX_LOSSES = 5
 class RolloutPhases:
     """Rollout engine of a strategy, and the phases for sampling.
 
-    One rollout phase has several entries in the log of phases: offload, update_weights, rollout, reload.
+    In a rollout phase, the device belongs to the rollout engine. The log of phases has the parts of a rollout phase:
+    offload, update_weights, check_weights, rollout, reload.
 
     Args:
         engine: rollout engine; None for stages without sampling.
@@ -58,8 +59,8 @@ class RolloutPhases:
         self._make_engine = make_engine
         self._engine, self._strategy, self.memory = engine, strategy, memory
         self._connected = False
-        # Version of the rollout engine's weights; None if the policy has changed since the last update.
-        self._version: int | None = None
+        # True if the policy has not changed since the last update of the rollout engine's weights.
+        self._is_current = False
         self._updates = 0
         # True after a loss. Engines that share the GPUs of the ranks start again when the GPUs are free; other engines
         # start again by themselves.
@@ -124,7 +125,7 @@ class RolloutPhases:
 
     def weights_changed(self) -> None:
         """Let the next phase update the rollout engine's weights, because the policy has changed."""
-        self._version = None
+        self._is_current = False
 
     def run_sampling(self, version: int, sample: Callable[[RolloutEngine], T]) -> T:
         """Run a function in a rollout phase, and again after an engine was lost. Collective.
@@ -232,10 +233,10 @@ class RolloutPhases:
         Returns:
             The policy's log-probs of the probe and the tolerance of the comparison; None without a check.
         """
-        if self._version is not None:
+        if self._is_current:
             return None
         self._update_weights(engine, version)
-        self._version = version
+        self._is_current = True
         self._updates += 1
         if not engine.check_updates or self._updates % engine.check_updates:
             return None

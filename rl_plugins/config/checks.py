@@ -50,7 +50,7 @@ _EXCLUSIVE = {
 
 
 def check_all_options(config: RecipeConfig) -> None:
-    """Run the checks that need only the options. Data can be downloaded after these checks.
+    """Run the checks of options alone. Data can be downloaded after these checks.
 
     Raises:
         ConfigError: an option is wrong. The message names the fault and the way to correct it.

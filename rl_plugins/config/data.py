@@ -143,7 +143,8 @@ class BatchConfig(Settings):
             the memory of the vision tower. A prompt with more patches gets passes of its own; null bounds tokens alone.
         packing: send the samples of a micro-batch through the models as one row without padding, with a prompt once for
             all its samples; false for a model whose samples see each other in a row.
-        updates_per_step: optimizer steps of one pass over the samples of a step.
+        updates_per_step: optimizer steps of one pass over the samples of a step. A step has
+            `updates_per_step * passes_per_step` optimizer steps.
         passes_per_step: passes over the samples of a step.
     """
 

@@ -272,7 +272,7 @@ class ValidationConfig(Settings):
 
 @dataclass
 class Schedule(Settings):
-    """Bounds on sampling ahead of training.
+    """Bounds on sampling ahead of training. A group is in flight from its start until a step trains on the group.
 
     - `max_staleness`: sampling of a trained group began at most `max_staleness` policies ago. A step waits for a group
       before the group becomes older.

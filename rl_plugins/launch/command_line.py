@@ -414,12 +414,12 @@ def _train(config: RecipeConfig, folder: RunFolder, recipe: str | None) -> None:
     if folder.has_results() and folder.latest_checkpoint() is None:
         print(f"{config.run.name}: {folder.path} has no checkpoint, so training starts from the beginning", flush=True)
     if config.launcher == "local":
-        from rl_plugins.launch.local import train_in_this_process as train
+        from rl_plugins.launch.local import train_in_this_process as launch
     else:
-        from rl_plugins.launch.ray_train import train_on_ray as train
+        from rl_plugins.launch.ray_train import train_on_ray as launch
     try:
         with reported(folder):
-            train(config, folder)
+            launch(config, folder)
     except KeyboardInterrupt:
         newest = folder.latest_checkpoint()
         state = f"the newest checkpoint is {newest.name}" if newest else "there is no checkpoint"

@@ -156,7 +156,7 @@ class GroupRequest:
     """Request for a group of responses to one prompt.
 
     Attributes:
-        ticket: number of the group, unique on the rank.
+        ticket: key of the request, unique on the rank.
         prompt: token ids.
         seed: seed of the samples. The same seed, weights and prompt give the same responses.
         max_tokens: longest response in tokens, if shorter than in the SamplingConfig.

@@ -17,7 +17,7 @@ from rl_plugins.data.experience import ROUTED_EXPERTS, Experience, computed
 from rl_plugins.errors import DataError
 from rl_plugins.stages.critics import Critic, policy_learns
 from rl_plugins.stages.forward_passes import ForwardPasses
-from rl_plugins.stages.off_policy import compares_with_sampler
+from rl_plugins.stages.off_policy import needs_old_log_probs
 from rl_plugins.stages.process_rewards import ProcessRewards
 from rl_plugins.stages.teachers import Teachers
 from rl_plugins.stages.turns import add_turns
@@ -57,10 +57,9 @@ class ExperienceMaker:
         teachers: Teachers | None,
     ) -> None:
         self._algorithm, self._passes, self._schedule = algorithm, passes, schedule
-        self._kl_controller, self._updates = kl_controller, updates
-        self._critics, self._multiplier = critics, multiplier
+        self._kl_controller, self._critics, self._multiplier = kl_controller, critics, multiplier
         self._process_rewards, self._teachers = process_rewards, teachers
-        self._compares_with_sampler = compares_with_sampler(algorithm, schedule)
+        self._needs_old_log_probs = needs_old_log_probs(algorithm, schedule, updates)
         self._strategy = passes.strategy
         self.metrics: dict[str, float] = {}
 
@@ -102,7 +101,7 @@ class ExperienceMaker:
 
     def _add_log_probs(self, samples: Experience) -> None:
         needs = self._algorithm.needs
-        if "old_log_probs_BT" in needs or (self._updates > 1 and not self._compares_with_sampler):
+        if "old_log_probs_BT" in needs or self._needs_old_log_probs:
             with self._strategy.phase_log.measure("old_log_probs"):
                 old = self._old_log_probs(samples, sum_pi_squared="sum_pi_squared_BT" in needs)
             samples.old_log_probs = old["log_probs"]

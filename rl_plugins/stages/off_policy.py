@@ -18,6 +18,19 @@ def compares_with_sampler(algorithm: Algorithm, schedule: Schedule) -> bool:
     return correction.bypass or (schedule.max_staleness > 0 and not correction.decoupled)
 
 
+def needs_old_log_probs(algorithm: Algorithm, schedule: Schedule, updates: int) -> bool:
+    """Return True if the loss needs the log-probs of the policy before the updates of a step.
+
+    With one update, the policy in the loss is still the policy before the updates.
+
+    Args:
+        algorithm: the algorithm.
+        schedule: bound on the age of tokens.
+        updates: number of optimizer steps of an RL step.
+    """
+    return updates > 1 and not compares_with_sampler(algorithm, schedule)
+
+
 def check_comparable(algorithm: Algorithm, schedule: Schedule, sampling: SamplingOptions) -> None:
     """Refuse options that change the sampled distribution if training compares the policy with the sampler.
 

@@ -20,7 +20,7 @@ from rl_plugins.rollout.engine import step_seed
 from rl_plugins.stages.critics import Critic, policy_learns
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
-from rl_plugins.stages.off_policy import compares_with_sampler
+from rl_plugins.stages.off_policy import needs_old_log_probs, compares_with_sampler
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 from rl_plugins.strategies.contract import POLICY
 
@@ -63,11 +63,12 @@ class PolicyLearner:
         self._updates_per_step, self._passes_per_step = updates_per_step, passes_per_step
         self._updates = updates_per_step * passes_per_step
         self._compares_with_sampler = compares_with_sampler(algorithm, schedule)
+        self._needs_old_log_probs = needs_old_log_probs(algorithm, schedule, self._updates)
         self._strategy = passes.strategy
         self._kl_controller, self._entropy_controller = kl_controller, entropy_controller
 
     def update(self, batch: Experience, step: int) -> dict[str, float]:
-        """Take the optimizer steps of step `step`; return the metrics, averaged over all ranks. Collective."""
+        """Take the optimizer steps of RL step `step`; return the metrics, averaged over all ranks. Collective."""
         tokens, learns = TokenMetrics(), policy_learns(self._critics, step)
         for number, mini_batch in enumerate(self._mini_batches(batch), 1):
             for critic in self._critics:
@@ -159,15 +160,14 @@ class PolicyLearner:
                 counts=counts,
                 positive_counts=positive_counts,
             )
-            has_old_log_probs = self._updates > 1 and not self._compares_with_sampler
-            before_BT = old_BT if has_old_log_probs else current.log_probs_BT.detach()
+            before_BT = old_BT if self._needs_old_log_probs else current.log_probs_BT.detach()
             gap_BT = (before_BT - micro.rollout_log_probs).abs()
             metrics.add_each({**values, "entropy": entropy_BT}, tensors["response_mask_BT"])
             metrics.add({"rollout_gap": gap_BT}, micro.response_mask, maximum=True)
             if self._passes.router_replay is not None:
                 differing_N = self._passes.differing_experts(on_host)
                 metrics.add({"router_differing": differing_N}, torch.ones_like(differing_N))
-            # Model engines average gradients over ranks, so the loss of a rank has the number of ranks as a factor.
+            # `aggregate` multiplies the loss by the number of ranks, because model engines average gradients.
             metrics.add_sum("loss", loss.detach() / (world_size * self._updates))
             yield loss, position == len(micro_batches) - 1
             if self._passes.router_replay is not None:

@@ -91,7 +91,8 @@ class PolicyOptimization(Stage):
         cost_critic: settings of the critic of the costs, for algorithms that need values and bound the mean cost.
         cost_model: cost model whose score is added to the cost of the scorer, for algorithms with a bound on the cost.
         process_reward_model: settings of the process reward model, for algorithms that need process rewards.
-        updates_per_step: optimizer steps for each pass over the samples; the prompts of a step are divided among these.
+        updates_per_step: optimizer steps of one pass over the samples, among which the prompts of a step are divided.
+            A step has `updates_per_step * passes_per_step` optimizer steps.
         passes_per_step: passes over the samples of a step.
         router_replay: in a mixture of experts, the experts of the tokens in the updates: `recompute` for the experts
             that computed the old log-probs, `rollout` for the experts of the rollout engine, in all passes of the

@@ -36,7 +36,7 @@ class Rollouts:
         sampling: sampling settings; `num_samples` is the size of a group.
         schedule: bounds on staleness and on groups in flight.
         models: reward model and cost model whose scores are added, possibly none.
-        updates_per_step: number of mini-batches of a step.
+        updates_per_step: number of mini-batches, and so of optimizer steps of one pass over the samples.
         max_steps: number of steps of the run; 0 for no bound.
         draw: returns this rank's next batch of prompts.
         shown: samples for callbacks.

@@ -329,26 +329,26 @@ class ScheduledSampler:
             # A call after the loss of an engine goes on where the call before ended: the queue has the finished groups,
             # and `submits` is False after the new groups were submitted.
             nonlocal submits
-            sampler, lost = self._sampler.group_sampler(engine), None
+            groups, lost = self._sampler.group_sampler(engine), None
             if submits:
                 if earlier:
-                    # The engine answers between two steps: ask before the engine is busy with the new groups.
+                    # An engine answers between two of its own steps: ask before the new groups keep it busy.
                     try:
-                        queue.finish(sampler.collect((), 0))
+                        queue.finish(groups.collect((), 0))
                     except EngineLost as error:
                         lost = error
                 # Also after a loss: the other ranks of an engine wait for the groups of this rank.
-                sampler.submit(self._requests(new), self._sampling)
+                groups.submit(self._requests(new), self._sampling)
                 submits = False
                 if lost is not None:
                     raise lost
-            self._submit_again(sampler, sampler.lost_tickets(), step)
+            self._submit_again(groups, groups.lost_tickets(), step)
             missing = max(0, count - queue.num_finished)
-            queue.finish(sampler.collect(queue.unfinished(due), missing))
+            queue.finish(groups.collect(queue.unfinished(due), missing))
             while not queue.leaves_time(step, count, groups_per_step):
-                queue.finish(sampler.collect((), 1))
+                queue.finish(groups.collect((), 1))
             if self._schedule.drops:
-                sampler.drop(queue.drop_started(keep=count))
+                groups.drop(queue.drop_started(keep=count))
 
         self._strategy.rollout_phases.run_sampling(step, sample)
 
