@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from rl_plugins.config.checks import check_all_options
 from rl_plugins.config.recipe import RecipeConfig, parse_config
+from rl_plugins.launch.command_line import check_all_options
 from rl_plugins.launch.preflight import preflight
 from rl_plugins.run_folder import RunFolder
 

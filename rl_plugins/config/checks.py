@@ -9,7 +9,7 @@ from rl_plugins.config.models import RouterLossConfig
 from rl_plugins.config.placement import CRITIC_POOLS, FROZEN, POOLS
 from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.config.rollout import ADAPTER_RANKS
-from rl_plugins.config.stage_checks import check_stage_options, needs_collecting
+from rl_plugins.config.stage_checks import needs_collecting
 from rl_plugins.errors import ConfigError
 from rl_plugins.extras import check_installed
 
@@ -47,17 +47,6 @@ _EXCLUSIVE = {
     "strategy.expert_parallel": ("strategy.workers_per_copy", "strategy.tensor_parallel"),
 }
 """Options, and the options that contradict each of them."""
-
-
-def check_all_options(config: RecipeConfig) -> None:
-    """Run the checks of options alone. Data can be downloaded after these checks.
-
-    Raises:
-        ConfigError: an option is wrong. The message names the fault and the way to correct it.
-    """
-    check_options(config)
-    check_stage_options(config)
-    check_batch(config)
 
 
 def check_options(config: RecipeConfig) -> None:

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.config.checks import check_all_options
+from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain, foreign_name, keys_of
 from rl_plugins.config.recipe import (
     SAMPLING_STAGES,
@@ -28,6 +28,7 @@ from rl_plugins.config.recipe import (
     written,
 )
 from rl_plugins.config.schemas import register_schemas
+from rl_plugins.config.stage_checks import check_stage_options
 from rl_plugins.errors import ConfigError, RayLost, RunStopped, UserError
 from rl_plugins.garbage_collection import collector_off
 from rl_plugins.redaction import redacted_value
@@ -309,6 +310,17 @@ def _yaml(value: object) -> str:
 
 
 @exits_refused()
+def check_all_options(config: RecipeConfig) -> None:
+    """Run the checks of options alone. Data can be downloaded after these checks.
+
+    Raises:
+        ConfigError: an option is wrong. The message names the fault and the way to correct it.
+    """
+    check_options(config)
+    check_stage_options(config)
+    check_batch(config)
+
+
 def run_recipe(
     config: RecipeConfig, recipe: str | None = None, when_checked: Callable[[RecipeConfig], None] | None = None
 ) -> RunFolder:

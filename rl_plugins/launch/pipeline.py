@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_plugins.config.checks import check_all_options
 from rl_plugins.config.environment_variables import resolved_without_environment
 from rl_plugins.config.hydra_errors import explain
 from rl_plugins.config.pipeline import PipelineConfig, PipelineStage
@@ -28,7 +27,13 @@ from rl_plugins.config.recipe import RecipeConfig, options_of, parse_config, rea
 from rl_plugins.config.run import LOCAL_FOLDER
 from rl_plugins.config.settings import FOLDER_NAME
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped, UserError
-from rl_plugins.launch.command_line import compose_config, compose_for_command_line, exit_on_user_error, run_recipe
+from rl_plugins.launch.command_line import (
+    check_all_options,
+    compose_config,
+    compose_for_command_line,
+    exit_on_user_error,
+    run_recipe,
+)
 from rl_plugins.launch.pinned_versions import PinnedVersions, pinned_model
 from rl_plugins.launch.preflight import check_stage_ahead, fetch_data, tracking_uri
 from rl_plugins.launch.stored_run import stored_run

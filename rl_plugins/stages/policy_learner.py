@@ -20,7 +20,7 @@ from rl_plugins.rollout.engine import step_seed
 from rl_plugins.stages.critics import Critic, policy_learns
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
-from rl_plugins.stages.off_policy import needs_old_log_probs, compares_with_sampler
+from rl_plugins.stages.off_policy import compares_with_sampler, needs_old_log_probs
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 from rl_plugins.strategies.contract import POLICY
 
