@@ -87,7 +87,9 @@ def end_with_parent() -> None:
 
 
 def end_with(sentinels: Sequence[int], unless: Callable[[], bool] = lambda: False, after_s: float = 0.0) -> None:
-    """End this process when another process has ended.
+    """End this process and its child processes when another process has ended.
+
+    The workers of an engine do not end by themselves if they wait on their GPUs for a lost worker.
 
     Args:
         sentinels: sentinels of the other processes (`multiprocessing.Process.sentinel`).
@@ -102,6 +104,8 @@ def end_with(sentinels: Sequence[int], unless: Callable[[], bool] = lambda: Fals
             print(
                 "a process of the vLLM engine has ended: all processes of the engine end", file=sys.stderr, flush=True
             )
+            for child in multiprocessing.active_children():
+                child.kill()
             os._exit(1)
 
     Thread(target=watch, daemon=True, name="end-with-other-processes").start()

@@ -51,6 +51,7 @@ from rl_plugins.cpu_bfloat16 import multiplies_bfloat16
 from rl_plugins.memory import discard, resident_bytes, return_free_memory
 from rl_plugins.rollout.vllm.config import INTERRUPTIBLE_NCCL
 from rl_plugins.rollout.vllm.engine_files import use_nameless_lock_of_progress_bars
+from rl_plugins.rollout.vllm.executor import end_with_parent
 from rl_plugins.rollout.vllm.start_errors import keep_first_error
 from rl_plugins.weights.gloo import GlooReceiver
 from rl_plugins.weights.shared_memory import ElementRange, SharedMemoryReceiver
@@ -291,6 +292,7 @@ class VLLMGlooReceiver(WeightTransferEngine[ReceiverInitInfo, EmptyUpdateInfo]):
 WeightTransferEngineFactory.register_engine(GLOO, VLLMGlooReceiver)
 WeightTransferEngineFactory.register_engine(INTERRUPTIBLE_NCCL, "rl_plugins.rollout.vllm.nccl", "NcclReceiver")
 # In the process of a worker on CUDA, which is not a fork.
+end_with_parent()
 keep_first_error()
 use_nameless_lock_of_progress_bars()
 

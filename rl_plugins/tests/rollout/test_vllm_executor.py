@@ -46,6 +46,25 @@ watching.join()
 print("goes on")
 """
 
+STUCK_WORKER = """
+import multiprocessing, signal
+from rl_plugins.rollout.vllm.executor import end_with
+
+def wait():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        signal.pause()
+
+context = multiprocessing.get_context("fork")
+stuck, lost = context.Process(target=wait), context.Process(target=signal.pause)
+stuck.start()
+lost.start()
+print(stuck.pid, flush=True)
+end_with([lost.sentinel])
+lost.kill()
+wait()
+"""
+
 KILLED_LATER = """
 import multiprocessing, os, signal, time
 from rl_plugins.rollout.vllm.executor import end_with
@@ -107,6 +126,12 @@ def test_end_with_ends_the_process_after_another_has_ended_unless_told_to_stay(
 ) -> None:
     ended = run_script(END_WITH.format(unless=unless))
     assert (ended.code, ended.output) == (code, output)
+
+
+def test_end_with_kills_the_other_workers_of_a_lost_worker() -> None:
+    ended = run_script(STUCK_WORKER)
+    assert ended.code == 1
+    wait_until(lambda: not is_running(int(ended.output)), "the end of the other worker")
 
 
 def test_end_with_leaves_time_for_an_end_by_the_parent_of_all_processes() -> None:
