@@ -348,10 +348,12 @@ class CudaWeightClient:
     def __init__(self, fleet: Fleet, engine: int) -> None:
         self._fleet, self._engine = fleet, engine
 
-    def _call(self, method: str, *arguments: Any) -> None:
+    def _call(self, method: str, *arguments: Any, must_answer: bool = True) -> None:
         timeout_s, phase = self._fleet.config.update_timeout_s, f"weight update ({method})"
         try:
-            self._fleet.begin(self._engine, method, *arguments, timeout_s=timeout_s, phase=phase)()
+            self._fleet.begin(
+                self._engine, method, *arguments, timeout_s=timeout_s, phase=phase, must_answer=must_answer
+            )()
         except DeadlineExceeded as late:
             raise self._fleet.mark_lost(self._engine, silent=True) from late
 
@@ -364,8 +366,8 @@ class CudaWeightClient:
         self._call("start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        """Send one chunk of weights."""
-        self._call("update_weights", update_info)
+        """Send one chunk of weights: a bucket by IPC, all weights by NCCL. An engine that receives answers nothing."""
+        self._call("update_weights", update_info, must_answer=self._fleet.config.shares_gpus)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Finish the update."""

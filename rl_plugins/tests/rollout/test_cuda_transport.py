@@ -22,6 +22,7 @@ from rl_plugins.errors import DeadlineExceeded, EngineLost
 from rl_plugins.rollout.vllm.client import CudaWeightClient, VLLMRollout
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.cuda_transport import SeveralEngines, SourceAhead, make_cuda_sender
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import wait_until
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.rollout.cuda_stubs import StubEngine, StubModel, cuda_on_cpu, on_gpu
@@ -361,7 +362,7 @@ def test_cuda_weight_client_takes_an_engine_without_an_answer_for_lost() -> None
     class Fleet:
         config = VLLMConfig("model", device="cuda", update_timeout_s=7)
 
-        def begin(self, engine: int, method: str, *, timeout_s: float, phase: str) -> Any:
+        def begin(self, engine: int, method: str, *, timeout_s: float, phase: str, must_answer: bool) -> Any:
             def wait() -> None:
                 raise DeadlineExceeded(f"waited {timeout_s:g} s in {phase}")
 
@@ -375,3 +376,25 @@ def test_cuda_weight_client_takes_an_engine_without_an_answer_for_lost() -> None
     with pytest.raises(EngineLost, match="engine 3 is lost"):
         CudaWeightClient(fleet, 3).start_weight_update()
     assert lost == [(3, True)]
+
+
+@for_each(("transport", "must_answer"), [("ipc", True), ("nccl", False)])
+def test_cuda_weight_client_asks_no_engine_for_an_answer_while_nccl_sends_all_weights(
+    transport: str, must_answer: bool
+) -> None:
+    asked: dict[str, bool] = {}
+
+    class Fleet:
+        config = VLLMConfig("model", device="cuda", transport=transport)
+
+        def begin(self, engine: int, method: str, *arguments: Any, must_answer: bool, **options: Any) -> Any:
+            asked[method] = must_answer
+            return lambda: None
+
+    fleet: Any = Fleet()
+    client = CudaWeightClient(fleet, 0)
+    client.start_weight_update()
+    client.update_weights({})
+    client.finish_weight_update()
+    expected = {"start_weight_update": True, "update_weights": must_answer, "finish_weight_update": True}
+    assert asked == expected
