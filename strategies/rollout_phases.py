@@ -209,8 +209,8 @@ class RolloutPhases:
 
     def _make_room_for_weights(self, engine: RolloutEngine) -> None:
         """Free the optimizer states, and let the rollout engine allocate its weights. Start lost engines before."""
-        memory = self.memory
-        if self._engines_missing and engine.shares_gpus:
+        memory, starts_again = self.memory, self._engines_missing and engine.shares_gpus
+        if starts_again:
             # Also for an engine that never sleeps: vLLM needs its whole share of a GPU at the start.
             memory.crowded = True
             memory.offload_optimizer()
@@ -219,10 +219,12 @@ class RolloutPhases:
             self._strategy.ranks.wait()
             engine.prepare(self._strategy.ranks)
             memory.reload_parameters()
-            memory.reload_optimizer()
+            # A sleeping engine allocates weights next, so the optimizer states stay on the host.
+            if not engine.sleeps:
+                memory.reload_optimizer()
         self._engines_missing = False
         with self._strategy.phase_log.measure("offload"):
-            if engine.sleeps:
+            if engine.sleeps and not starts_again:
                 memory.measure_room(self._strategy.phase_log.device, engine.gpu_share)
                 self._free("offload optimizer", memory.offload_optimizer, memory.optimizer_bytes())
             self._wake_up(engine, "weights")
