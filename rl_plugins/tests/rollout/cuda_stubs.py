@@ -29,6 +29,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -50,6 +51,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from rl_plugins.rollout.vllm import plugin  # noqa: F401
 from rl_plugins.rollout.vllm.config import VLLMConfig
+from rl_plugins.tests.patience import patient
 
 _HOST = "127.0.0.1"
 
@@ -191,7 +193,8 @@ class _Communicator:
 
     def __init__(self, port: int, rank: int, world_size: int) -> None:
         self.rank, self.world_size, self.aborted = rank, world_size, threading.Event()
-        self.store = TCPStore(_HOST, port, is_master=False)
+        # A thread may come after the end of the group, and this process would wait for the thread.
+        self.store = TCPStore(_HOST, port, is_master=False, timeout=timedelta(seconds=patient(30)))
         self._operations = itertools.count()
         self.join().wait()
 
