@@ -114,7 +114,7 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         tensor_parallel: int = 1,
         sequence_parallel: int = 1,
         expert_parallel: int = 1,
-        timeout_s: float = 1800.0,
+        timeout_s: float = 2400.0,
     ) -> None:
         super().__init__(tensor_parallel_size=tensor_parallel, timeout=timedelta(seconds=timeout_s))
         if min(tensor_parallel, sequence_parallel) > 1:

@@ -87,7 +87,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         offload: Mapping[str, str] | None = None,
         offload_folder: str | Path | None = None,
         sequence_parallel: int = 1,
-        timeout_s: float = 1800.0,
+        timeout_s: float = 2400.0,
         **kwargs: Any,
     ) -> None:
         # The default buckets reserve 0.8 GB on each rank, also for a small model.

@@ -8,7 +8,7 @@ from rl_plugins.config.judge import check_deadline, judges_of, models_of_engines
 from rl_plugins.config.models import RouterLossConfig
 from rl_plugins.config.placement import CRITIC_POOLS, FROZEN, POOLS
 from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
-from rl_plugins.config.rollout import ADAPTER_RANKS
+from rl_plugins.config.rollout import ADAPTER_RANKS, ENGINE_GRACE_S
 from rl_plugins.config.stage_checks import needs_collecting
 from rl_plugins.errors import ConfigError
 from rl_plugins.extras import check_installed
@@ -70,6 +70,7 @@ def check_options(config: RecipeConfig) -> None:
         _check_pools,
         _check_offload,
         _check_judges,
+        _check_engine_deadlines,
     ):
         check(config)
 
@@ -418,6 +419,20 @@ def _check_judges(config: RecipeConfig) -> None:
             f"the worker, at most strategy.collective_timeout_s={collective_s:g}: raise this option, or lower "
             "reward.judge.wait_s and reward.deadline_s"
         )
+
+
+def _check_engine_deadlines(config: RecipeConfig) -> None:
+    if config.num_workers == 1 or not config.needs_vllm:
+        return
+    longest_s = config.strategy.collective_timeout_s
+    for option in ("generate_timeout_s", "update_timeout_s", "ready_timeout_s"):
+        seconds = getattr(config.rollout, option) or 0.0
+        if seconds + ENGINE_GRACE_S >= longest_s:
+            raise ConfigError(
+                f"rollout.{option}={seconds:g}: while a worker waits for its engine, the others wait for the worker, at "
+                f"most strategy.collective_timeout_s={longest_s:g}: make strategy.collective_timeout_s larger than "
+                f"{seconds + ENGINE_GRACE_S:g}, or lower rollout.{option}"
+            )
 
 
 def _check_judge_engines(config: RecipeConfig) -> None:

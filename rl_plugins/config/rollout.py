@@ -25,6 +25,8 @@ from rl_plugins.config.settings import (
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import reads_images, rotary_parameters
 
+ENGINE_GRACE_S = 30.0
+"""Seconds after the deadline of an engine, in which the actor of the engine can name the missing ranks."""
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM can reserve memory."""
 

@@ -134,6 +134,7 @@ def check_engine_weights(config: RecipeConfig, model: Mapping[str, Any], machine
     width = 4 if config.rollout_dtype == "float32" else 2
     weights, total = parameters * width / size / 2**30, gpus[0].memory_mib / 2**10
     sleeping, host = min(len(gpus), config.placement.num_workers), machine.memory_bytes / 2**30
+    # The least: PyTorch rounds each pinned allocation up to a power of two.
     on_host = weights * sleeping
     if config.placement.rollout == "colocated" and config.rollout_sleep == "kv_cache" and on_host >= host:
         raise ConfigError(

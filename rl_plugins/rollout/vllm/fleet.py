@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.config.rollout import check_cpu_engine
+from rl_plugins.config.rollout import ENGINE_GRACE_S, check_cpu_engine
 from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost, user_errors_of_tasks
 from rl_plugins.model_json import read_model_config
 from rl_plugins.ranks import Ranks, barrier, broadcast, gather
@@ -352,7 +352,7 @@ class Fleet:
 
     def sampling_deadline(self) -> Deadline:
         """Return the deadline of sampling. The actor's deadline ends first and names the missing ranks."""
-        return Deadline(self.config.generate_timeout_s + 30)
+        return Deadline(self.config.generate_timeout_s + ENGINE_GRACE_S)
 
     # Lost engines -----------------------------------------------------------------------------------------------
 
