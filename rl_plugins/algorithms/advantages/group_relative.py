@@ -289,6 +289,7 @@ def gdpo(
     valid_B: Tensor,
     component_rewards_BK: Tensor | None = None,
     weights: Sequence[float] | None = None,
+    normalize: bool = True,
     eps: float = 1e-6,
     sum_over_ranks: Collective = one_rank,
 ) -> tuple[Tensor, Tensor]:
@@ -301,6 +302,7 @@ def gdpo(
         token_level_rewards_BT: reward of each token, used only without components; with components, a KL penalty in
             the reward has no effect.
         weights: weight of each component; None for 1 each.
+        normalize: divide each component by its unbiased standard deviation of the group.
         eps: constant added to the standard deviation of the group.
 
     Returns:
@@ -321,7 +323,8 @@ def gdpo(
     total_B = component_rewards_BK.new_zeros(len(component_rewards_BK))
     for weight, rewards_B in zip(weights, component_rewards_BK.unbind(dim=1), strict=True):
         groups = group_statistics(rewards_B, groups_B, valid_B)
-        total_B = total_B + weight * (rewards_B - groups.mean_B) / (groups.std_B + eps)
+        advantages_B = rewards_B - groups.mean_B
+        total_B = total_B + weight * (advantages_B / (groups.std_B + eps) if normalize else advantages_B)
     total_BT = on_every_token(total_B, response_mask_BT, valid_B)
     advantages_BT = whiten(total_BT, learned_tokens(response_mask_BT, valid_B), sum_over_ranks)
     return advantages_BT, advantages_BT

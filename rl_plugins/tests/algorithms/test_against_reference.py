@@ -52,6 +52,7 @@ ADVANTAGE_CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ),
     ("gdpo", (), {}),
     ("gdpo", ("component_rewards_BK",), {}),
+    ("gdpo", ("component_rewards_BK",), {"normalize": False}),
     ("gdpo", ("component_rewards_BK",), {"weights": [0.5, 2.0, -1.0]}),
     ("reinforce_plus_plus", (), {}),
     ("reinforce_plus_plus", (), {"gamma": 0.9}),

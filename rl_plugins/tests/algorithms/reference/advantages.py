@@ -146,6 +146,7 @@ def gdpo(
     valid_B: Bools,
     component_rewards_BK: Floats | None = None,
     weights: Sequence[float] | None = None,
+    normalize: bool = True,
     eps: float = 1e-6,
 ) -> Pair:
     if component_rewards_BK is None:
@@ -156,7 +157,7 @@ def gdpo(
         factors = [1.0] * len(columns) if weights is None else weights
     summed_B = np.zeros(len(valid_B))
     for factor, column_B in zip(factors, columns, strict=True):
-        summed_B += factor * group_normalised(column_B, groups_B, valid_B, "group", eps)
+        summed_B += factor * group_normalised(column_B, groups_B, valid_B, "group" if normalize else "none", eps)
     return whitened_on_tokens(summed_B, only_valid(response_mask_BT, valid_B))
 
 
