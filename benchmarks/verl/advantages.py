@@ -29,7 +29,8 @@ def advantages(verl: Verl) -> Iterator[Case]:
         theirs = {"index": "groups_B", "config": config(norm_adv_by_std_in_grpo=by_std)}
         yield _advantage(verl, "grpo_passk", "grpo_passk", {"normalize": by_std}, theirs, alone)
     yield _advantage(verl, "gdpo", "gdpo", {}, {"index": "groups_B"}, {})
-    yield _components(verl)
+    for by_std in (True, False):
+        yield _components(verl, by_std)
     for name in ("rloo", "opo", "reinforce_plus_plus_baseline"):
         yield _advantage(verl, name, name, {}, {"index": "groups_B"}, {})
     yield _advantage(verl, "rloo_vectorized", "rloo", {}, {"index": "groups_B"}, zero)
@@ -105,13 +106,13 @@ def _advantage(
     return Case("advantage", name, words.strip(), ours, theirs, documented)
 
 
-def _components(verl: Verl) -> Case:
+def _components(verl: Verl, by_std: bool) -> Case:
     """Return a case of GDPO with several rewards for each response."""
     weights = [1.0, 0.5, 2.0]
 
     def ours(inputs: Inputs) -> Numbers:
         given = ("token_level_rewards_BT", "response_mask_BT", "groups_B", "valid_B", "component_rewards_BK")
-        advantages_BT, _ = ADVANTAGES["gdpo"](**{key: inputs[key] for key in given}, weights=weights)
+        advantages_BT, _ = ADVANTAGES["gdpo"](**{key: inputs[key] for key in given}, weights=weights, normalize=by_std)
         return [valid_values(advantages_BT, inputs)]
 
     def theirs(inputs: Inputs) -> Numbers:
@@ -121,10 +122,11 @@ def _components(verl: Verl) -> Case:
             inputs["token_level_rewards_BT"],
             mask_BT,
             inputs["groups_B"].numpy(),
+            norm_adv_by_std_in_grpo=by_std,
             config=verl.algorithm_config(gdpo_reward_keys=list(components), gdpo_reward_weights=weights),
             non_tensor_batch=components,
             batch={"prompts": mask_BT[:, :0], "attention_mask": torch.ones_like(mask_BT, dtype=torch.long)},
         )
         return [valid_values(advantages_BT, inputs)]
 
-    return Case("advantage", "gdpo", "three components", ours, theirs)
+    return Case("advantage", "gdpo", f"three components normalize={by_std}", ours, theirs)

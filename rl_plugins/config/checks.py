@@ -429,8 +429,8 @@ def _check_engine_deadlines(config: RecipeConfig) -> None:
         seconds = getattr(config.rollout, option) or 0.0
         if seconds + ENGINE_GRACE_S >= longest_s:
             raise ConfigError(
-                f"rollout.{option}={seconds:g}: while a worker waits for its engine, the others wait for the worker, at "
-                f"most strategy.collective_timeout_s={longest_s:g}: make strategy.collective_timeout_s larger than "
+                f"rollout.{option}={seconds:g}: while a worker waits for its engine, the others wait for the worker, "
+                f"at most strategy.collective_timeout_s={longest_s:g}: make strategy.collective_timeout_s larger than "
                 f"{seconds + ENGINE_GRACE_S:g}, or lower rollout.{option}"
             )
 

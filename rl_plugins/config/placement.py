@@ -93,8 +93,8 @@ class StrategyConfig(Settings):
         expert_parallel: with `fsdp`, number of neighbouring workers that share the experts of each layer of a mixture;
             tokens travel to the workers of their experts, and each worker still has its own samples.
         offload: places of the models' states.
-        collective_timeout_s: deadline of every collective, in seconds. Longer than the deadlines of rollout engines, for
-            which a worker may wait while the others wait for the worker.
+        collective_timeout_s: deadline of every collective, in seconds. Longer than the deadlines of rollout engines,
+            for which a worker may wait while the others wait for the worker.
     """
 
     name: Annotated[str, one_of("zero", "fsdp")] = "zero"
