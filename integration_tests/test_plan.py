@@ -9,6 +9,7 @@ import pytest
 from benchmarks.plan_work import work_of
 from benchmarks.policies import save_policy, save_prompts
 from benchmarks.runs import run_grpo
+from integration_tests.worker_start.sitecustomize import VARIABLE
 from rl_plugins.cpu_bfloat16 import multiplies_bfloat16
 from rl_plugins.planning.devices import device_named
 from rl_plugins.planning.memory import engine_memory, total, trainer_memory
@@ -26,7 +27,9 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-def test_planned_memory_of_trainer_and_engine_equals_measured_memory(tmp_path):
+def test_planned_memory_of_trainer_and_engine_equals_measured_memory(tmp_path, monkeypatch):
+    # Forks share memory with their server.
+    monkeypatch.setenv(VARIABLE, "")
     save_policy(tmp_path / "policy", hidden_size=512, num_layers=12, intermediate_size=1408, vocab_size=8192)
     save_prompts(tmp_path / "data")
     run = run_grpo(tmp_path, *OPTIONS, closely=True)
