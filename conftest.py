@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +42,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FileSched
     from integration_tests.scheduling import FileScheduling
 
     return FileScheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _levels_of_loggers() -> Iterator[None]:
+    """Restore the levels of loggers: a command in the test's process may silence libraries."""
+    levels = {name: logging.getLogger(name).level for name in ("lightning.pytorch", "lightning.fabric")}
+    yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -62,6 +62,8 @@ def running_ray(request: pytest.FixtureRequest) -> Iterator[RunningRay]:
     with pytest.MonkeyPatch.context() as patch:
         # Ray refuses more GPUs than the variable shows.
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        # Ray sets the variable, which is removed at the end of the context.
+        patch.setenv("PYTHONBREAKPOINT", "")
         ray.init(address="local", num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False)
     running = RunningRay({})
     asked_for = [name for name in engine_configs("") if any(_uses(item, name) for item in request.session.items)]

@@ -1,6 +1,5 @@
 """Fixtures of all unit tests."""
 
-import logging
 import signal
 import socket
 import sys
@@ -54,15 +53,6 @@ def default_signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-@pytest.fixture(autouse=True)
-def _levels_of_loggers() -> Iterator[None]:
-    """Restore the levels of loggers: a command in the test's process may silence libraries."""
-    levels = {name: logging.getLogger(name).level for name in ("lightning.pytorch", "lightning.fabric")}
-    yield
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from rl_plugins.run_folder import RunFolder, append_metrics
 
 KEY, LITERAL, PASSWORD = "sk-of-the-environment", "sk-of-the-command-line", "pass-of-the-store"
 OVERRIDES = [
-    "launcher=local", f"tracking.uri=http://me:{PASSWORD}@localhost:5000",
+    "launcher=local", "rollout.engine=transformers", f"tracking.uri=http://me:{PASSWORD}@localhost:5000",
     "+reward.functions.judge={_target_: judge.score}", "+reward.functions.judge.api_key=${oc.env:JUDGE_KEY}",
     f"+reward.functions.other.api_key={LITERAL}", "+reward.functions.other.header=${reward.functions.judge.api_key}",
 ]  # fmt: skip
