@@ -263,11 +263,13 @@ class ValidationConfig(Settings):
         samples_per_prompt: responses to each prompt; with several, mean@k, best@k and maj@k are logged by data source.
         temperature: divisor of the logits; 0 is greedy.
         top_p: probability mass of the kept tokens (nucleus sampling).
+        top_k: number of most likely tokens kept; -1 keeps all tokens.
     """
 
     samples_per_prompt: Annotated[int, AT_LEAST_1] = 1
     temperature: Annotated[float, NOT_NEGATIVE] = 0.0
     top_p: Annotated[float, ABOVE_0_TO_1] = 1.0
+    top_k: Annotated[int, _TOP_K] = -1
 
 
 @dataclass

@@ -160,6 +160,7 @@ class TrainingRun:
             num_samples=validation.samples_per_prompt,
             temperature=validation.temperature,
             top_p=validation.top_p,
+            top_k=validation.top_k,
         )
         return {
             "scorer": self.scorer,

@@ -58,6 +58,13 @@ def test_sampling_of_a_run_adds_stop_tokens_to_the_end_of_sequence(tmp_path: Pat
     assert run.generation_options()["eval_sampling"].min_p == 0
 
 
+def test_validation_options_are_the_sampling_of_validation(tmp_path: Path) -> None:
+    options = {"samples_per_prompt": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 20}
+    run = training_run(tmp_path, *(f"validation.{name}={value}" for name, value in options.items()))
+    sampling = run.generation_options()["eval_sampling"]
+    assert (sampling.num_samples, sampling.temperature, sampling.top_p, sampling.top_k) == tuple(options.values())
+
+
 def test_async_checkpoints_have_half_the_deadline_of_collectives(tmp_path: Path) -> None:
     options = ["run.async_checkpoints=true", "strategy.collective_timeout_s=100"]
     for overrides, deadline_s in ([], None), (options, 50):
