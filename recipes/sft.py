@@ -21,6 +21,10 @@ def train(run: TrainingRun) -> None:
     responses = rl.SFTDataModule(
         run.training_data(),
         response_key=config.data.response_key,
+        messages_key=config.data.messages_key,
+        tools_key=config.data.tools_key,
+        split_conversations=config.data.split_conversations,
+        validate_on=config.data.validate_on,  # type: ignore[arg-type]  # checked by the record
         max_response_tokens=config.sampling.max_tokens,
         **run.data_options(),
     )

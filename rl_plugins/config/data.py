@@ -74,6 +74,13 @@ class DataConfig(Settings):
         chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
         eval_batch_size: prompts of one validation batch on one rank.
         response_key: column of the response in rows for SFT, and in rows of unpaired preferences.
+        messages_key: column of a whole conversation, such as `messages`, in rows for SFT, in place of a prompt and a
+            response; null if there is none.
+        tools_key: column of the JSON schemas of the tools of a conversation; rows may lack the column.
+        split_conversations: make a sample of its own of each reply that the chat template writes otherwise once
+            messages follow, for example without its reasoning; false refuses such conversations.
+        validate_on: validation of SFT: `prompts` samples responses to prompts, for rewards; `responses` measures
+            `val/loss` on rows like the training rows.
         chosen_key: column of the better response of a pair.
         rejected_key: column of the worse response of a pair.
         margin_key: column of the margin between the two responses of a pair; null if there is none.
@@ -94,6 +101,10 @@ class DataConfig(Settings):
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     eval_batch_size: Annotated[int, AT_LEAST_1] = 256
     response_key: str = "reward_model.ground_truth"
+    messages_key: str | None = None
+    tools_key: str = "tools"
+    split_conversations: bool = False
+    validate_on: Annotated[str, one_of("prompts", "responses")] = "prompts"
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     margin_key: str | None = None

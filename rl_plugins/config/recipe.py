@@ -117,7 +117,13 @@ class RecipeConfig(Settings):
     @property
     def needs_engine(self) -> bool:
         """True if the run has a rollout engine: it samples in training or validation, and replays no samples."""
-        return self.generates and self.debug.replay is None and (self.stage in SAMPLING_STAGES or self.validates)
+        samples = self.stage in SAMPLING_STAGES or (self.validates and not self.validates_on_responses)
+        return self.generates and self.debug.replay is None and samples
+
+    @property
+    def validates_on_responses(self) -> bool:
+        """True if validation measures the loss of SFT on given responses, and samples nothing."""
+        return self.stage == "sft" and self.data.validate_on == "responses"
 
     @property
     def needs_vllm(self) -> bool:

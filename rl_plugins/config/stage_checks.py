@@ -17,6 +17,7 @@ def check_stage_options(config: RecipeConfig) -> None:
     """
     for check in (
         _check_models,
+        _check_conversations,
         _check_passes,
         _check_samples,
         _check_engine,
@@ -58,6 +59,23 @@ def _check_models(config: RecipeConfig) -> None:
     every = config.reference.update_every
     if every and config.stage in ("sft", "reward_modeling"):
         raise ConfigError(f"reference.update_every={every}: stage={config.stage} has no reference: leave it out")
+
+
+def _check_conversations(config: RecipeConfig) -> None:
+    data = config.data
+    for_sft = {
+        f"data.messages_key={data.messages_key}": data.messages_key is not None,
+        f"data.validate_on={data.validate_on}": data.validate_on != "prompts",
+        "data.split_conversations=true": data.split_conversations,
+    }
+    for option, is_set in for_sft.items():
+        if is_set and config.stage != "sft":
+            raise ConfigError(f"{option}: is for stage=sft, not for {config.stage}: leave it out")
+    if data.split_conversations and data.messages_key is None:
+        raise ConfigError(
+            "data.split_conversations=true: splits whole conversations: name their column with data.messages_key, or "
+            "leave it out"
+        )
 
 
 def _check_passes(config: RecipeConfig) -> None:
@@ -126,6 +144,11 @@ def _check_best(config: RecipeConfig) -> None:
             f"run.keep_best={keep}: stage={config.stage} has no run.best_metric={metric}: use "
             "run.best_metric=val/accuracy, or run.best_metric=val/loss with run.best_mode=min"
         )
+    if keep and metric == "val/reward" and config.validates_on_responses:
+        raise ConfigError(
+            f"run.keep_best={keep}: data.validate_on=responses has no run.best_metric={metric}: use "
+            "run.best_metric=val/loss with run.best_mode=min"
+        )
     if config.tracking.upload_best > keep:
         raise ConfigError(
             f"tracking.upload_best={config.tracking.upload_best} is more than run.keep_best={keep}, the number of best "
@@ -139,6 +162,8 @@ def _check_target(config: RecipeConfig) -> None:
     option = f"run.target_reward={config.run.target_reward:g}"
     if not config.generates:
         raise ConfigError(f"{option}: stage={config.stage} has no val/reward: leave it out")
+    if config.validates_on_responses:
+        raise ConfigError(f"{option}: data.validate_on=responses has no val/reward: leave one of the two out")
     if not config.validates:
         raise ConfigError(
             f"{option} ends the run after a validation, and the run does not validate: name data.val_files and "

@@ -6,7 +6,7 @@ Everything after the files reads texts with `<image>` and the column `images`. A
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rl_plugins.data.sequence_with_slices import SequenceWithSlices
@@ -87,14 +87,15 @@ def with_texts(row: Row) -> Row:
 
 
 class RowsWithTexts(SequenceWithSlices["Row"]):
-    """Rows of a data set after `with_texts`.
+    """Rows of a data set after `with_texts`, or in another form.
 
     Args:
         rows: the rows.
+        form: function that returns a row in its form.
     """
 
-    def __init__(self, rows: RowSource) -> None:
-        self._rows = rows
+    def __init__(self, rows: RowSource, form: Callable[[Row], Row] = with_texts) -> None:
+        self._rows, self._form = rows, form
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -102,9 +103,9 @@ class RowsWithTexts(SequenceWithSlices["Row"]):
 
     def item(self, number: int) -> Row:
         """Return a row."""
-        return with_texts(self._rows[number])
+        return self._form(self._rows[number])
 
     def __iter__(self) -> Iterator[Row]:
         """Yield all rows, a few in memory at a time."""
         rows = self._rows
-        return map(with_texts, rows if isinstance(rows, Iterable) else map(rows.__getitem__, range(len(rows))))
+        return map(self._form, rows if isinstance(rows, Iterable) else map(rows.__getitem__, range(len(rows))))

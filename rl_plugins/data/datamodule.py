@@ -32,7 +32,7 @@ from rl_plugins.data.image_prompts import (
 from rl_plugins.data.loaders import BatchSource, EvalLoader, StepLoader
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.orders import Mixture, Order, Source, build_mixture, load_parts
-from rl_plugins.data.parquet import COLUMNS, Paths, PromptRows, RowSource
+from rl_plugins.data.parquet import COLUMNS, Paths, PromptRows, RowForm, RowSource
 from rl_plugins.data.prompts import PromptBatch, TokenizedPrompts, build_prompts
 from rl_plugins.data.reasoning import without_second_think
 from rl_plugins.data.tokenization import (
@@ -138,6 +138,10 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         """Return the columns every row of `train` or `validation` must have."""
         return COLUMNS
 
+    def row_form(self, split: str) -> RowForm | None:
+        """Return the form of the rows of `train` or `validation`, if they are no rows with prompts."""
+        return None
+
     @abstractmethod
     def build(self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, split: str) -> BatchSource[Any]:
         """Tokenise the rows of `train` or `validation` and apply the limits.
@@ -156,7 +160,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             source = self.files[split]
             if source is None or split in self.sources:
                 continue
-            rows, part_starts = load_parts(source, self.columns(split))
+            rows, part_starts = load_parts(source, self.columns(split), self.row_form(split))
             if split == "train":
                 self._part_starts = part_starts
             if self.tokenizer is None:
@@ -230,14 +234,20 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         Raises:
             ConfigError: a response is longer and `overlong_prompts` is "error", or no row is left.
         """
+        return self.within_limits(prompts.rows, prompts.kept, response_lengths, max_response_tokens)
+
+    def within_limits(
+        self, rows: PromptRows, kept: np.ndarray, response_lengths: np.ndarray, max_response_tokens: int
+    ) -> np.ndarray:
+        """Return those of the `kept` rows with responses within the limit; see `rows_within_limits`."""
         short = within_limit(
-            prompts.rows,
+            rows,
             response_lengths,
             option="max_response_tokens",
             limit=max_response_tokens,
             overlong=self.overlong_prompts,
         )
-        kept = np.intersect1d(prompts.kept, short, assume_unique=True)
+        kept = np.intersect1d(kept, short, assume_unique=True)
         if not len(kept):
             raise ConfigError(
                 f"every row is longer than max_prompt_tokens={self.max_prompt_tokens} or "

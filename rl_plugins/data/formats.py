@@ -8,41 +8,25 @@ makes the same checks as the data modules.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from rl_plugins.config.data import DataConfig
-from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Row, check_row
+from rl_plugins.data.content_parts import with_texts
+from rl_plugins.data.conversations import MESSAGES, conversation_row, texts_of
+from rl_plugins.data.dotted_keys import find
+from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Row, RowForm, check_row
 from rl_plugins.errors import RowError
 
 STEP_SEPARATOR = "\n"
 """Text at the end of every step of a response but the last, by default."""
 LABEL_KEY = "label"
 """Dotted key of the label of a judged response, if `data.label_key` is null."""
+MESSAGES_KEY = "messages"
+"""Dotted key of a conversation, if `data.messages_key` is null."""
 
 # Values under dotted keys -----------------------------------------------------------------------------------------
-
-
-def find(row: Row, key: str, option: str, location: str) -> Any:
-    """Return the value under a dotted key.
-
-    Args:
-        row: the row.
-        key: the dotted key.
-        option: name of the option that gives the key, for the message.
-        location: file and number of the row, for the message.
-
-    Raises:
-        RowError: the row has no such key.
-    """
-    value: Any = row
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            present = ", ".join(map(str, value)) if isinstance(value, Mapping) else "no further keys"
-            raise RowError(location, f"{option}={key!r}", f"leads nowhere at {part!r}; there is {present}")
-        value = value[part]
-    return value
 
 
 def find_text(row: Row, key: str, option: str, location: str) -> str:
@@ -185,20 +169,30 @@ class Format:
         columns: names of the columns every row must have.
         read: function that reads the values beside the prompt. It raises a RowError if a value is missing or wrong.
         responses: function of the values of `read`; returns each response as texts that are tokenised one by one.
+        form: function that checks a row and returns the row in the form of all other functions; None for `check_row`.
     """
 
     columns: Sequence[str]
     read: Callable[[Row, DataConfig, str], Any]
     responses: Callable[[Any], Sequence[Sequence[str]]]
+    form: Callable[[Row, DataConfig, str], Row] | None = None
 
-    def check(self, row: Row, keys: DataConfig, location: str) -> None:
-        """Check a row.
+    def form_of(self, keys: DataConfig) -> RowForm | None:
+        """Return the form of the rows for `load_rows`; None for rows with prompts."""
+        form = self.form
+        return None if form is None else lambda row, location: form(row, keys, location)
+
+    def checked(self, row: Row, keys: DataConfig, location: str) -> Row:
+        """Check a row, and return the row with texts in its messages.
 
         Raises:
             RowError: the row is malformed. The message names the location, the field and the reason.
         """
+        if self.form is not None:
+            return self.form(row, keys, location)
         check_row(row, location, self.columns)
         self.read(row, keys, location)
+        return with_texts(row)
 
 
 FORMATS = {
@@ -207,6 +201,14 @@ FORMATS = {
         UNSCORED_COLUMNS,
         lambda row, keys, location: find_text(row, keys.response_key, "response_key", location),
         lambda response: [[response]],
+    ),
+    "conversations": Format(
+        (),
+        lambda row, keys, location: row[MESSAGES],
+        lambda messages: [[text for message in messages for text in texts_of(message)]],
+        lambda row, keys, location: conversation_row(
+            row, MESSAGES_KEY if keys.messages_key is None else keys.messages_key, keys.tools_key, location
+        ),
     ),
     "preferences": Format(
         UNSCORED_COLUMNS,
@@ -226,4 +228,6 @@ FORMATS = {
         lambda labelled: [separated_steps(labelled[0])],
     ),
 }
-"""Prompts without responses; responses to learn; pairs; single judged responses; responses in labelled steps."""
+"""Prompts without responses; responses to learn; whole conversations; pairs; single judged responses; responses in
+labelled steps.
+"""

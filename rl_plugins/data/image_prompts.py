@@ -219,13 +219,14 @@ class ImagePromptEncoder:
         Raises:
             RowError: a response has such a token.
         """
-        ids = set(self.image_token_ids)
         for number, response in enumerate(response_ids):
-            if ids & set(response):
-                token = self.tokenizer.convert_ids_to_tokens(min(ids & set(response)))
-                raise RowError(
-                    rows.location(number), "response", f"it has the token {token}, the place of an image: remove it"
-                )
+            self.check_response(rows.location(number), response)
+
+    def check_response(self, location: str, response: Sequence[int]) -> None:
+        """Raise a RowError if a response has the token of an image."""
+        if found := set(self.image_token_ids) & set(response):
+            token = self.tokenizer.convert_ids_to_tokens(min(found))
+            raise RowError(location, "response", f"it has the token {token}, the place of an image: remove it")
 
     def encode(
         self, messages: Sequence[Mapping[str, Any]], images: Sequence[Image], template_options: Mapping[str, Any]

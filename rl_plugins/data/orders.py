@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from rl_plugins.config.data import MixturePart
-from rl_plugins.data.parquet import Paths, PromptRows, RowSource, load_rows
+from rl_plugins.data.parquet import Paths, PromptRows, RowForm, RowSource, load_rows
 from rl_plugins.errors import ConfigError
 
 # Last number of a seed: its purpose.
@@ -78,12 +78,13 @@ Source = Paths | RowSource | Mapping[str, MixturePart]
 """Training data: one file, several files, a data set, or the parts of a mixture by name."""
 
 
-def load_parts(source: Source, columns: Sequence[str]) -> tuple[PromptRows, list[int]]:
+def load_parts(source: Source, columns: Sequence[str], form: RowForm | None = None) -> tuple[PromptRows, list[int]]:
     """Load the rows of all parts, one part after the other.
 
     Args:
         source: the training data; data without parts is a single part.
         columns: names of the columns every row must have.
+        form: form of rows with other columns than prompts have.
 
     Returns:
         The rows, and the number of the first row of each part.
@@ -92,7 +93,7 @@ def load_parts(source: Source, columns: Sequence[str]) -> tuple[PromptRows, list
         ConfigError: see `load_rows`.
     """
     if not isinstance(source, Mapping):
-        return load_rows(source, columns), [0]
+        return load_rows(source, columns, form), [0]
     for name, part in source.items():
         if not isinstance(part, MixturePart):
             raise ConfigError(
@@ -100,7 +101,7 @@ def load_parts(source: Source, columns: Sequence[str]) -> tuple[PromptRows, list
                 "a list of rows, or MixturePart(files=[...]) under each name"
             )
     parts = cast(Mapping[str, MixturePart], source).values()
-    rows = load_rows([path for part in parts for path in part.paths], columns)
+    rows = load_rows([path for part in parts for path in part.paths], columns, form)
     sizes = [len(part.paths) for part in parts]
     return rows, [rows.origins[sum(sizes[:number])][1] for number in range(len(sizes))]
 

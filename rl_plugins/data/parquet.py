@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -37,6 +37,8 @@ _DAMAGED = (pa.ArrowException, OSError, ValueError, OverflowError)
 Row = Mapping[str, Any]
 FilePath = str | os.PathLike[str]
 Paths = FilePath | Sequence[FilePath]
+RowForm = Callable[[Row, str], Row]
+"""Function of a row and its location: checks the row, and returns the row with a column `prompt`."""
 
 
 def prompt_row(
@@ -149,12 +151,13 @@ class PromptRows:
         return name, f"{name}, row {number - first}"
 
 
-def load_rows(source: Paths | RowSource, columns: Sequence[str] = COLUMNS) -> PromptRows:
+def load_rows(source: Paths | RowSource, columns: Sequence[str] = COLUMNS, form: RowForm | None = None) -> PromptRows:
     """Open one parquet file, several files, or a data set, and check the columns of every row.
 
     Args:
         source: path of a file, paths of several files, or a data set.
         columns: names of the columns every row must have.
+        form: form of rows with other columns than prompts have; `columns` is empty then.
 
     Raises:
         ConfigError: a file or a column is missing, a row is malformed, or a data set has no length. The message names
@@ -162,7 +165,7 @@ def load_rows(source: Paths | RowSource, columns: Sequence[str] = COLUMNS) -> Pr
         StorageError: the disk with the folder for temporary files is full.
     """
     if isinstance(source, str | os.PathLike):
-        return _open_files([source], columns)
+        return _open_files([source], columns, form)
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise ConfigError(
             f"the data set (data.dataset of a recipe) is a {type(source).__name__}, without a length or without a row "
@@ -172,14 +175,12 @@ def load_rows(source: Paths | RowSource, columns: Sequence[str] = COLUMNS) -> Pr
     if len(source) == 0:
         raise ConfigError("there are no prompts: name at least one parquet file, or a data set with rows")
     if isinstance(source, Sequence) and all(isinstance(entry, str | os.PathLike) for entry in source):
-        return _open_files(cast(Sequence[FilePath], source), columns)
+        return _open_files(cast(Sequence[FilePath], source), columns, form)
     rows = cast(RowSource, source)
     name, names = type(rows).__name__, dict.fromkeys(columns)
     for number in range(len(rows)):
-        row = rows[number]
-        check_row(row, f"{name}, row {number}", columns)
-        names |= dict.fromkeys(with_texts(row))
-    return PromptRows(RowsWithTexts(rows), [(name, 0)], list(names), of_files=False)
+        names |= dict.fromkeys(_checked(rows[number], f"{name}, row {number}", columns, form))
+    return PromptRows(_served(rows, form), [(name, 0)], list(names), of_files=False)
 
 
 def check_row(row: object, location: str, columns: Sequence[str] = COLUMNS) -> None:
@@ -304,25 +305,37 @@ class ParquetRows:
         )
 
 
-def _open_files(paths: Sequence[FilePath], columns: Sequence[str]) -> PromptRows:
+def _open_files(paths: Sequence[FilePath], columns: Sequence[str], form: RowForm | None) -> PromptRows:
     rows, origins, names = MappedRows(), [], dict.fromkeys(columns)
     for path in map(Path, paths):
         origins.append((str(path), len(rows)))
         file = ParquetRows(path, columns)
-        names |= dict.fromkeys(file.schema.names)
-        rows.append_file(_checked_batches(file, columns, names), file.schema)
-    return PromptRows(RowsWithTexts(rows), origins, list(names), of_files=True)
+        names |= dict.fromkeys(file.schema.names if form is None else ())
+        rows.append_file(_checked_batches(file, columns, names, form), file.schema)
+    return PromptRows(_served(rows, form), origins, list(names), of_files=True)
 
 
-def _checked_batches(file: ParquetRows, columns: Sequence[str], names: dict[str, None]) -> Iterator[pa.RecordBatch]:
+def _checked_batches(
+    file: ParquetRows, columns: Sequence[str], names: dict[str, None], form: RowForm | None
+) -> Iterator[pa.RecordBatch]:
     """Yield the batches of a file after a check of each row. Parts of messages may add the column of images."""
     number = 0
     for batch, rows in file.batches():
         for row in rows:
-            check_row(row, f"{file.path}, row {number}", columns)
-            names |= dict.fromkeys(with_texts(row))
+            names |= dict.fromkeys(_checked(row, f"{file.path}, row {number}", columns, form))
             number += 1
         yield batch
+
+
+def _checked(row: Row, location: str, columns: Sequence[str], form: RowForm | None) -> Row:
+    if form is not None:
+        return form(row, location)
+    check_row(row, location, columns)
+    return with_texts(row)
+
+
+def _served(rows: RowSource, form: RowForm | None) -> RowsWithTexts:
+    return RowsWithTexts(rows) if form is None else RowsWithTexts(rows, lambda row: form(row, "row"))
 
 
 def _described(value: object) -> str:

@@ -210,14 +210,25 @@ class PlainTexts:
             TokenizerRefusal: the tokenizer cannot encode the text.
         """
         ids: list[int] = []
-        for position, part in enumerate(_MARKS.split(text)):
-            is_mark = position % 2 == 1
-            if is_mark:
-                part = self._special[int(part)] if int(part) < len(self._special) else _MARK.format(part)
-            if part:
-                (of_part,) = encode_texts([part], self._tokenizer, split_special_tokens=is_mark)
-                ids += of_part
+        for _, part, is_mark in self.parts(text):
+            (of_part,) = encode_texts([part], self._tokenizer, split_special_tokens=is_mark)
+            ids += of_part
         return ids
+
+    def parts(self, text: str) -> Iterator[tuple[int, str, bool]]:
+        """Yield the parts of a text with marks: place of the part, the part in words, and True for a plain word."""
+        end = 0
+        for found in [*_MARKS.finditer(text), None]:
+            start = len(text) if found is None else found.start()
+            if start > end:
+                yield end, text[end:start], False
+            if found is not None:
+                number, end = int(found[1]), found.end()
+                yield start, self._special[number] if number < len(self._special) else _MARK.format(number), True
+
+    def ends_with_token(self, text: str) -> bool:
+        """Return True if a text of the chat template ends with a special token."""
+        return text.endswith(tuple(self._special))
 
 
 def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **options: bool) -> list[list[int]]:
@@ -231,8 +242,32 @@ def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **opt
     Raises:
         TokenizerRefusal: the tokenizer cannot encode a text.
     """
+    return [list(ids) for ids in _encoded(texts, tokenizer, **options)["input_ids"]]
+
+
+def encode_with_places(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **options: bool
+) -> list[tuple[list[int], list[int]]]:
+    """Return the token ids of each text, and the place in the text at which each token begins.
+
+    White space before a token that no token has belongs to the token.
+
+    Raises:
+        TokenizerRefusal: the tokenizer cannot encode a text.
+    """
+    found, encoded = [], _encoded(texts, tokenizer, return_offsets_mapping=True, **options)
+    for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        places, end = [], 0
+        for start, stop in offsets:
+            places.append(min(start, end))
+            end = max(end, stop)
+        found.append((list(ids), places))
+    return found
+
+
+def _encoded(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **options: bool) -> Mapping[str, Any]:
     try:
-        encoded = tokenizer(list(texts), add_special_tokens=False, **options)
+        return tokenizer(list(texts), add_special_tokens=False, **options)
     # The library tokenizers raises plain exceptions.
     except Exception as error:
         if type(error) is not Exception:
@@ -241,7 +276,6 @@ def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **opt
             f"the tokenizer {tokenizer.name_or_path!r} cannot encode the text ({error}): change the text, or give the "
             "tokenizer a token for unknown characters (unk_token)"
         ) from None
-    return [list(ids) for ids in encoded["input_ids"]]
 
 
 def encode_prompts(

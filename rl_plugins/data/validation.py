@@ -17,7 +17,6 @@ import numpy as np
 
 from rl_plugins.config.data import DataConfig
 from rl_plugins.data.chat_template import TemplateCheck, TemplateRefusal, refused_messages
-from rl_plugins.data.content_parts import with_texts
 from rl_plugins.data.formats import FORMATS
 from rl_plugins.data.image_prompts import ImagePromptEncoder, has_image_processor, tokenizer_of
 from rl_plugins.data.images import IMAGES, check_places, has_images, in_parts, read_images
@@ -238,8 +237,7 @@ def _good_rows(
             number = findings.rows[path]
             findings.rows[path] += 1
             try:
-                FORMATS[kind].check(row, keys, path)
-                plain = with_texts(row)
+                plain = FORMATS[kind].checked(row, keys, path)
                 check.check(LocatedRow(plain, path, Path(path).parent))
             except RowError as error:
                 findings.bad_rows.append(BadRow(path, number, error.field, error.reason))

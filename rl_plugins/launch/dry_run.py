@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.judge import asks_engine, with_engines
 from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
-from rl_plugins.errors import ConfigError, RowError
+from rl_plugins.errors import ConfigError
 from rl_plugins.launch.agent_environment import check_agent
 from rl_plugins.launch.instantiation import training_data
+from rl_plugins.launch.measured_rows import MeasuredRows, options_in_errors
 from rl_plugins.launch.stateful_environment import check_stateful
 from rl_plugins.launch.tool_environment import check_tools
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
-    from rl_plugins.data.chat_template import Messages
     from rl_plugins.data.image_prompts import ImagePromptEncoder
+    from rl_plugins.data.orders import Source
     from rl_plugins.data.parquet import PromptRows, Row
     from rl_plugins.rewards.records import Message
     from rl_plugins.rewards.trial import RewardTrial
 
-_ROWS_MEASURED = 1000
-# Name of an argument with a dotted key; the option has the same name in the group `data`.
-_KEY = re.compile(r"\b\w+_key=")
 # A response without an answer, so that an environment replies.
 _NO_ANSWER = "?"
 _NO_SERVER = "http://127.0.0.1:9/v1"
@@ -42,12 +37,9 @@ def set_steps(config: RecipeConfig) -> None:
     Raises:
         ConfigError: the training data is missing.
     """
-    from rl_plugins.data.formats import FORMATS
-    from rl_plugins.data.orders import load_parts
-
     if (epochs := config.run.epochs) is None:
         return
-    rows, _ = load_parts(training_data(config), FORMATS[kinds_of(config)[0]].columns)
+    rows, _ = _loaded(training_data(config), kinds_of(config)[0], config)
     config.run.steps = max(1, round(epochs * (len(rows) // config.prompts_drawn)))
 
 
@@ -65,17 +57,15 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     import numpy as np
 
     from rl_plugins.data.curriculum import Curriculum
-    from rl_plugins.data.formats import FORMATS
     from rl_plugins.data.images import any_has_images
-    from rl_plugins.data.orders import build_mixture, load_parts
-    from rl_plugins.data.parquet import load_rows
+    from rl_plugins.data.orders import build_mixture
     from rl_plugins.model_json import reads_images
     from rl_plugins.models.folder import check_model_type
 
     data, needed = config.data, config.prompts_drawn
     source = training_data(config)
     train_kind, val_kind = kinds_of(config)
-    train, firsts = load_parts(source, FORMATS[train_kind].columns)
+    train, firsts = _loaded(source, train_kind, config)
     if len(train) < needed:
         raise ConfigError(
             f"the training data has {len(train)} rows, fewer than {config.size_of_step}. Lower "
@@ -86,16 +76,16 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
         mixture = build_mixture(source, firsts, len(train), **size)
         if data.curriculum.share:
             Curriculum(mixture, data.curriculum, kept=np.arange(len(train)), **size)
-    training = _Rows(train, train_kind, needed, config)
+    training = MeasuredRows(train, train_kind, needed, config)
     validation = None
     if data.val_files:
-        validation = _Rows(load_rows(data.val_files, FORMATS[val_kind].columns), val_kind, 1, config)
+        validation = MeasuredRows(_loaded(data.val_files, val_kind, config)[0], val_kind, 1, config)
         _warn_of_shared_prompts(config, train, validation.rows)
     # The reward scores the responses to these rows.
     first_of_source = _first_of_source(train) if config.stage in SAMPLING_STAGES else {}
     if config.teacher.paths and not config.teacher.weights:
         _check_teachers(config, first_of_source)
-    if validation and config.generates:
+    if validation and config.generates and not config.validates_on_responses:
         for name, row in _first_of_source(validation.rows).items():
             first_of_source.setdefault(name, row)
     # Loads transformers.
@@ -115,6 +105,15 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
         if with_images:
             _check_images_are_read(config, models)
         rows.check_lengths(tokenizer, template_options, _image_prompts(config) if with_images else None)
+
+
+def _loaded(source: Source, kind: str, config: RecipeConfig) -> tuple[PromptRows, list[int]]:
+    """Return the rows of a format, and the number of the first row of each part; see `load_parts`."""
+    from rl_plugins.data.formats import FORMATS
+    from rl_plugins.data.orders import load_parts
+
+    with options_in_errors():
+        return load_parts(source, FORMATS[kind].columns, FORMATS[kind].form_of(config.data))
 
 
 def _warn_of_shared_prompts(config: RecipeConfig, train: PromptRows, held_out: PromptRows) -> None:
@@ -171,7 +170,8 @@ def _policy_folder(config: RecipeConfig) -> Path:
 def kinds_of(config: RecipeConfig) -> tuple[str, str]:
     """Return the names of the formats (`FORMATS`) of training rows and of validation rows."""
     if config.stage == "sft":
-        return "sft", "prompts"
+        kind = "sft" if config.data.messages_key is None else "conversations"
+        return kind, kind if config.validates_on_responses else "prompts"
     if config.stage not in GIVEN_RESPONSE_STAGES:
         return "prompts", "prompts"
     kind = "judged" if config.data.label_key is not None else "preferences"
@@ -325,137 +325,3 @@ def _check_replies(config: RecipeConfig, replies: Iterable[Message], tokenizer: 
         turns = TurnTokenizer(tokenizer, config.data.chat_template_kwargs)
         for reply in replies:
             turns.tokens([reply], tokenizer.eos_token_id, config.environment.max_observation_tokens)
-
-
-class _Rows:
-    """Rows of training or of validation.
-
-    Args:
-        rows: the rows.
-        kind: name of their format.
-        needed: smallest number of rows with a prompt and responses within the limits.
-        config: configuration of the run.
-
-    Raises:
-        ConfigError: a value beside the prompt is missing or wrong.
-    """
-
-    def __init__(self, rows: PromptRows, kind: str, needed: int, config: RecipeConfig) -> None:
-        from rl_plugins.data.formats import FORMATS
-
-        self.rows, self._format, self._needed, self._config = rows, FORMATS[kind], needed, config
-        self._limits = {"data.max_prompt_tokens": config.data.max_prompt_tokens}
-        # Characters of the longest response of each row.
-        self._response_characters: list[int] = []
-        if kind == "prompts":
-            return
-        self._limits["sampling.max_tokens"] = config.sampling.max_tokens
-        for number, row in enumerate(rows):
-            responses = self._responses(row, rows.location(number))
-            self._response_characters.append(max(sum(map(len, texts)) for texts in responses))
-
-    def _responses(self, row: Row, location: str) -> Sequence[Sequence[str]]:
-        try:
-            return self._format.responses(self._format.read(row, self._config.data, location))
-        except RowError as error:
-            named = (_KEY.sub(r"data.\g<0>", text) for text in (error.field, error.reason))
-            raise RowError(error.where, *named) from None
-
-    def check_lengths(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        template_options: Mapping[str, Any],
-        images: ImagePromptEncoder | None = None,
-    ) -> None:
-        """Try the chat template on every order of roles, and measure texts in tokens.
-
-        To limit the time for a large data set, with `data.overlong_prompts=filter` only the shortest rows are measured,
-        until enough rows are within the limits; with `error`, only the rows with the most characters.
-
-        Args:
-            tokenizer: tokenizer of the policy.
-            template_options: further variables of its chat template.
-            images: maker of prompts with images; None if no row has images.
-
-        Raises:
-            ConfigError: the tokenizer changes all texts, the template refuses messages, too few rows are within the
-                limits, or a row is too long.
-        """
-        import numpy as np
-
-        from rl_plugins.data.chat_template import accepted_messages
-        from rl_plugins.data.tokenization import check_round_trip, within_limit
-
-        self._template_options, self._images = template_options, images
-        accepted: Iterator[Messages] = (
-            accepted_messages(self.rows, tokenizer, template_options)
-            if images is None
-            else (row.columns["prompt"] for row in images.accepted_rows(self.rows, template_options))
-        )
-        check_round_trip(tokenizer, (row["prompt"] for row in self.rows))
-        characters = np.asarray([
-            list(map(_characters, accepted)),
-            *([self._response_characters] if self._response_characters else []),
-        ])  # fmt: skip
-        lengths = np.zeros_like(characters)
-
-        def measure(numbers: np.ndarray) -> None:
-            for one, measured in zip(lengths, self._measured(numbers.tolist(), tokenizer), strict=True):
-                one[numbers] = measured
-
-        refuse = self._config.data.overlong_prompts == "error"
-        if refuse:
-            for of_text in characters:
-                measure(np.argsort(of_text, kind="stable")[-_ROWS_MEASURED:])
-        else:
-            limits, fitting = np.asarray(list(self._limits.values()))[:, None], 0
-            shortest = np.argsort(characters.sum(axis=0), kind="stable")
-            for first in range(0, len(shortest), _ROWS_MEASURED):
-                numbers = shortest[first : first + _ROWS_MEASURED]
-                measure(numbers)
-                fitting += int((lengths[:, numbers] <= limits).all(axis=0).sum())
-                if fitting >= self._needed:
-                    return
-        for (option, limit), of_text in zip(self._limits.items(), lengths, strict=True):
-            within_limit(self.rows, of_text, option=option, limit=limit, overlong="error" if refuse else "filter")
-        if not refuse:
-            options = " and ".join(f"{option}={limit}" for option, limit in self._limits.items())
-            raise ConfigError(
-                f"{fitting} of {len(self.rows)} rows are within {options}, fewer than "
-                f"{self._config.size_of_step}: raise a limit, lower batch.prompts_per_step, or add data"
-            )
-
-    def _measured(self, numbers: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[int]]:
-        """Yield the tokens of each prompt, then of each longest response."""
-        from rl_plugins.data.tokenization import TokenizerRefusal, tokenize_prompts
-
-        if self._images is None:
-            prompts = (self.rows.rows[number]["prompt"] for number in numbers)
-            try:
-                lengths: list[int] = tokenize_prompts(prompts, tokenizer, self._template_options).lengths.tolist()
-            except TokenizerRefusal as refusal:
-                place = self.rows.location(numbers[refusal.number])
-                raise RowError(place, "column 'prompt'", str(refusal)) from None
-            yield lengths
-        else:
-            rows = map(self.rows.located, numbers)
-            # A row that is left out has no tokens. To count the others, the row is too long.
-            left_out = 0 if self._config.data.overlong_prompts == "error" else sys.maxsize
-            yield [len(self._images.encode_row(row, self._template_options)) or left_out for row in rows]
-        if self._response_characters:
-            yield [self._tokens_of_longest_response(number, tokenizer) for number in numbers]
-
-    def _tokens_of_longest_response(self, number: int, tokenizer: PreTrainedTokenizerBase) -> int:
-        from rl_plugins.data.tokenization import TokenizerRefusal, encode_texts
-
-        location = self.rows.location(number)
-        responses = self._responses(self.rows.rows[number], location)
-        try:
-            # The end of a response is one more token.
-            return 1 + max(sum(map(len, encode_texts(texts, tokenizer))) for texts in responses)
-        except TokenizerRefusal as refusal:
-            raise RowError(location, "response", str(refusal)) from None
-
-
-def _characters(messages: Iterable[Mapping[str, Any]]) -> int:
-    return sum(len(message["content"]) for message in messages)

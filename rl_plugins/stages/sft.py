@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the log-likelihood of given responses, and validation by generation."""
+"""Supervised fine-tuning: the log-likelihood of given responses; validation by generation, or by the same loss."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.aggregation import aggregate
@@ -27,6 +27,8 @@ from rl_plugins.strategies.contract import POLICY
 
 class SFT(Stage):
     """Maximises the log-likelihood of responses, averaged over the tokens of the global batch.
+
+    Of a conversation, the tokens of the policy count. Validation rows with responses give `val/loss`.
 
     Args:
         policy: see `Stage`.
@@ -57,15 +59,8 @@ class SFT(Stage):
 
     @override
     def training_step(self, batch: dict[str, list[Any]], batch_idx: int) -> None:
-        if not isinstance(batch, dict) or not {"prompt_ids", "response_ids"} <= batch.keys():
-            raise foreign_batch(batch, "SFTDataModule")
         start = time.perf_counter()
-        examples = Experience.from_responses(
-            batch["prompt_ids"],
-            batch["response_ids"],
-            self.tokenizer.pad_token_id,
-            image_inputs=batch.get(IMAGE_INPUTS),
-        )
+        examples = self._examples(batch)
         with self.strategy.phase_log.measure("update_policy"):
             self._loss = torch.zeros(())
             self.optimize(self._losses(examples))
@@ -74,13 +69,65 @@ class SFT(Stage):
         tokens = float(self.strategy.ranks.sum(examples.sequence_lengths.sum().double()))
         self.end_step({"train/loss": loss, "time/step": seconds, "tokens_per_s": tokens / seconds})
 
+    def _examples(self, batch: dict[str, list[Any]]) -> Experience:
+        if not isinstance(batch, dict) or not {"prompt_ids", "response_ids"} <= batch.keys():
+            raise foreign_batch(batch, "SFTDataModule")
+        return Experience.from_responses(
+            batch["prompt_ids"],
+            batch["response_ids"],
+            self.tokenizer.pad_token_id,
+            response_masks=batch.get("response_masks"),
+            image_inputs=batch.get(IMAGE_INPUTS),
+        )
+
     def _losses(self, examples: Experience) -> Iterator[MicroBatchLoss]:
         counts = self.passes.counts(examples.response_mask)
         micro_batches = self.passes.micro_batches(examples)
         for position, indices in enumerate(micro_batches):
-            micro = examples[indices].trimmed()
-            log_probs_BT = self.passes.log_probs(POLICY, micro, entropy=False).log_probs_BT
-            mask_BT = to_device(micro.response_mask, self.passes.device)
+            log_probs_BT, mask_BT = self._log_probs(examples, indices)
             loss = aggregate(-log_probs_BT, mask_BT, "token-mean", counts)
             self._loss = self._loss + loss.detach() / self.strategy.ranks.world_size
             yield loss, position == len(micro_batches) - 1
+
+    def _log_probs(self, examples: Experience, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-probs of a micro-batch, and the mask of tokens to learn, [B, T]."""
+        if len(indices):
+            micro = examples[indices].trimmed()
+        else:
+            # All ranks take part in every forward pass, also a rank with fewer samples.
+            micro = examples.placeholder(self.tokenizer.pad_token_id)
+            micro.response_mask = torch.zeros_like(micro.response_mask)
+        log_probs_BT = self.passes.log_probs(POLICY, micro, entropy=False).log_probs_BT
+        return log_probs_BT, to_device(micro.response_mask, self.passes.device)
+
+    # Validation -------------------------------------------------------------------------------------------------
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        # Sum of the losses of tokens, and number of tokens; None without rows with responses.
+        self._validated: Tensor | None = None
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not isinstance(batch, dict):
+            super().validation_step(batch, batch_idx)
+            return
+        examples = self._examples(batch)
+        sums = torch.zeros(2, dtype=torch.float64) if self._validated is None else self._validated
+        # Parameters gathered in inference mode cannot be trained afterwards.
+        with self.strategy.phase_log.measure("validate"), torch.inference_mode(False), torch.no_grad():
+            for indices in self.passes.log_prob_batches(examples):
+                log_probs_BT, mask_BT = self._log_probs(examples, indices)
+                # Tokens without a mask may have log-probs of -inf.
+                losses_BT = torch.where(mask_BT.bool(), -log_probs_BT, 0).double()
+                sums = sums + torch.stack([losses_BT.sum(), mask_BT.double().sum()]).cpu()
+        self._validated = sums
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        if self._validated is None:
+            super().on_validation_epoch_end()
+            return
+        total, tokens = self.strategy.ranks.sum(self._validated).tolist()
+        self.track_validation({"loss": total / tokens})

@@ -18,7 +18,8 @@ from typing import Any
 import pyarrow as pa
 
 from rl_plugins.config.data import DataConfig
-from rl_plugins.data.formats import FORMATS, find
+from rl_plugins.data.dotted_keys import find
+from rl_plugins.data.formats import FORMATS
 from rl_plugins.data.prepare.files import Record, read_records, read_saved, saved_splits
 from rl_plugins.data.reasoning import END_OF_THOUGHT, THINK, without_reasoning
 from rl_plugins.errors import ConfigError, RowError
@@ -165,7 +166,7 @@ class Conversion:
         }
         if kind == "prompts" and truth is None:
             raise RowError(location, f"--ground-truth={self.names.ground_truth!r}", "holds nothing (null)")
-        FORMATS[kind].check(row, self._keys, location)
+        FORMATS[kind].checked(row, self._keys, location)
         if kind == "steps":
             row["labels"] = [None if label is None else float(label) for label in row["labels"]]
         return row
