@@ -1,9 +1,9 @@
 """Token ids of whole conversations in the chat template, with a mask of the policy's turns.
 
 A turn begins where the template begins the policy's turn after the messages before, and ends with the end-of-turn
-token. So the policy learns each turn behind the text that the policy reads before this turn in a rollout. A template may
-write a turn otherwise once messages follow, for example without its reasoning. Such a turn is refused, or gets a sample
-of its own, which ends with the turn.
+token. So the policy learns each turn behind the text that the policy reads before this turn in a rollout. A template
+may write a turn otherwise once messages follow, for example without its reasoning. Such a turn is refused, or gets a
+sample of its own, which ends with the turn.
 """
 
 from __future__ import annotations
@@ -37,12 +37,10 @@ class ConversationSample(NamedTuple):
     Attributes:
         ids: token ids.
         mask: 1 for each token of a turn to learn, else 0.
-        opening: number of tokens before the first turn of the policy.
     """
 
     ids: list[int]
     mask: list[int]
-    opening: int
 
 
 class _Turn(NamedTuple):
@@ -58,7 +56,6 @@ class _Text:
     """Text of a sample, and the places of the turns to learn."""
 
     text: str
-    opening: int
     turns: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -79,8 +76,8 @@ class ConversationTokenizer:
         self._tokenizer = tokenizer_of(processor)
         if not self._tokenizer.is_fast:
             raise ConfigError(
-                f"the tokenizer {self._tokenizer.name_or_path!r} is no fast tokenizer, and does not say which part of a "
-                "conversation is in a token: use a model with a tokenizer.json"
+                f"the tokenizer {self._tokenizer.name_or_path!r} is no fast tokenizer, so the tokens of a turn are "
+                "unknown: use a model with a tokenizer.json"
             )
         self._texts, self._has_parts = PlainTexts(self._tokenizer), has_image_processor(processor)
         self._words: dict[bool, set[str]] = {}
@@ -126,7 +123,7 @@ class ConversationTokenizer:
                         "otherwise once messages follow, for example without its reasoning: set split_conversations "
                         "(in a recipe: data.split_conversations=true), which makes it a sample of its own",
                     )
-                sample = _Text(turn.text, turns[0].start)
+                sample = _Text(turn.text)
                 samples.append(sample)
             sample.turns.append((turn.start, turn.end))
         return samples
@@ -226,7 +223,13 @@ def _sample(text: _Text, ids: list[int], places: list[int]) -> ConversationSampl
     for turn in text.turns:
         first, last = (bisect_left(places, place) for place in turn)
         mask[first:last] = [1] * (last - first)
-    return ConversationSample(ids, mask, bisect_left(places, text.opening))
+    return ConversationSample(ids, mask)
+
+
+def lengths_of(samples: Sequence[ConversationSample]) -> tuple[int, int]:
+    """Return the tokens of a conversation before the first turn of the policy, and from this turn on."""
+    before = min(sample.mask.index(1) for sample in samples)
+    return before, max(len(sample.ids) for sample in samples) - before
 
 
 # Samples of a row as one list of numbers --------------------------------------------------------------------------

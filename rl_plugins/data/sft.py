@@ -9,7 +9,7 @@ import numpy as np
 from typing_extensions import override
 
 from rl_plugins.config.settings import AT_LEAST_1, check_ranges
-from rl_plugins.data.conversation_tokens import ConversationTokenizer, packed_samples, unpacked_samples
+from rl_plugins.data.conversation_tokens import ConversationTokenizer, lengths_of, packed_samples, unpacked_samples
 from rl_plugins.data.conversations import conversation_row
 from rl_plugins.data.datamodule import StepDataModule, StepOptions
 from rl_plugins.data.formats import find_text
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SFTBatch = dict[str, list[Any]]
-_CHUNK = 1024
+_CHUNK = 64
 
 
 class SFTDataModule(StepDataModule[SFTBatch]):
@@ -124,15 +124,14 @@ class SFTDataModule(StepDataModule[SFTBatch]):
                 for (_, location), samples in zip(located, encoder.encode(located), strict=True):
                     if self.images is not None:
                         self.images.check_response(location, samples[0].ids)
-                    opening = samples[0].opening
-                    lengths.append((opening, max(len(sample.ids) - sample.opening for sample in samples)))
+                    lengths.append(lengths_of(samples))
                     yield packed_samples(samples)
 
         conversations = MappedLists(packed())
-        openings, responses = np.asarray(lengths, dtype=np.int64).T
+        prompts, responses = np.asarray(lengths, dtype=np.int64).T
         kept = within_limit(
             rows,
-            openings,
+            prompts,
             option="max_prompt_tokens",
             limit=self.max_prompt_tokens,
             overlong=self.overlong_prompts,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rl_plugins.config.data import DataConfig
-from rl_plugins.data.conversation_tokens import ConversationTokenizer
+from rl_plugins.data.conversation_tokens import ConversationTokenizer, lengths_of
 from rl_plugins.data.conversations import CALLS, MESSAGES, REASONING, TOOLS
 from rl_plugins.data.image_prompts import Processor
 from rl_plugins.data.parquet import PromptRows, Row
@@ -45,10 +45,7 @@ class TriedConversations:
     def lengths(self, numbers: Sequence[int]) -> np.ndarray:
         """Return the tokens before the first reply, and the tokens from the first reply on, of some rows [2, N]."""
         located = [(self._rows.rows[number], self._rows.location(number)) for number in numbers]
-        lengths = [
-            (samples[0].opening, max(len(sample.ids) - sample.opening for sample in samples))
-            for samples in self._tokenizer.encode(located)
-        ]
+        lengths = list(map(lengths_of, self._tokenizer.encode(located)))
         return np.asarray(lengths, dtype=np.int64).reshape(-1, 2).T
 
 
