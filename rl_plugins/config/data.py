@@ -77,7 +77,7 @@ class DataConfig(Settings):
         messages_key: column of a whole conversation, such as `messages`, in rows for SFT, in place of a prompt and a
             response; null if there is none.
         tools_key: column of the JSON schemas of the tools of a conversation; rows may lack the column.
-        split_conversations: make a sample of its own of each reply that the chat template writes otherwise once
+        split_conversations: make a sample of its own of a reply if the chat template writes the reply otherwise once
             messages follow, for example without its reasoning; false refuses such conversations.
         validate_on: validation of SFT: `prompts` samples responses to prompts, for rewards; `responses` measures
             `val/loss` on rows like the training rows.

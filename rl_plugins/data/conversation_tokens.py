@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from rl_plugins.data.chat_template import TemplateRefusal, refused_messages, render
 from rl_plugins.data.conversations import ASSISTANT, CALLS, MESSAGES, REASONING, REASONING_KEYS, TOOLS, Message
 from rl_plugins.data.image_prompts import Processor, has_image_processor, tokenizer_of
@@ -25,7 +27,7 @@ from rl_plugins.data.tool_messages import check_shows_tools
 from rl_plugins.errors import ConfigError, RowError
 
 if TYPE_CHECKING:
-    from rl_plugins.data.parquet import Row
+    from rl_plugins.data.parquet import PromptRows, Row
 
 _NAMES = re.compile(r"[A-Za-z_]\w*")
 _COLUMN = "conversation"
@@ -230,6 +232,54 @@ def lengths_of(samples: Sequence[ConversationSample]) -> tuple[int, int]:
     """Return the tokens of a conversation before the first turn of the policy, and from this turn on."""
     before = min(sample.mask.index(1) for sample in samples)
     return before, max(len(sample.ids) for sample in samples) - before
+
+
+class TriedConversations:
+    """Conversations that the chat template takes.
+
+    A template treats conversations of one shape alike, so one row of each shape is tried.
+
+    Args:
+        rows: rows with conversations.
+        tokenizer: tokenizer of the policy, or processor of a vision-language model.
+        template_options: further variables of its chat template.
+        split: see `ConversationTokenizer`.
+
+    Raises:
+        RowError: the chat template refuses a conversation.
+    """
+
+    def __init__(
+        self, rows: PromptRows, tokenizer: Processor, template_options: Mapping[str, Any], *, split: bool
+    ) -> None:
+        self._rows = rows
+        self._tokenizer = ConversationTokenizer(tokenizer, template_options, split=split)
+        tried = set[tuple[object, ...]]()
+        for number, row in enumerate(rows):
+            shape = _shape(row)
+            if shape not in tried:
+                self._tokenizer.encode([(row, rows.location(number))])
+                tried.add(shape)
+
+    def lengths(self, numbers: Sequence[int]) -> np.ndarray:
+        """Return the tokens before the first reply, and the tokens from the first reply on, of some rows [2, N]."""
+        located = [(self._rows.rows[number], self._rows.location(number)) for number in numbers]
+        lengths = list(map(lengths_of, self._tokenizer.encode(located)))
+        return np.asarray(lengths, dtype=np.int64).reshape(-1, 2).T
+
+
+def _shape(row: Row) -> tuple[object, ...]:
+    """Return everything in a conversation by which templates choose a branch."""
+    return row[TOOLS] is not None, *(
+        (
+            message["role"],
+            bool(message["content"].strip()),
+            END_OF_THOUGHT in message["content"],
+            REASONING in message,
+            len(message.get(CALLS, ())),
+        )
+        for message in row[MESSAGES]
+    )
 
 
 # Samples of a row as one list of numbers --------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def _text(content: object, name: str, location: str, field: str) -> str:
 
 
 def _call(entry: object, place: str, location: str, field: str) -> Message:
-    """Return a call in the form `{type, id, function: {name, arguments}}` with arguments as a mapping."""
+    """Return a call in the form `{id, type, function: {name, arguments}}` with arguments as a mapping."""
     call = entry if isinstance(entry, Mapping) else {}
     function = call.get("function", call)
     arguments = function.get("arguments", {}) if isinstance(function, Mapping) else None
@@ -146,14 +146,14 @@ def _call(entry: object, place: str, location: str, field: str) -> Message:
             "correct or remove the row",
         )
     identity = {"id": call["id"]} if "id" in call else {}
-    return {"type": "function", **identity, "function": {"name": function["name"], "arguments": dict(arguments)}}
+    return {**identity, "type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
 
 
 def _check_order(messages: Sequence[Message], location: str, field: str) -> None:
     """Check the roles of neighbouring messages."""
     roles = [message["role"] for message in messages]
     if ASSISTANT not in roles:
-        raise RowError(location, field, f"no message has the role {ASSISTANT!r}, so nothing can be learnt: remove it")
+        raise RowError(location, field, f"no message has the role {ASSISTANT!r}, so there is no reply: remove the row")
     if roles[0] == ASSISTANT:
         raise RowError(location, field, "message 0 is the policy's: begin with a message of the system or the user")
     if roles[-1] != ASSISTANT:
@@ -163,12 +163,12 @@ def _check_order(messages: Sequence[Message], location: str, field: str) -> None
             f"the last message has the role {roles[-1]!r}: end the conversation with a reply of the role {ASSISTANT!r}",
         )
     for number, (before, role) in enumerate(pairwise(roles), 1):
-        if role == TOOL and before != TOOL and CALLS not in messages[number - 1]:
+        if role == TOOL and before not in (ASSISTANT, TOOL):
             raise RowError(
                 location,
                 field,
-                f"message {number} has the role {TOOL!r}, and message {number - 1} has no {CALLS}: write the call as "
-                f"{CALLS}, or give the result the role 'user'",
+                f"message {number} has the role {TOOL!r} behind a message of the role {before!r}: a result of a tool "
+                "follows the call of the policy, so correct or remove the row",
             )
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.judge import asks_engine, with_engines
-from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
+from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.agent_environment import check_agent
 from rl_plugins.launch.instantiation import training_data
-from rl_plugins.launch.measured_rows import MeasuredRows, options_in_errors
+from rl_plugins.launch.measured_rows import MeasuredRows, kinds_of, options_in_errors
 from rl_plugins.launch.stateful_environment import check_stateful
 from rl_plugins.launch.tool_environment import check_tools
 
@@ -112,8 +112,14 @@ def _loaded(source: Source, kind: str, config: RecipeConfig) -> tuple[PromptRows
     from rl_plugins.data.formats import FORMATS
     from rl_plugins.data.orders import load_parts
 
-    with options_in_errors():
-        return load_parts(source, FORMATS[kind].columns, FORMATS[kind].form_of(config.data))
+    try:
+        with options_in_errors():
+            return load_parts(source, FORMATS[kind].columns, FORMATS[kind].form_of(config.data))
+    except ConfigError as error:
+        if config.stage != "sft" or "column 'prompt' is missing" not in str(error):
+            raise
+        option = "data.messages_key" if config.data.messages_key is None else "data.validate_on=responses"
+        raise ConfigError(f"{error}. For conversations, use {option}") from None
 
 
 def _warn_of_shared_prompts(config: RecipeConfig, train: PromptRows, held_out: PromptRows) -> None:
@@ -165,19 +171,6 @@ def _policy_folder(config: RecipeConfig) -> Path:
 
     model = config.model
     return Path(model_folder(model.path, option="model.path", weights=False, trust_remote_code=model.trust_remote_code))
-
-
-def kinds_of(config: RecipeConfig) -> tuple[str, str]:
-    """Return the names of the formats (`FORMATS`) of training rows and of validation rows."""
-    if config.stage == "sft":
-        kind = "sft" if config.data.messages_key is None else "conversations"
-        return kind, kind if config.validates_on_responses else "prompts"
-    if config.stage not in GIVEN_RESPONSE_STAGES:
-        return "prompts", "prompts"
-    kind = "judged" if config.data.label_key is not None else "preferences"
-    if config.loss.name == "process_reward":
-        kind = "steps"
-    return kind, "prompts" if config.generates else kind
 
 
 def _check_teachers(config: RecipeConfig, sources: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Rows of training or of validation before a run: values beside the prompt, and lengths in tokens."""
+"""Rows of training or of validation before a run: format, values beside the prompt, and lengths in tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, RecipeConfig
 from rl_plugins.errors import ConfigError, RowError
 
 if TYPE_CHECKING:
@@ -22,6 +22,19 @@ if TYPE_CHECKING:
 _ROWS_MEASURED = 1000
 # Name of an argument with a dotted key; the option has the same name in the group `data`.
 _KEY = re.compile(r"\b\w+_key=")
+
+
+def kinds_of(config: RecipeConfig) -> tuple[str, str]:
+    """Return the names of the formats (`FORMATS`) of training rows and of validation rows."""
+    if config.stage == "sft":
+        kind = "sft" if config.data.messages_key is None else "conversations"
+        return kind, kind if config.validates_on_responses else "prompts"
+    if config.stage not in GIVEN_RESPONSE_STAGES:
+        return "prompts", "prompts"
+    kind = "judged" if config.data.label_key is not None else "preferences"
+    if config.loss.name == "process_reward":
+        kind = "steps"
+    return kind, "prompts" if config.generates else kind
 
 
 @contextmanager
@@ -93,8 +106,8 @@ class MeasuredRows:
         import numpy as np
 
         from rl_plugins.data.chat_template import accepted_messages
+        from rl_plugins.data.conversation_tokens import TriedConversations
         from rl_plugins.data.tokenization import check_round_trip, within_limit
-        from rl_plugins.launch.conversation_check import TriedConversations
 
         self._template_options, self._images = template_options, images
         accepted: Iterator[Messages] = (
@@ -104,7 +117,9 @@ class MeasuredRows:
         )
         check_round_trip(tokenizer, (row["prompt"] for row in self.rows))
         if self._are_conversations:
-            self._conversations = TriedConversations(self.rows, tokenizer, template_options, self._config.data)
+            self._conversations = TriedConversations(
+                self.rows, tokenizer, template_options, split=self._config.data.split_conversations
+            )
         characters = np.asarray([
             list(map(_characters, accepted)),
             *([self._response_characters] if self._response_characters else []),

@@ -363,7 +363,7 @@ def _check_data_files(config: RecipeConfig, is_made_later: Callable[[str], bool]
     """Open the data files, which fails for a missing file or a missing column."""
     from rl_plugins.data.formats import FORMATS
     from rl_plugins.data.parquet import ParquetRows
-    from rl_plugins.launch.dry_run import kinds_of
+    from rl_plugins.launch.measured_rows import kinds_of
 
     data = config.data
     for paths, kind in zip((data.training_files, data.val_files), kinds_of(config), strict=True):

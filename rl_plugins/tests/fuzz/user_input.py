@@ -46,6 +46,13 @@ _ROW: dict[str, Any] = {
     "reward_model": {"style": "rule", "ground_truth": "42"},
     "extra_info": {"index": 0, "steps": ["1", "2"], "labels": [1.0, None]},
     "chosen": "42", "rejected": "41", "margin": 0.5, "label": True,
+    "messages": [
+        {"role": "user", "content": "17+25="},
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": '{"a": 17}'}}]},
+        {"role": "tool", "content": "42", "tool_call_id": "c"},
+        {"role": "assistant", "content": "42", "reasoning": "add"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {}}}}}],
 }  # fmt: skip
 _KEYS = DataConfig(margin_key="margin")
 _MODEL = {
@@ -146,8 +153,8 @@ def _manifest_check(checkpoint: Path) -> Callable[[bytes], None]:
     return check
 
 
-def _row_check(kind: str) -> Callable[[Any], None]:
-    return lambda row: FORMATS[kind].check(row, _KEYS, "rows.parquet, row 3")
+def _row_check(kind: str) -> Callable[[Any], object]:
+    return lambda row: FORMATS[kind].checked(row, _KEYS, "rows.parquet, row 3")
 
 
 def _file_check(file: Path, check: Callable[[Path], object]) -> Callable[[bytes], None]:

@@ -36,6 +36,22 @@ UNUSED_IN_STAGES: dict[str, list[Case]] = {
         (["reference.update_every=5"], ["reference.update_every=5: stage=sft has no reference: leave it out"]),
         (["cost_model.path=model"], ["cost_model.path=", "not for sft: leave it out"]),
         (["++teacher.paths={a: model}"], ["teacher.paths=", "not for sft: leave it out"]),
+        (["data.split_conversations=true"], ["data.split_conversations=true: splits whole", "data.messages_key"]),
+        (
+            ["data.validate_on=responses", "run.keep_best=1", "run.eval_every=1"],
+            ["data.validate_on=responses has no run.best_metric=val/reward", "run.best_metric=val/loss"],
+        ),
+        (
+            ["data.validate_on=responses", "run.target_reward=0.5", "run.eval_every=1"],
+            ["run.target_reward=0.5: data.validate_on=responses has no val/reward"],
+        ),
+        (["data.messages_key=messages", "data.train_files=[train.parquet]"], ["data.messages_key='messages'"]),
+        (["data.train_files=[talks.parquet]"], ["column 'prompt' is missing", "For conversations, use data.messages"]),
+    ],
+    "grpo": [
+        (["data.messages_key=messages"], ["data.messages_key=messages: is for stage=sft, not for policy_optimization"]),
+        (["data.validate_on=responses"], ["data.validate_on=responses: is for stage=sft", "leave it out"]),
+        (["data.split_conversations=true"], ["data.split_conversations=true: is for stage=sft", "leave it out"]),
     ],
     "reward_modeling": [
         (

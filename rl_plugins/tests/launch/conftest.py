@@ -99,6 +99,8 @@ def workplace(tmp_path_factory) -> Path:
     write("system", [row(prompt=[system] * (number == 40) + row()["prompt"]) for number in range(64)])
     write("one_long", [row("1+" * 40)] + [row() for _ in range(63)])
     pairs = [row(chosen=f"{number}", rejected="no", margin=0.5, good=True) for number in range(40)]
+    talk = [{"role": "user", "content": "17+25="}, {"role": "assistant", "content": "42"}]
+    write("talks", [{"messages": talk}] * 33)
     write("pairs", [{key: value for key, value in pair.items() if key != "reward_model"} for pair in pairs])
     write("equal_pair", [*pairs[:33], pairs[0] | {"chosen": "no"}])
     write("pair_of_nulls", [*pairs[:33], pairs[0] | {"rejected": None}])
