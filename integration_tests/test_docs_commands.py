@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -117,6 +118,8 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("math", "code"):
         write_splits({name: [{**row, "data_source": name} for row in sums["train"]]}, folder)
     records = {split: [_asked(row) for row in rows] for split, rows in sums.items()}
+    talks = [{**row, "messages": [*row["prompt"], _reply(row)]} for row in sums["train"]]
+    write_splits(dict.fromkeys(("conversations", "held_out"), talks), folder)
     for split, asked in records.items():
         raw = [{"question": question, "answer": f"It is #### {answer}"} for question, answer in asked]
         _write_lines(folder / "raw" / "gsm8k" / f"{split}.jsonl", raw)
@@ -155,6 +158,10 @@ def _asked(row: dict[str, object]) -> tuple[str, str]:
     prompt, reward_model = row["prompt"], row["reward_model"]
     assert isinstance(prompt, list) and isinstance(reward_model, dict)
     return prompt[-1]["content"], reward_model["ground_truth"]
+
+
+def _reply(row: dict[str, Any]) -> dict[str, str]:
+    return {"role": "assistant", "content": row["reward_model"]["ground_truth"]}
 
 
 def _write_lines(file: Path, records: list[dict[str, str]]) -> None:
