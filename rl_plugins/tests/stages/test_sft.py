@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.data.sft import SFTDataModule
+from rl_plugins.models.tiny import build_model
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.sft import SFT
+from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.loops import for_each
+from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
 
 TALKS = [
@@ -79,6 +82,25 @@ def test_sft_runs_a_pass_without_gradients_on_a_rank_with_fewer_samples(monkeypa
     found, _ = gradients(batch_of_talks())
     for actual, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-12)
+
+
+def steps_of(rank: int, world_size: int) -> dict[str, float]:
+    """Train a step and validate under FSDP2, with most samples on the first rank; return the metrics."""
+    split = len(batch_of_talks()["prompt_ids"]) if world_size == 1 else 2
+    own = slice(split) if rank == 0 else slice(split, None)
+    batch = {name: values[own] for name, values in batch_of_talks().items()}
+    stage = stage_of(build_model(hidden_size=32, initializer_range=0.2), tokens_per_micro_batch=20)
+    metrics = canned.metrics_of(stage)
+    strategy = FSDPStrategy(timeout_s=60) if world_size > 1 else SingleDeviceRolloutStrategy()
+    trainer = canned.quiet_trainer(strategy, accelerator="cpu", devices=1, num_nodes=world_size)
+    trainer.fit(stage, canned.loader([batch]), canned.loader([batch]))
+    return {name: metrics[name] for name in ("train/loss", "train/gradient_norm", "val/loss")}
+
+
+def test_sft_with_unequal_ranks_is_sft_on_one_rank() -> None:
+    expected = steps_of(0, 1)
+    for found, _ in run_ranks(steps_of, 2):
+        assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_sft_measures_the_loss_of_given_responses_in_validation() -> None:
