@@ -170,9 +170,8 @@ class ConversationTokenizer:
                 location, number, f"otherwise than it begins the policy's turn ({before[-40:]!r}). Change the messages"
             )
         turn = text[len(before) :].rstrip()
-        message = messages[number]
-        for written in (*re.split(f"{THINK}|{END_OF_THOUGHT}", message["content"]), *map(message.get, REASONING_KEYS)):
-            if written and written.strip() not in turn:
+        for written in _words_of_turn(messages[number]):
+            if written.strip() not in turn:
                 raise self._refused(location, number, f"without the text {written.strip()[:40]!r}. Change the messages")
         if not self._texts.ends_with_token(turn):
             raise self._refused(
@@ -218,6 +217,13 @@ class ConversationTokenizer:
             # A special token in plain text is shorter or longer than its mark, so all its tokens are at its start.
             joined[number][1].extend(start if is_mark else start + place for place in places)
         return iter(joined)
+
+
+def _words_of_turn(message: Message) -> Iterator[str]:
+    """Yield texts of a message of the policy, which every template writes unchanged."""
+    yield from re.split(f"{THINK}|{END_OF_THOUGHT}", message["content"])
+    yield from (message.get(key, "") for key in REASONING_KEYS)
+    yield from (call["function"]["name"] for call in message.get(CALLS, ()))
 
 
 def _sample(text: _Text, ids: list[int], places: list[int]) -> ConversationSample:

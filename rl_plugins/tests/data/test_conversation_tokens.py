@@ -15,6 +15,8 @@ from rl_plugins.data.conversation_tokens import (
     unpacked_samples,
 )
 from rl_plugins.data.conversations import conversation_row
+from rl_plugins.data.tokenization import encode_prompts
+from rl_plugins.data.tool_messages import ToolMessages
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.models.tiny import CHAT_TEMPLATE, TOOL_CHAT_TEMPLATE, build_tokenizer
 from rl_plugins.tests.loops import for_each
@@ -98,6 +100,18 @@ def test_ids_are_the_ids_of_the_template_and_the_mask_covers_the_turns_of_the_po
         assert sample.mask == whole["assistant_masks"]
 
 
+def test_ids_are_the_tokens_of_a_rollout_with_tools() -> None:
+    tokenizer, options = tokenizer_of(TOOL_CHAT_TEMPLATE, tools=True), {"tools": [SCHEMA]}
+    (sample,) = samples(tokenizer, WITH_TOOLS, [SCHEMA])
+    (prompt,) = encode_prompts([WITH_TOOLS[:1]], tokenizer, options)
+    said = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    call, answer = (tokenizer.encode(f"{text}<|end|>") for text in (said, "three"))
+    result = ToolMessages(tokenizer, options).tokens(["add"], ["3"], tokenizer.eos_token_id)
+    assert sample.ids == [*prompt, *call, *result, *answer]
+    masks = [0] * len(prompt), [1] * len(call), [0] * len(result), [1] * len(answer)
+    assert sample.mask == [counts for mask in masks for counts in mask]
+
+
 def test_token_over_the_beginning_of_a_turn_is_not_learnt() -> None:
     tokenizer = tokenizer_of(CHATML)
     tokenizer.add_tokens(["\n\n"])
@@ -165,6 +179,7 @@ def test_reasoning_stands_before_the_text_if_the_template_has_no_place() -> None
     ("template", "messages", "said"),
     [
         (CHATML, WITH_TOOLS, "writes message 1 without its tool_calls. Use the tokenizer of a model with tools"),
+        (CHATML + "{# tool_calls #}", WITH_TOOLS, "writes message 1 without the text 'add'"),
         (CHATML.replace("<|im_end|>", ""), TALK, "writes message 2 without a special token at its end"),
         (CHATML.replace("{{ m.content }}", "{{ m.content[:1] }}"), TALK, "writes message 2 without the text '3 😀é'"),
         (
