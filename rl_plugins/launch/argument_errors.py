@@ -25,7 +25,7 @@ _BATCH = (
 _DATA = (
     "bad_images", "chat_template_kwargs", "chosen_key", "curriculum", "eval_batch_size", "label_key", "labels_key",
     "margin_key", "max_prompt_tokens", "messages_key", "overlong_prompts", "rejected_key", "response_key",
-    "split_conversations", "steps_key", "tools_key", "validate_on",
+    "split_conversations", "steps_key", "tools_key",
 )  # fmt: skip
 _MODEL = (
     "attention",

@@ -52,7 +52,7 @@ _ROW: dict[str, Any] = {
         {"role": "tool", "content": "42", "tool_call_id": "c"},
         {"role": "assistant", "content": "42", "reasoning": "add"},
     ],
-    "tools": [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {}}}}}],
+    "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
 }  # fmt: skip
 _KEYS = DataConfig(margin_key="margin")
 _MODEL = {

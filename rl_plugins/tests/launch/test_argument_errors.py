@@ -25,7 +25,7 @@ ROOMS = ("callbacks", "data", "environments", "models", "rewards", "rollout", "s
 WITHOUT_OPTION = {
     "tokenizer": "belongs to model.path",
     "eval_sampling": "built from `sampling` and `validation`",
-    "validate_on": "follows from the stage",
+    "validate_on": "follows from the stage, and the option of SFT is checked before",
 }
 WRITTEN_WITH_OPTION = re.compile(r"in a recipe|Python: ")
 
