@@ -19,6 +19,7 @@ from rl_plugins.config.settings import (
     Settings,
     check_ranges,
     fits,
+    one_of,
 )
 from rl_plugins.errors import ConfigError
 
@@ -217,7 +218,9 @@ class EnvironmentOptions(ConversationLimits):
         max_objects: largest number of objects of a stateful environment, or of agents, at once for each worker.
         deadline_s: deadline of one call of a tool, of a method of a stateful environment, or of an agent without the
             time in which the policy answers, in seconds.
-        max_characters: largest number of characters of a result of a tool; a longer result is cut at the end.
+        max_characters: largest number of characters of a result of a tool.
+        left_out: part of a longer result of a tool that is left out: `beginning`, `middle` or `end`. The other parts
+            are kept, with a mark in place of the part.
         load_timeout_s: seconds for the start of an MCP server, or for loading a stateful environment or an agent.
         memory_mb: memory of the process of the tools, of an object of a stateful environment, or of an agent, in MiB,
             beyond the process itself; null is half of the free memory.
@@ -233,6 +236,7 @@ class EnvironmentOptions(ConversationLimits):
     max_objects: Annotated[int, AT_LEAST_1] = 64
     deadline_s: Annotated[float, SECONDS] = 10.0
     max_characters: Annotated[int, AT_LEAST_1] = 2000
+    left_out: Annotated[str, one_of("beginning", "middle", "end")] = "middle"
     load_timeout_s: Annotated[float, SECONDS] = 30.0
     memory_mb: Annotated[int | None, ABOVE_0_OR_NULL] = None
     pass_env: list[str] = field(default_factory=list)

@@ -243,7 +243,17 @@ def text_of(result: object) -> str:
         return str(result)
 
 
-def shortened(text: str, max_characters: int) -> str:
-    """Return a text with at most `max_characters` characters, and a mark if a part was left out."""
-    left_out = len(text) - max_characters
-    return text if left_out <= 0 else f"{text[:max_characters]} [{left_out} more characters left out]"
+def shortened(text: str, max_characters: int, left_out: str) -> str:
+    """Return a text with at most `max_characters` characters, and a mark in place of a part that is left out.
+
+    Args:
+        text: the text.
+        max_characters: largest number of characters without the mark.
+        left_out: part of a longer text that is left out: `beginning`, `middle` or `end`.
+    """
+    excess = len(text) - max_characters
+    if excess <= 0:
+        return text
+    kept = {"beginning": 0, "middle": (max_characters + 1) // 2, "end": max_characters}[left_out]
+    parts = text[:kept], f"[{excess} characters left out]", text[kept + excess :]
+    return " ".join(part for part in parts if part)

@@ -119,7 +119,7 @@ class ToolHost:
         tool = self._tools[name]
         # A malformed call needs no place. Schemas of MCP servers, which may be slow, stay in the other process.
         if tool.places is not None and (fault := tool.fault(arguments)):
-            text = shortened(f"{name}: {fault}", self._task.max_characters)
+            text = shortened(f"{name}: {fault}", self._task.max_characters, self._task.left_out)
             self._results[self._numbers] = Result("malformed", text)
         else:
             self._waiting[name].append(_Call(self._numbers, name, arguments, time.monotonic()))

@@ -40,6 +40,7 @@ class ToolTask:
         deadline_s: seconds for one call.
         max_characters: largest number of characters of a result.
         load_timeout_s: seconds for the start of an MCP server.
+        left_out: part of a longer result that is left out: `beginning`, `middle` or `end`.
     """
 
     tools: Sequence[Any]
@@ -47,6 +48,7 @@ class ToolTask:
     deadline_s: float
     max_characters: int
     load_timeout_s: float
+    left_out: str = "middle"
 
 
 def serve(connection: Connection) -> None:
@@ -115,7 +117,7 @@ class _Server:
     async def _call(self, number: int, name: str, arguments: Mapping[str, Any]) -> None:
         start = time.monotonic()
         kind, text, reward = await self._outcome(self._tools[name], arguments)
-        text = shortened(text, self._task.max_characters)
+        text = shortened(text, self._task.max_characters, self._task.left_out)
         times = {"start": start, "seconds": time.monotonic() - start}
         self._answer(number=number, kind=kind, text=text, reward=vars(reward), stuck=self._threads.stuck, **times)
 

@@ -63,6 +63,7 @@ class ToolEnvironment:
         max_turns: largest number of responses of the policy in a conversation, 2 or more.
         deadline_s: seconds for one call.
         max_characters: largest number of characters of a result.
+        left_out: part of a longer result that is left out: `beginning`, `middle` or `end`.
         load_timeout_s: seconds for the start of an MCP server.
         memory_mb: memory of the process of the tools, in MiB, beyond the process itself; None is half of the free
             memory.
@@ -85,13 +86,18 @@ class ToolEnvironment:
         max_turns: int = 8,
         deadline_s: float = 10.0,
         max_characters: int = 2000,
+        left_out: str = "middle",
         load_timeout_s: float = 30.0,
         memory_mb: int | None = None,
         pass_env: Sequence[str] = (),
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
         EnvironmentOptions.check_fields(
-            max_turns=max_turns, max_characters=max_characters, deadline_s=deadline_s, load_timeout_s=load_timeout_s
+            max_turns=max_turns,
+            max_characters=max_characters,
+            left_out=left_out,
+            deadline_s=deadline_s,
+            load_timeout_s=load_timeout_s,
         )
         if max_turns < 2:
             raise ConfigError(f"max_turns={max_turns}: the policy responds again after a call: set 2 or more")
@@ -100,7 +106,7 @@ class ToolEnvironment:
         self.max_turns, self._parser = max_turns, load_parser(parser)
         self._template_options = dict(template_options or {})
         limits = WorkerLimits.of(pass_env, memory_mb, option="pass_env")
-        self._host = ToolHost(ToolTask(list(tools), limits, deadline_s, max_characters, load_timeout_s))
+        self._host = ToolHost(ToolTask(list(tools), limits, deadline_s, max_characters, load_timeout_s, left_out))
         self.schemas = self._host.schemas
         if not self.schemas:
             raise ConfigError("tools: the MCP servers offer no tool: name at least one tool")

@@ -15,7 +15,17 @@ if TYPE_CHECKING:
 
     from rl_plugins.environments.tools import ToolEnvironment
 
-_ARGUMENTS = ("tools", "parser", "max_turns", "deadline_s", "max_characters", "load_timeout_s", "memory_mb", "pass_env")
+_ARGUMENTS = (
+    "tools",
+    "parser",
+    "max_turns",
+    "deadline_s",
+    "max_characters",
+    "left_out",
+    "load_timeout_s",
+    "memory_mb",
+    "pass_env",
+)
 
 
 def tool_environment(config: RecipeConfig) -> ToolEnvironment | None:

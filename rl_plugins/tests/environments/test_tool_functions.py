@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from rl_plugins.environments.tool_functions import Threads, ToolSchema, tool_of
+from rl_plugins.environments.tool_functions import Threads, ToolSchema, shortened, tool_of
 from rl_plugins.tests.loops import for_each
 
 PATH = {"path": {"type": "string"}}
@@ -98,3 +98,17 @@ def test_function_without_arguments_takes_none() -> None:
         """Wait."""
 
     assert "('a' was unexpected)" in tool_of("wait", wait, {}, Threads()).fault({"a": 1})
+
+
+@for_each(
+    ("left_out", "text"),
+    [
+        ("beginning", "[7 characters left out] 789"),
+        ("middle", "01 [7 characters left out] 9"),
+        ("end", "012 [7 characters left out]"),
+    ],
+)
+def test_shortened_puts_a_mark_in_place_of_the_left_out_part(left_out: str, text: str) -> None:
+    assert shortened("0123456789", 3, left_out) == text
+    assert shortened("012", 3, left_out) == "012"
+    assert shortened("0123", 1, "middle") == "0 [3 characters left out]"

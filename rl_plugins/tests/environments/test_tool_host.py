@@ -29,11 +29,12 @@ def host_of(
     deadline_s: float = 60.0,
     grace_s: float = 5.0,
     max_characters: int = 100,
+    left_out: str = "middle",
     memory_mb: int | None = None,
     place_s: float = 60.0,
 ) -> ToolHost:
     limits = WorkerLimits.of((), memory_mb)
-    task = ToolTask(tools, limits, patient(deadline_s), max_characters, patient(30))
+    task = ToolTask(tools, limits, patient(deadline_s), max_characters, patient(30), left_out)
     return ToolHost(task, grace_s=patient(grace_s), place_s=patient(place_s))
 
 
@@ -67,7 +68,7 @@ def test_call_returns_text_of_any_result(host: ToolHost) -> None:
     acts = ("nothing", "mapping", "object", "long")
     *short, long = results_of(host, *(("obey", {"act": act}) for act in acts))
     assert short == [Result("", "null"), Result("", '{"a": [1]}'), Result("", "{1}")]
-    assert long == Result("", "x" * 100 + " [9999900 more characters left out]")
+    assert long == Result("", "x" * 50 + " [9999900 characters left out] " + "x" * 50)
     assert results_of(host, ("add", {"a": 1, "b": 2}), ("price", {"item": "tea"})) == [Result("", "3"), Result("", "3")]
 
 
@@ -241,7 +242,9 @@ def test_malformed_call_has_a_result_without_a_place(monkeypatch: pytest.MonkeyP
     blocked_host = BlockedHost(monkeypatch, deadline_s=2.0, places=1, place_s=5.0)
     blocked_host.host.call("block", {})
     wrong = blocked_host.host.call("block", {"x" * 100: 1})
-    text = f"block: Additional properties are not allowed ('{'x' * 53} [64 more characters left out]"
+    end = "' was unexpected)"
+    beginning = "block: Additional properties are not allowed ('xxx"
+    text = f"{beginning} [64 characters left out] {'x' * (50 - len(end))}{end}"
     (result,) = blocked_host.host.results(0.0).items()
     assert result == (wrong, Result("malformed", text)) and blocked_host.names == [["block"]]
     blocked_host.host.close()

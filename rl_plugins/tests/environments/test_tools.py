@@ -222,14 +222,15 @@ def test_stage_trains_with_calls_that_hang_raise_flood_return_nothing_and_die(tm
     def next_acts(text: str) -> list[dict[str, Any]]:
         return [{"name": "obey", "arguments": {"act": act}} for act in next(acts, [])]
 
-    tools = ToolEnvironment([f"{HERE}.obey"], parser=next_acts, max_turns=3, deadline_s=patient(1.5), max_characters=40)
+    limits: dict[str, Any] = {"max_turns": 3, "deadline_s": patient(1.5), "max_characters": 40, "left_out": "end"}
+    tools = ToolEnvironment([f"{HERE}.obey"], parser=next_acts, **limits)
     stage = trained_with(tools, tmp_path)
     (experience,), (metrics,) = stage.trained_on, stage.metrics
     counts = {kind: metrics[f"train/{kind}"] for kind in KINDS}
     failed = {"tools/late": 1, "tools/raised": 1, "tools/died": 1}
     assert counts == {**dict.fromkeys(KINDS, 0), "tools/calls": 5, **failed}
     said = [message["content"] for ending in experience.columns["ending"] for message in ending.said[1:]]
-    assert said[:3] == ["null", "x" * 40 + " [9999960 more characters left out]", "error: ValueError: no such act"]
+    assert said[:3] == ["null", "x" * 40 + " [9999960 characters left out]", "error: ValueError: no such act"]
     assert said[3].startswith("error: obey: no result within")
     assert said[5] == "error: obey: the process was ended by the signal SIGKILL"
     assert metrics["train/rollout_gap_max"] < 1e-4 and len(experience) == 6

@@ -11,6 +11,7 @@ AGENT, AGENTS = ["environment=agent"], "rl_plugins.tests.environments.sample_age
 ENVIRONMENT_CHECKS: dict[str, list[Case]] = {
     "tools": [
         (["environment.tools=[my.search]"], ["environment.max_turns=1", "set 2 or more", "environment=tools"]),
+        (["environment.left_out=right"], ["environment.left_out=right", "use one of beginning, middle, end"]),
         ([*TOOLS, f"environment.tools=[{SAMPLE_TOOLS}.adds]"], [f"tool '{SAMPLE_TOOLS}.adds'", "did you mean 'add'"]),
         (
             [*TOOLS, f"environment.tools=[{SAMPLE_TOOLS}.add]", "environment.pass_env=[NO_SUCH_KEY]"],
