@@ -237,7 +237,8 @@ def _read_lora_options(checkpoint: Path) -> tuple[LoraConfig | None, bool]:
     config: Any = OmegaConf.to_container(read_yaml(file, REPLACE)) if file.is_file() else {}
     options = config.get("model", {}).get("lora", {})
     as_adapter = config.get("run", {}).get("export_lora") == "adapter"
-    return (LoraConfig(**options) if options.get("rank") else None), as_adapter
+    # The checkpoint has the weights of the adapter.
+    return (LoraConfig(**{**options, "path": None}) if options.get("rank") else None), as_adapter
 
 
 def _read_sharded_weights(state: Path, engine: str) -> dict[str, Tensor]:

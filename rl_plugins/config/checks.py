@@ -319,6 +319,12 @@ def _check_lora(config: RecipeConfig) -> None:
         )
     if rank == 0 and config.run.export_lora == "adapter":
         raise ConfigError("run.export_lora=adapter, and there is no adapter: give model.lora.rank a value")
+    actors = config.placement.reference.actors
+    if config.model.lora.path and actors and not config.reference.path:
+        raise ConfigError(
+            f"placement.reference.actors={actors}: models of a pool have no adapter, and the reference is the policy "
+            "with the adapter at model.lora.path: leave the pool out, or name a model with reference.path"
+        )
     for model, every in (("reference", config.reference.update_every), ("teacher", config.teacher.update_every)):
         if rank and every:
             raise ConfigError(

@@ -78,6 +78,8 @@ class LoraConfig(Settings):
         experts: adapter of the experts of a mixture, too: a change of each expert's matrices, with the same rank.
         quantization: `nf4` keeps the frozen weights of the layers with an adapter in 4 bits
             (`pip install 'rl-plugins[bitsandbytes]'`); null keeps the weights as they are.
+        path: folder or Hugging Face name of a saved adapter in PEFT's format, with which training starts; null is a new
+            adapter, which does not change the outputs. The other options must describe the saved adapter.
 
     Sources: LoRA, https://arxiv.org/abs/2106.09685; `nf4`, QLoRA, https://arxiv.org/abs/2305.14314.
     """
@@ -88,19 +90,25 @@ class LoraConfig(Settings):
     target_modules: Annotated[Any, _LAYERS] = "all-linear"
     experts: bool = False
     quantization: Annotated[str | None, one_of(None, "nf4")] = None
+    path: str | None = None
 
     def __post_init__(self) -> None:
         """Check the values.
 
         Raises:
             ConfigError: a value is out of range, or an adapter of experts has dropout, or `quantization` is set without
-                an adapter or with an adapter of experts.
+                an adapter or with an adapter of experts, or `path` is set without a rank.
         """
         super().__post_init__()
         if self.quantization and not self.rank:
             raise ConfigError(f"quantization={self.quantization} is for weights under an adapter: give rank a value")
         if self.quantization and self.experts:
             raise ConfigError(f"quantization={self.quantization}: experts stay as they are: use experts=false")
+        if self.path and not self.rank:
+            raise ConfigError(
+                f"path={self.path}: rank=0 trains no adapter: give rank and alpha the values r and lora_alpha of its "
+                "adapter_config.json"
+            )
         if self.experts and self.dropout:
             raise ConfigError(f"dropout={self.dropout}: an adapter of experts has no dropout: use dropout=0")
 
@@ -195,7 +203,7 @@ class ReferenceConfig(Settings):
     """Reference model of a KL term or of a preference loss.
 
     Attributes:
-        path: Hugging Face name or folder; null is the initial policy.
+        path: Hugging Face name or folder; null is the initial policy, with the adapter at `model.lora.path`.
         update_every: steps between two moves of the reference model towards the policy; 0 keeps the reference model.
         keep: share of the reference model's weights kept in a move: 0 copies the policy, 0.99 is a moving
             average.

@@ -27,7 +27,7 @@ from rl_plugins.config.models import (
     RewardModelOptions,
     TeacherConfig,
 )
-from rl_plugins.config.placement import FROZEN, PlacementConfig, StrategyConfig
+from rl_plugins.config.placement import CRITIC_POOLS, FROZEN, PlacementConfig, StrategyConfig
 from rl_plugins.config.rollout import RolloutConfig, default_gpu_share, default_max_num_seqs, default_sleep
 from rl_plugins.config.run import AverageConfig, DebugConfig, GuardConfig, RunConfig, TrackingConfig
 from rl_plugins.config.sampling import EnvironmentOptions, SamplingOptions, Schedule, ValidationConfig
@@ -193,13 +193,13 @@ class RecipeConfig(Settings):
     @property
     def frozen_models(self) -> dict[str, int]:
         """Number of frozen models in the training workers by role. Models in pools have other processes."""
-        kl = self.algorithm.get("kl") if isinstance(self.algorithm, dict) else None
+        kl, lora = self.algorithm.get("kl") if isinstance(self.algorithm, dict) else None, self.model.lora
         compares = isinstance(kl, dict) and bool(kl.get("coefficient"))
         if self.stage.endswith("preference_optimization"):
             compares = self.loss.name not in LOSSES_WITHOUT_REFERENCE
         numbers = {
-            # Without its adapter, the policy is the reference.
-            "reference": bool(self.reference.path) or (compares and not self.model.lora.rank),
+            # Without a new adapter, the policy is the reference.
+            "reference": bool(self.reference.path) or (compares and not (lora.rank and not lora.path)),
             "process_reference": self.stage == "prime",
             **{role: bool(getattr(self, role).path) for role in ("reward_model", "cost_model")},
             "teacher": len(self.teacher.paths) or bool(self.teacher.path or self.teacher.update_every),
@@ -246,14 +246,25 @@ class RecipeConfig(Settings):
         """Folder or Hugging Face name of each model that the recipe names, by its option."""
         return {option: values[key] for option, values, key in self._places_of_paths()}
 
+    @property
+    def adapter_paths(self) -> dict[str, str]:
+        """Folder or Hugging Face name of each saved adapter that the recipe names, by its option."""
+        return {option: values[key] for option, values, key in self._places_of_adapters()}
+
     def replace_model_paths(self, new: Callable[[str, str], str]) -> None:
-        """Replace the path of each model.
+        """Replace the path of each model and of each saved adapter.
 
         Args:
             new: function of an option and its path; returns the new path.
         """
-        for option, values, key in self._places_of_paths():
+        for option, values, key in (*self._places_of_paths(), *self._places_of_adapters()):
             values[key] = new(option, values[key])
+
+    def _places_of_adapters(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Yield the option of each saved adapter, and the mapping and the key with its path."""
+        for group in ("model", *CRITIC_POOLS):
+            if getattr(self, group).lora.path:
+                yield f"{group}.lora.path", vars(getattr(self, group).lora), "path"
 
     def _places_of_paths(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         """Yield the option of each named model, and the mapping and the key with its path."""

@@ -23,6 +23,8 @@ _SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm")
 """Files of configuration and tokenizer."""
 # Folders with other formats of the same model, and the weights of Mistral's own programs.
 _LEFT_OUT = ("*/*", "consolidated*")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""Files of an adapter in the format of peft."""
 _STALL_S = 300.0
 _PAUSE_S = 0.2
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -46,19 +48,40 @@ def model_folder(path: str, *, option: str | None = None, weights: bool = True, 
         ConfigError: the hub does not answer or refuses, or a file is missing in offline mode.
         DeadlineExceeded: another process of this machine downloads the model, and its download stands still.
     """
-    name = model_name(path)
+    name = _pinned(path, option)
     if name is None:
         return path
-    if not name.is_pinned:
-        # The model and the tokenizer of a process are of one commit.
-        if name not in _commits_here:
-            _commits_here[name] = pin(name, option)
-        name = _commits_here[name]
     settings = [*_SETTINGS, *(("*.py",) if trust_remote_code else ())]
     folder = download(name, settings, option)
     if weights:
         folder = download(name, [*settings, *_patterns_of_weights(name, option, trust_remote_code)], option)
     return str(folder)
+
+
+def adapter_folder(path: str, *, option: str | None = None) -> str:
+    """Return the local folder of an adapter, after a download by one process of this machine if files are missing.
+
+    Args:
+        path: folder, or name on the hub. A folder is returned unchanged.
+        option: option or argument with the path, for messages.
+
+    Raises:
+        ConfigError: see `model_folder`.
+        DeadlineExceeded: see `model_folder`.
+    """
+    name = _pinned(path, option)
+    return path if name is None else str(download(name, ADAPTER_FILES, option))
+
+
+def _pinned(path: str, option: str | None) -> HubName | None:
+    """Return the name of a path with its commit; None for a folder."""
+    name = model_name(path)
+    if name is None or name.is_pinned:
+        return name
+    # The model and the tokenizer of a process are of one commit.
+    if name not in _commits_here:
+        _commits_here[name] = pin(name, option)
+    return _commits_here[name]
 
 
 def check_hub_weights(path: str, *, option: str | None = None, trust_remote_code: bool = False) -> None:

@@ -35,7 +35,7 @@ from rl_plugins.config.recipe import COLLECTING_STAGES, RecipeConfig
 from rl_plugins.config.settings import fits, shown, words_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.extras import check_installed
-from rl_plugins.hub.files import model_folder
+from rl_plugins.hub.files import adapter_folder, model_folder
 from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
 from rl_plugins.launch.instantiation import instantiate_node
 from rl_plugins.model_json import expert_count, reads_images
@@ -157,8 +157,8 @@ def check_expert_parallel(config: RecipeConfig, models: Mapping[str, Mapping[str
         raise ConfigError(f"{chosen}: model.path={config.model.path} has no experts: set strategy.expert_parallel=1")
 
 
-def check_four_bits(option: str, path: str, lora: LoraConfig, *, trust_remote_code: bool) -> None:
-    """Check if all layers with an adapter can have 4-bit weights, in a model without weights.
+def check_adapter(option: str, path: str, lora: LoraConfig, *, trust_remote_code: bool) -> None:
+    """Check an adapter in a model without weights: 4-bit weights of its layers, and the files of a saved adapter.
 
     Args:
         option: options of the adapter, such as `model.lora`.
@@ -167,10 +167,13 @@ def check_four_bits(option: str, path: str, lora: LoraConfig, *, trust_remote_co
         trust_remote_code: value of `model.trust_remote_code`.
 
     Raises:
-        ConfigError: bitsandbytes is not installed, a layer is not a linear layer, or `target_modules` does not fit the
-            model.
+        ConfigError: bitsandbytes is not installed, a layer is not a linear layer, `target_modules` does not fit the
+            model, or the saved adapter does not fit the model or the options.
     """
-    check_installed("bitsandbytes", "bitsandbytes", f"{option}.quantization={lora.quantization}")
+    if lora.quantization:
+        check_installed("bitsandbytes", "bitsandbytes", f"{option}.quantization={lora.quantization}")
+    if lora.path:
+        adapter_folder(lora.path, option=f"{option}.path")
     # The imports load transformers and peft, which takes seconds.
     from transformers import AutoConfig
 
@@ -184,6 +187,8 @@ def check_four_bits(option: str, path: str, lora: LoraConfig, *, trust_remote_co
         try:
             add_adapter(model, lora)
         except ConfigError as error:
+            if str(error).startswith("LoraConfig: path="):
+                raise ConfigError(f"{option}.{str(error).removeprefix('LoraConfig: ')}") from None
             raise ConfigError(f"{option} with {path}: {error}") from None
 
 

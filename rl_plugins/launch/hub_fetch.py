@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError, DeadlineExceeded, StorageError, user_errors_of_tasks
-from rl_plugins.hub.files import download, repository_files
+from rl_plugins.hub.files import adapter_folder, download, repository_files
 from rl_plugins.hub.names import HubName, model_name
 from rl_plugins.launch.pinned_versions import SCHEME, PinnedVersions
 from rl_plugins.whole_file import link_or_copy
@@ -115,11 +115,12 @@ def _copied(file: Path, copy: Path) -> Path:
 
 
 class _HubModel(NamedTuple):
-    """A model of the hub: option, name, and trust in the Python code of the model."""
+    """A model or an adapter of the hub: option, name, and trust in the Python code of the model."""
 
     option: str
     path: str
     trust_remote_code: bool
+    is_adapter: bool = False
 
 
 def reward_models(config: RecipeConfig) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -139,9 +140,10 @@ def fetch_weights(config: RecipeConfig) -> None:
 
 
 def _hub_models(config: RecipeConfig) -> list[_HubModel]:
-    """Return the models of a run that have a name on the hub."""
+    """Return the models and the adapters of a run that have a name on the hub."""
     trusted = config.model.trust_remote_code
     models = [_HubModel(option, path, trusted) for option, path in config.model_paths.items()]
+    models += [_HubModel(option, path, trusted, is_adapter=True) for option, path in config.adapter_paths.items()]
     for option, node in reward_models(config):
         models.append(_HubModel(option, node["path"], bool(node.get("trust_remote_code"))))
     return [model for model in models if model_name(model.path) is not None]
@@ -150,8 +152,11 @@ def _hub_models(config: RecipeConfig) -> list[_HubModel]:
 def _fetch(models: Sequence[_HubModel]) -> None:
     from rl_plugins.models.folder import check_model_folder
 
-    for option, path, trusted in models:
-        check_model_folder(option, path, trust_remote_code=trusted)
+    for option, path, trusted, is_adapter in models:
+        if is_adapter:
+            adapter_folder(path, option=option)
+        else:
+            check_model_folder(option, path, trust_remote_code=trusted)
 
 
 def fetch_on_machines(config: RecipeConfig, nodes: Sequence[Mapping[str, Any]]) -> None:

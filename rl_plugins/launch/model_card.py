@@ -6,6 +6,7 @@ Folders and addresses of the machine are left out, too: a file is named by its l
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,10 @@ def _lineage(run: RunFolder, config: RecipeConfig | None, step: int | None) -> I
         yield "recipe", read_text(run.changes, REMOVE).partition("\n")[0].removeprefix("# recipe: ")
     if config is not None:
         yield "stage", config.stage
-        models = {option: _short(path) for option, path in config.model_paths.items()}
+        named = config.model_paths | config.adapter_paths
+        models = {option: _short(path) for option, path in named.items()}
         yield "base model", models.pop("model.path")
-        yield from ((option.removesuffix(".path").replace("_", " "), path) for option, path in models.items())
+        yield from ((re.sub(r"[._]", " ", option.removesuffix(".path")), path) for option, path in models.items())
         for title, files in (("training data", config.data.training_files), ("validation data", config.data.val_files)):
             if files:
                 yield title, ", ".join(map(_short, files))

@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -239,7 +240,7 @@ def check_models(
 
     Args:
         config: configuration of the run.
-        is_left_out: function of a model's path. It returns True if the model cannot be checked yet.
+        is_left_out: function of the path of a model or an adapter. It returns True if the path cannot be checked yet.
 
     Returns:
         Path or name of each checked model, and the content of its config.json.
@@ -261,7 +262,7 @@ def check_models(
         model = models[path] = check_model_folder(
             option, path, weights=model_name(path) is None, trust_remote_code=config.model.trust_remote_code
         )
-        _check_trained_parts(config, path, model)
+        _check_trained_parts(config, path, model, is_left_out)
         if option == "model.path":
             _check_heads(config, model)
             if (patches := config.batch.patches_per_micro_batch) and not reads_images(model):
@@ -301,8 +302,10 @@ class _Trained(NamedTuple):
     optimizer: OptimizerConfig
 
 
-def _check_trained_parts(config: RecipeConfig, path: str, model: dict[str, Any]) -> None:
-    """Check the models from a folder for the parts in options: vision tower, experts, and layers for 4 bits."""
+def _check_trained_parts(
+    config: RecipeConfig, path: str, model: dict[str, Any], is_left_out: Callable[[str], bool]
+) -> None:
+    """Check the models from a folder for the parts in options: vision tower, experts, and layers with an adapter."""
     trained = [_Trained(config.model.path, "model.lora", config.model.lora, "optimizer", config.optimizer)]
     for name, critic in {"critic": config.critic, "cost_critic": config.cost_critic}.items():
         start = critic.path or config.model.path
@@ -317,12 +320,12 @@ def _check_trained_parts(config: RecipeConfig, path: str, model: dict[str, Any])
                 f"model.float8={config.model.float8} has not been tried with mixtures of experts such as {path}: leave "
                 "the option out"
             )
-        if each.lora.quantization:
+        lora = replace(each.lora, path=None) if is_left_out(each.lora.path or "") else each.lora
+        if lora.quantization or lora.path:
             # The import loads torch, which takes seconds.
-            from rl_plugins.launch.algorithm_check import check_four_bits
+            from rl_plugins.launch.algorithm_check import check_adapter
 
-            trust_remote_code = config.model.trust_remote_code
-            check_four_bits(each.lora_option, path, each.lora, trust_remote_code=trust_remote_code)
+            check_adapter(each.lora_option, path, lora, trust_remote_code=config.model.trust_remote_code)
         lr = each.optimizer.vision_lr
         if lr is None:
             continue

@@ -69,6 +69,15 @@ def _check_models(config: RecipeConfig, folder: RunFolder, before: Container) ->
                 f"{option}={now}: the checkpoints of {folder.path} are of {option}={saved}, with other weights: resume "
                 f"with {option}={saved}, or give another run.name"
             )
+        # The start of an adapter gives the reference.
+        option, start = f"{model}.lora.path", getattr(config, model).lora.path
+        saved = OmegaConf.select(before, option, throw_on_resolution_failure=False)
+        if bool(saved) != bool(start) or (saved and start and _differ(saved, start)):
+            saved, start = saved or "null", start or "null"
+            raise ConfigError(
+                f"{option}={start}: the checkpoints of {folder.path} are of {option}={saved}, another start of the "
+                f"adapter: resume with {option}={saved}, or give another run.name"
+            )
 
 
 def _differ(one: str, other: str) -> bool:

@@ -49,9 +49,10 @@ def with_adapter(model: nn.Module, config: LoraConfig | None) -> nn.Module:
 
 
 def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
-    """Freeze a transformers model and add an adapter. The adapter does not change the outputs before training.
+    """Freeze a transformers model and add an adapter.
 
-    The adapter has the dtype of the model. A scalar head is trained whole. For a sharded model (ZeRO-3), every rank
+    A new adapter does not change the outputs before training. With a path, the adapter has the weights at the path. The
+    adapter has the dtype of the model. A scalar head is trained whole. For a sharded model (ZeRO-3), every rank
     makes the whole adapter. DeepSpeed and FSDP2 shard the adapter of rank 0 when they make the model engine.
 
     Args:
@@ -61,7 +62,7 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
     Raises:
         ConfigError: `target_modules` names layers that the model does not have or that are not linear; or the model has
             no experts, or `target_modules` names layers of experts without `experts`, or experts have dropout; or a
-            layer cannot have 4-bit weights; or the model has layers with 8-bit products.
+            layer cannot have 4-bit weights; or the model has layers with 8-bit products; or see `load_adapter`.
     """
     import peft
 
@@ -95,6 +96,10 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
             f"LoraConfig: target_modules={targets} names layers of experts: use experts=True for an adapter of the "
             "experts, and leave these layers out"
         )
+    if config.path:
+        from rl_plugins.models.saved_adapter import load_adapter
+
+        load_adapter(adapted, config)
     if config.quantization:
         for weight, layer in layers.items():
             quantize_layer(layer, weight.removeprefix(_PREFIX).removesuffix(".base_layer.weight"))

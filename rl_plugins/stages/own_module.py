@@ -89,6 +89,11 @@ class OwnModel:
         self.lightning_module = source if isinstance(source, LightningModule) else None
 
     @property
+    def saved_adapter(self) -> LoraConfig | None:
+        """Settings of the adapter if training starts with a saved adapter, which is a part of the reference."""
+        return self.lora if self.lora is not None and self.lora.path else None
+
+    @property
     def comes_with_adapter(self) -> bool:
         """True if the model has an adapter before `configure_model`."""
         inner = self._source if self.lightning_module is None else getattr(self._source, "model", None)

@@ -131,7 +131,8 @@ class Stage(LightningModule):
             attention=attention,
             trust_remote_code=trust_remote_code,
         )
-        self._has_reference, self._reference_path = False, self.own_model.path
+        self._has_reference = False
+        self._reference_path: str | None = None
         self._model_of_optimizer: dict[int, str] = {}
         self._stepped: set[str] = set()
         self._trainers_clip: float | None = None
@@ -227,8 +228,8 @@ class Stage(LightningModule):
         Args:
             path: Hugging Face name or folder; by default, the reference is the trained model as it is at first.
         """
-        self._reference_path = path or self.own_model.path
-        self._has_reference = self._reference_path is not None or self.own_model.comes_with_adapter
+        self._reference_path = path
+        self._has_reference = (path or self.own_model.path) is not None or self.own_model.comes_with_adapter
         return self._has_reference
 
     def _load_reference(self) -> nn.Module | None:
@@ -236,9 +237,10 @@ class Stage(LightningModule):
         path, policy, trust = self._reference_path, getattr(self, self.trained), self.loading["trust_remote_code"]
         if path not in (None, self.own_model.path):
             check_same_tokens(self.tokenizer, str(path), "reference", trust_remote_code=trust)
-        if has_adapter(policy) and path in (None, getattr(policy.get_base_model(), "name_or_path", None)):
+        lora = None if path else self.own_model.saved_adapter
+        if not lora and has_adapter(policy) and path in (None, getattr(policy.get_base_model(), "name_or_path", None)):
             return None
-        return self.load_model(str(path), REFERENCE)
+        return with_adapter(self.load_model(str(path or self.own_model.path), REFERENCE), lora)
 
     def sharded_init(self, frozen: str | None = None) -> AbstractContextManager[None]:
         """Shard models loaded inside this context; `frozen` is the name of a frozen model."""

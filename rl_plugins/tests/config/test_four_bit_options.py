@@ -11,7 +11,7 @@ from rl_plugins import extras
 from rl_plugins.config.checks import check_options
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.rollout import check_engine_adapter
-from rl_plugins.launch.algorithm_check import check_four_bits
+from rl_plugins.launch.algorithm_check import check_adapter
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.tests.launch.configurations import configured, message_of
 from rl_plugins.tests.loops import for_each
@@ -67,18 +67,18 @@ def test_check_engine_adapter_refuses_four_bits() -> None:
     assert message.endswith("apply the adapter to weights that are not quantised: use rollout.lora=merged")
 
 
-def test_check_four_bits_needs_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_adapter_needs_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
-    message = message_of(lambda: check_four_bits("model.lora", "model", CONFIG, trust_remote_code=False))
+    message = message_of(lambda: check_adapter("model.lora", "model", CONFIG, trust_remote_code=False))
     assert message.startswith("model.lora.quantization=nf4: bitsandbytes is not installed: pip install 'rl-plugins[")
 
 
-def test_check_four_bits_adds_the_adapter_to_a_model_without_weights(
+def test_check_adapter_adds_the_adapter_to_a_model_without_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda name: object())
-    check_four_bits("model.lora", str(save_tiny_policy(tmp_path / "policy")), CONFIG, trust_remote_code=False)
+    check_adapter("model.lora", str(save_tiny_policy(tmp_path / "policy")), CONFIG, trust_remote_code=False)
     GPT2Config(n_embd=8, n_layer=1, n_head=2, architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path / "gpt2")
-    message = message_of(lambda: check_four_bits("model.lora", str(tmp_path / "gpt2"), CONFIG, trust_remote_code=False))
+    message = message_of(lambda: check_adapter("model.lora", str(tmp_path / "gpt2"), CONFIG, trust_remote_code=False))
     assert message.startswith(f"model.lora with {tmp_path}/gpt2: ")
     assert "h.0.attn.c_attn (Conv1D) is not a linear layer" in message
