@@ -178,18 +178,21 @@ def check_adapter(option: str, path: str, lora: LoraConfig, *, trust_remote_code
     from transformers import AutoConfig
 
     from rl_plugins.models.lora import add_adapter
+    from rl_plugins.models.saved_adapter import read_settings
     from rl_plugins.vision_language import model_class
 
     folder = model_folder(path, weights=False, trust_remote_code=trust_remote_code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model = model_class(folder).from_config(config, trust_remote_code=trust_remote_code)
-        try:
-            add_adapter(model, lora)
-        except ConfigError as error:
-            if str(error).startswith("LoraConfig: path="):
-                raise ConfigError(f"{option}.{str(error).removeprefix('LoraConfig: ')}") from None
-            raise ConfigError(f"{option} with {path}: {error}") from None
+    try:
+        if lora.path:
+            # Before the model, which takes seconds for a large model.
+            read_settings(lora)
+        with torch.device("meta"):
+            add_adapter(model_class(folder).from_config(config, trust_remote_code=trust_remote_code), lora)
+    except ConfigError as error:
+        if str(error).startswith("LoraConfig: path="):
+            raise ConfigError(f"{option}.{str(error).removeprefix('LoraConfig: ')}") from None
+        raise ConfigError(f"{option} with {path}: {error}") from None
 
 
 def can_divide(family: str) -> bool:

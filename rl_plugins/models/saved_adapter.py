@@ -49,7 +49,7 @@ def load_adapter(model: PeftModel, config: LoraConfig) -> None:
         ConfigError: there is no such adapter, or its files are damaged; or the adapter has another rank, scale or other
             layers than the settings, is an adapter of another model, or is not a plain LoRA adapter.
     """
-    saved = _read_settings(config)
+    saved = read_settings(config)
     weights = _read_weights(config)
     adapter = model.active_adapter
     own = {
@@ -63,8 +63,15 @@ def load_adapter(model: PeftModel, config: LoraConfig) -> None:
             parameter.copy_(weights[name])
 
 
-def _read_settings(config: LoraConfig) -> dict[str, Any]:
-    """Return adapter_config.json after a check of the kind, the rank and the scale of the adapter."""
+def read_settings(config: LoraConfig) -> dict[str, Any]:
+    """Return adapter_config.json of a saved adapter after a check of the kind, the rank and the scale of the adapter.
+
+    Args:
+        config: settings of the adapter, with a path.
+
+    Raises:
+        ConfigError: see `load_adapter`.
+    """
     import peft
 
     folder = Path(adapter_folder(str(config.path)))

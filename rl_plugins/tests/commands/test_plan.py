@@ -254,6 +254,8 @@ def test_workload_of_has_the_models_of_the_algorithm(model):
     assert set(work("grpo", model, "algorithm.kl.coefficient=0.1").frozen) == {"reference"}
     # The base of an adapter is its reference.
     assert work("grpo", model, "algorithm.kl.coefficient=0.1", "model.lora.rank=8").frozen == {}
+    saved = work("grpo", model, "algorithm.kl.coefficient=0.1", "model.lora.rank=8", "model.lora.path=own/adapter")
+    assert saved.frozen.keys() == {"reference"}
     assert work("grpo", model, f"reward_model.path={model}").frozen == {"reward_model": headless}
     quantised = work("grpo", model, "++rollout.vllm.quantization=fp8", "++rollout.vllm.kv_cache_dtype=fp8_e5m2")
     assert quantised.matrix_width == quantised.cache_width == 1.0 and plain.matrix_width is plain.cache_width is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rl_plugins.tests.launch.bad_options import Case
 
+ADAPTER = ["model.lora.rank=4"]
 EXPERTS = ["strategy.name=fsdp", "strategy.expert_parallel=2", "placement.num_workers=2"]
 
 MODEL_CHECKS: dict[str, list[Case]] = {
@@ -59,6 +60,14 @@ MODEL_CHECKS: dict[str, list[Case]] = {
         (["model.lora.rank=-1"], ["model.lora.rank=-1", "0 or more"]),
         (["critic.lora.dropout=1"], ["critic.lora.dropout=1", "from 0 to below 1"]),
         (["model.lora.rank=4", "model.lora.dropout=0.1"], ["model.lora.dropout=0.1", "compares log-probs", "leave"]),
+        (["model.lora.path=gone"], ["model.lora.path=gone: rank=0 trains no adapter: give rank and alpha"]),
+        ([*ADAPTER, "model.lora.path=./gone"], ["model.lora.path=./gone: no such folder: name a folder with adapter_"]),
+        ([*ADAPTER, "model.lora.path=model"], ["model.lora.path=", "model: the folder has no adapter_config.json"]),
+        (["critic.lora.rank=4", "critic.lora.path=model"], ["critic.lora.path=", "the folder has no adapter_config."]),
+        (
+            [*ADAPTER, "model.lora.path=model", "placement.reference.actors=1", "algorithm.kl.coefficient=0.1"],
+            ["placement.reference.actors=1: models of a pool have no adapter", "leave the pool out, or name a model"],
+        ),
         (["model.lora.target_modules=[1]"], ["model.lora.target_modules=[1]", "all-linear"]),
         (["run.export_lora=adapter"], ["run.export_lora=adapter", "model.lora.rank"]),
         (["model.lora.rank=4", "reference.update_every=1"], ["reference.update_every=1", "the reference has none"]),

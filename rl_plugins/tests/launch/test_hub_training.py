@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import ModelCard, constants
+from omegaconf import OmegaConf
 from safetensors.numpy import load
 
 from rl_plugins.commands.export import export_checkpoint
+from rl_plugins.config.models import LoraConfig
 from rl_plugins.launch import local  # noqa: F401
 from rl_plugins.launch.command_line import run_recipe
 from rl_plugins.launch.model_card import model_card
+from rl_plugins.models import saved_adapter
+from rl_plugins.models.loading import load_causal_lm
+from rl_plugins.models.lora import MergedWeightSource, add_adapter
 from rl_plugins.models.tiny import save_tiny_policy
-from rl_plugins.run_folder import RunFolder, append_metrics
+from rl_plugins.run_folder import RunFolder, append_metrics, read_metrics
 from rl_plugins.tests.hub.hub_server import TOKEN, StandIn, serving, use
 from rl_plugins.tests.launch.configurations import configured, message_of
+from rl_plugins.tests.models.random_adapter import with_random_adapter
+from rl_plugins.weights.source import ModuleWeightSource
 
 SECRET = "sk-word-of-a-judge"
 REWARD = """
@@ -60,6 +69,32 @@ def test_run_recipe_trains_a_model_of_the_hub_on_data_of_the_hub(trained: tuple[
     assert before.keys() == after.keys() and any((before[name] != after[name]).any() for name in before)
     assert len(hub.downloads("model.safetensors")) == 1
     assert "snapshots" not in (run.export / "tokenizer_config.json").read_text()
+
+
+def test_run_recipe_trains_from_an_adapter_of_the_hub(
+    trained: tuple[StandIn, RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, _ = trained
+    model = add_adapter(load_causal_lm("own/tiny", dtype=torch.float32), LoraConfig(rank=2, alpha=4))
+    source = MergedWeightSource(ModuleWeightSource(model), with_random_adapter(model))
+    hub.add("models/own/adapter", source.adapter_files())
+    adapter = ("model.lora.rank=2", "model.lora.alpha=4", "model.lora.path=own/adapter", "run.export_lora=adapter")
+    config = configured("grpo", *OPTIONS, *adapter, "model.path=own/tiny", "optimizer.lr=0", "run.name=adapted")
+    run = run_recipe(config, "grpo")
+    repository = hub.repositories["models/own/adapter"]
+    commit = repository.refs["main"]
+    assert OmegaConf.load(run.config).model.lora.path == f"own/adapter@{commit}"
+    assert json.loads(run.versions.read_text())["models/own/adapter@main"] == commit
+    start = load(repository.commits[commit]["adapter_model.safetensors"])
+    after = load((run.export / "adapter_model.safetensors").read_bytes())
+    assert start.keys() == after.keys() and all((start[name] == after[name]).all() for name in start)
+    metrics = read_metrics(run.metrics)
+    assert max(map(abs, metrics["train/kl"].values())) < 1e-6 and max(metrics["train/rollout_gap_max"].values()) < 1e-4
+    # The checkpoint has the weights of the adapter, and the base model is on this machine.
+    monkeypatch.setattr(saved_adapter, "load_adapter", None)
+    export_checkpoint(run.checkpoint(2), tmp_path / "again")
+    again = load((tmp_path / "again" / "adapter_model.safetensors").read_bytes())
+    assert all((start[name] == again[name]).all() for name in start)
 
 
 def test_export_checkpoint_pushes_a_folder_with_a_model_card(trained, tmp_path, monkeypatch) -> None:

@@ -201,6 +201,27 @@ def test_check_resume_refuses_a_change_of_the_quantization(starts: list[str | No
     assert starts == [str(run.checkpoint(2))]
 
 
+def test_check_resume_refuses_another_start_of_the_adapter(starts: list[str | None], tmp_path: Path) -> None:
+    run, one, other = RunFolder(tmp_path / "grpo"), tmp_path / "one", tmp_path / "other"
+    leave_killed(run)
+    for folder in (one, other):
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_text(folder.name)
+    shutil.copytree(one, tmp_path / "copy")
+    adapter, option = ("run.resume=auto", "model.lora.rank=4"), "model.lora.path"
+    for saved, now in ((one, "null"), ("null", one), (one, other)):
+        write_config(options(tmp_path, *adapter, f"{option}={saved}"), run.config)
+        message = message_of(partial(run_recipe, options(tmp_path, *adapter, f"{option}={now}")))
+        assert message == (
+            f"{option}={now}: the checkpoints of {run.path} are of {option}={saved}, another start of the adapter: "
+            f"resume with {option}={saved}, or give another run.name"
+        )
+    assert starts == []
+    write_config(options(tmp_path, *adapter, f"{option}={one}"), run.config)
+    run_recipe(options(tmp_path, *adapter, f"{option}={tmp_path / 'copy'}"))
+    assert starts == [str(run.checkpoint(2))]
+
+
 def test_check_resume_names_a_damaged_configuration(starts: list[str | None], tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "grpo")
     leave_killed(run)
