@@ -40,6 +40,7 @@ _LAYERS = Range(
         bool(value) and isinstance(value, str | list | tuple) and all(isinstance(name, str) for name in value)
     ),
 )
+_EXCLUDED = or_null(Range("must be a list of layers' names, or a regular expression", _LAYERS.holds))
 _NAMED = Range(
     "must be a name, a dotted path, or a mapping with the key _target_",
     lambda value: isinstance(value, str) or is_node(value),
@@ -75,6 +76,8 @@ class LoraConfig(Settings):
             with the names of experts' layers; `language-model` for these layers without the vision tower and the
             projector of a vision-language model; a list of layer names (`q_proj`), or a regular expression for full
             layer names.
+        exclude_modules: layers of `target_modules` that get no adapter: a list of layer names, or a regular expression
+            for full layer names; null excludes none.
         experts: adapter of the experts of a mixture, too: a change of each expert's matrices, with the same rank.
         quantization: `nf4` keeps the frozen weights of the layers with an adapter in 4 bits
             (`pip install 'rl-plugins[bitsandbytes]'`); null keeps the weights as they are.
@@ -88,6 +91,7 @@ class LoraConfig(Settings):
     alpha: Annotated[float, ABOVE_0] = 32.0
     dropout: Annotated[float, FROM_0_TO_BELOW_1] = 0.0
     target_modules: Annotated[Any, _LAYERS] = "all-linear"
+    exclude_modules: Annotated[Any, _EXCLUDED] = None
     experts: bool = False
     quantization: Annotated[str | None, one_of(None, "nf4")] = None
     path: str | None = None
@@ -96,8 +100,8 @@ class LoraConfig(Settings):
         """Check the values.
 
         Raises:
-            ConfigError: a value is out of range, or an adapter of experts has dropout, or `quantization` is set without
-                an adapter or with an adapter of experts, or `path` is set without a rank.
+            ConfigError: a value is out of range, an adapter of experts has dropout or 4-bit weights, or `quantization`
+                or `path` is set without a rank.
         """
         super().__post_init__()
         if self.quantization and not self.rank:
@@ -105,10 +109,7 @@ class LoraConfig(Settings):
         if self.quantization and self.experts:
             raise ConfigError(f"quantization={self.quantization}: experts stay as they are: use experts=false")
         if self.path and not self.rank:
-            raise ConfigError(
-                f"path={self.path}: rank=0 trains no adapter: give rank and alpha the values r and lora_alpha of its "
-                "adapter_config.json"
-            )
+            raise ConfigError(f"path={self.path}: rank=0 trains no adapter: give rank and alpha the adapter's values")
         if self.experts and self.dropout:
             raise ConfigError(f"dropout={self.dropout}: an adapter of experts has no dropout: use dropout=0")
 

@@ -158,7 +158,7 @@ def check_expert_parallel(config: RecipeConfig, models: Mapping[str, Mapping[str
 
 
 def check_adapter(option: str, path: str, lora: LoraConfig, *, trust_remote_code: bool) -> None:
-    """Check an adapter in a model without weights: 4-bit weights of its layers, and the files of a saved adapter.
+    """Check an adapter in a model without weights: its layers, their 4-bit weights, and the files of a saved adapter.
 
     Args:
         option: options of the adapter, such as `model.lora`.
@@ -167,8 +167,8 @@ def check_adapter(option: str, path: str, lora: LoraConfig, *, trust_remote_code
         trust_remote_code: value of `model.trust_remote_code`.
 
     Raises:
-        ConfigError: bitsandbytes is not installed, a layer is not a linear layer, `target_modules` does not fit the
-            model, or the saved adapter does not fit the model or the options.
+        ConfigError: bitsandbytes is not installed, a layer is not a linear layer, `target_modules` or `exclude_modules`
+            does not fit the model, or the saved adapter does not fit the model or the options.
     """
     if lora.quantization:
         check_installed("bitsandbytes", "bitsandbytes", f"{option}.quantization={lora.quantization}")

@@ -321,7 +321,7 @@ def _check_trained_parts(
                 "the option out"
             )
         lora = replace(each.lora, path=None) if is_left_out(each.lora.path or "") else each.lora
-        if lora.quantization or lora.path:
+        if lora.quantization or lora.path or (lora.rank and lora.exclude_modules):
             # The import loads torch, which takes seconds.
             from rl_plugins.launch.algorithm_check import check_adapter
 

@@ -60,7 +60,8 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
         config: settings of the adapter.
 
     Raises:
-        ConfigError: `target_modules` names layers that the model does not have or that are not linear; or the model has
+        ConfigError: `target_modules` names layers that the model does not have or that are not linear; or
+            `exclude_modules` names a layer that the model does not have, or leaves no layer; or the model has
             no experts, or `target_modules` names layers of experts without `experts`, or experts have dropout; or a
             layer cannot have 4-bit weights; or the model has layers with 8-bit products; or see `load_adapter`.
     """
@@ -79,7 +80,7 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
         lora_dropout=config.dropout,
         target_modules=targets,
         target_parameters=_expert_parameters(model) if config.experts else None,
-        exclude_modules=heads or None,
+        exclude_modules=_excluded(model, config.exclude_modules, heads),
         modules_to_save=heads or None,
         task_type=peft.TaskType.CAUSAL_LM if is_causal else peft.TaskType.TOKEN_CLS,
     )
@@ -125,6 +126,27 @@ def _targets(model: nn.Module, target_modules: Any) -> str | list[str]:
     # peft adds the experts to all linear layers, and to each list with the name of a layer of experts.
     chosen = sorted(names - {"lm_head"} - (_EXPERT_LAYERS if has_experts else set()))
     return rf"{re.escape(part)}\.(?:.*\.)?(?:{'|'.join(chosen)})" if part else chosen
+
+
+def _excluded(model: nn.Module, exclude_modules: Any, heads: list[str]) -> str | list[str] | None:
+    """Return the layers without an adapter, for peft: the given layers, and heads, which are trained whole."""
+    if exclude_modules is None:
+        return heads or None
+    pattern = exclude_modules if isinstance(exclude_modules, str) else None
+    names = [name for name, layer in model.named_modules() if not any(True for _ in layer.children())]
+    for each in [exclude_modules] if pattern else exclude_modules:
+        try:
+            found = re.compile(pattern or rf"(?:.*\.)?{re.escape(each)}")
+        except re.error as error:
+            raise ConfigError(f"LoraConfig: exclude_modules={each}: not a regular expression ({error})") from None
+        if not any(map(found.fullmatch, names)):
+            raise ConfigError(
+                f"LoraConfig: exclude_modules={each}: {type(model).__name__} has no such layer: use names such as "
+                "q_proj, or a regular expression for whole names, or leave it out"
+            )
+    if pattern is None:
+        return [*exclude_modules, *heads]
+    return "|".join(f"(?:{part})" for part in (pattern, *(rf"(?:.*\.)?{re.escape(head)}" for head in heads)))
 
 
 def _expert_parameters(model: nn.Module) -> list[str]:

@@ -68,6 +68,8 @@ MODEL_CHECKS: dict[str, list[Case]] = {
             [*ADAPTER, "model.lora.path=model", "placement.reference.actors=1", "algorithm.kl.coefficient=0.1"],
             ["placement.reference.actors=1: models of a pool have no adapter", "leave the pool out, or name a model"],
         ),
+        (["model.lora.exclude_modules=[1]"], ["model.lora.exclude_modules=[1]", "a list of layers' names", "or null"]),
+        ([*ADAPTER, "model.lora.exclude_modules=[mlp]"], ["exclude_modules=mlp: Qwen2ForCausalLM has no such layer"]),
         (["model.lora.target_modules=[1]"], ["model.lora.target_modules=[1]", "all-linear"]),
         (["run.export_lora=adapter"], ["run.export_lora=adapter", "model.lora.rank"]),
         (["model.lora.rank=4", "reference.update_every=1"], ["reference.update_every=1", "the reference has none"]),

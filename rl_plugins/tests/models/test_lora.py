@@ -210,6 +210,31 @@ def test_add_adapter_refuses_missing_and_nonlinear_layers(policy: str) -> None:
             add_adapter(model, LoraConfig(target_modules=targets))
 
 
+@for_each("excluded", [["down_proj", "q_proj"], r".*\.(down|q)_proj"])
+def test_add_adapter_leaves_out_the_excluded_layers(policy: str, excluded: Any) -> None:
+    config = LoraConfig(rank=2, exclude_modules=excluded)
+    model = add_adapter(load_causal_lm(policy, dtype=torch.float32), config)
+    ends = {name.removesuffix(".base_layer.weight").rpartition(".")[2] for name in adapted_layers(model)}
+    assert ends == {"k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
+    scored = add_adapter(load_scalar_head(policy, dtype=torch.float32), config)
+    assert adapted_layers(scored).keys() == adapted_layers(model).keys()
+    assert any("score" in name for name, parameter in scored.named_parameters() if parameter.requires_grad)
+
+
+@for_each(
+    ("excluded", "message"),
+    [
+        (["nowhere"], "exclude_modules=nowhere: Qwen2ForCausalLM has no such layer: use names such as q_proj"),
+        ("down_proj", "exclude_modules=down_proj: Qwen2ForCausalLM has no such layer: .* regular expression for whole"),
+        ("(", "exclude_modules=\\(: not a regular expression"),
+        (r".*_proj", "No modules were targeted"),
+    ],
+)
+def test_add_adapter_refuses_excluded_layers_that_do_not_fit(policy: str, excluded: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        add_adapter(load_causal_lm(policy, dtype=torch.float32), LoraConfig(rank=2, exclude_modules=excluded))
+
+
 def test_adapted_layers_refuses_dora(policy: str) -> None:
     model = load_causal_lm(policy, dtype=torch.float32)
     dora = peft.get_peft_model(model, peft.LoraConfig(use_dora=True, target_modules=["q_proj"]))
