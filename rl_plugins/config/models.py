@@ -100,14 +100,15 @@ class LoraConfig(Settings):
         """Check the values.
 
         Raises:
-            ConfigError: a value is out of range, an adapter of experts has dropout or 4-bit weights, or `quantization`
-                or `path` is set without a rank.
+            ConfigError: a value is out of range, or options of the adapter do not fit together.
         """
         super().__post_init__()
         if self.quantization and not self.rank:
             raise ConfigError(f"quantization={self.quantization} is for weights under an adapter: give rank a value")
         if self.quantization and self.experts:
             raise ConfigError(f"quantization={self.quantization}: experts stay as they are: use experts=false")
+        if self.quantization and self.path:
+            raise ConfigError(f"path={self.path}: not tried with quantization={self.quantization}: leave one out")
         if self.path and not self.rank:
             raise ConfigError(f"path={self.path}: rank=0 trains no adapter: give rank and alpha the adapter's values")
         if self.experts and self.dropout:

@@ -42,6 +42,7 @@ def test_check_options_of_four_bits_allow(recipe: str, options: tuple[str, ...])
     [
         (("model.lora.rank=0",), "model.lora.quantization=nf4 is for weights under an adapter: give rank a value"),
         (("critic.lora.quantization=nf4",), "critic.lora.quantization=nf4 is for weights under an adapter"),
+        (("model.lora.path=own/adapter",), "model.lora.path=own/adapter: not tried with quantization=nf4: leave"),
         (("model.lora.experts=true",), "model.lora.quantization=nf4: experts stay as they are: use experts=false"),
         (("model.lora.quantization=int4",), "model.lora.quantization=int4"),
         (("model.compile=true", "strategy.zero_stage=2"), "and model.compile=true have not been tried together"),

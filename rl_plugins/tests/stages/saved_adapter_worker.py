@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -72,11 +73,16 @@ def train(rank: int, name: str, policy: str, adapter: str) -> Training:
     strategy: Any = SingleDeviceRolloutStrategy(rollout=canned.CannedRollout())
     if name != "single":
         options |= {"num_nodes": 2, "devices": 1}
-        parallel = {"rollout": canned.CannedRollout(), "timeout_s": 60}
+        parallel: dict[str, Any] = {"rollout": canned.CannedRollout(), "timeout_s": 60}
         strategy = ZeroStrategy(stage=3, **parallel) if name == "zero" else FSDPStrategy(**parallel)
-    metrics = []
-    stage.further_metrics.append(lambda found: metrics.append(dict(found)) or {})
+    divergences: list[float] = []
+
+    def keep(found: Mapping[str, float]) -> Mapping[str, float]:
+        divergences.append(found["train/kl"])
+        return {}
+
+    stage.further_metrics.append(keep)
     trainer = canned.quiet_trainer(strategy, **options)
     trainer.fit(stage, canned.loader([canned.prompt_batch(canned.PROMPTS)] * 2))
     weights = {key: tensor.clone() for key, tensor in stage.strategy.weight_source("policy")}
-    return Training(*stage.first.values(), [found["train/kl"] for found in metrics], weights)
+    return Training(stage.first["policy"], stage.first["reference"], divergences, weights)
