@@ -76,7 +76,7 @@ class LoraConfig(Settings):
             with the names of experts' layers; `language-model` for these layers without the vision tower and the
             projector of a vision-language model; a list of layer names (`q_proj`), or a regular expression for full
             layer names.
-        exclude_modules: layers of `target_modules` that get no adapter: a list of layer names, or a regular expression
+        exclude_modules: layers of `target_modules` without an adapter: a list of layer names, or a regular expression
             for full layer names; null excludes none.
         experts: adapter of the experts of a mixture, too: a change of each expert's matrices, with the same rank.
         quantization: `nf4` keeps the frozen weights of the layers with an adapter in 4 bits

@@ -248,7 +248,7 @@ class RecipeConfig(Settings):
 
     @property
     def adapter_paths(self) -> dict[str, str]:
-        """Folder or Hugging Face name of each saved adapter that the recipe names, by its option."""
+        """Folder or Hugging Face name of each saved adapter in the recipe, by the option."""
         return {option: values[key] for option, values, key in self._places_of_adapters()}
 
     def replace_model_paths(self, new: Callable[[str, str], str]) -> None:

@@ -219,8 +219,8 @@ class EnvironmentOptions(ConversationLimits):
         deadline_s: deadline of one call of a tool, of a method of a stateful environment, or of an agent without the
             time in which the policy answers, in seconds.
         max_characters: largest number of characters of a result of a tool.
-        left_out: part of a longer result of a tool that is left out: `beginning`, `middle` or `end`. The other parts
-            are kept, with a mark in place of the part.
+        left_out: part left out of a longer result of a tool: `beginning`, `middle` or `end`. A mark takes the place of
+            the part.
         load_timeout_s: seconds for the start of an MCP server, or for loading a stateful environment or an agent.
         memory_mb: memory of the process of the tools, of an object of a stateful environment, or of an agent, in MiB,
             beyond the process itself; null is half of the free memory.

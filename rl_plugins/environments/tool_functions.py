@@ -244,12 +244,12 @@ def text_of(result: object) -> str:
 
 
 def shortened(text: str, max_characters: int, left_out: str) -> str:
-    """Return a text with at most `max_characters` characters, and a mark in place of a part that is left out.
+    """Return a text with at most `max_characters` characters, and a mark in place of the part left out.
 
     Args:
         text: the text.
         max_characters: largest number of characters without the mark.
-        left_out: part of a longer text that is left out: `beginning`, `middle` or `end`.
+        left_out: part left out of a longer text: `beginning`, `middle` or `end`.
     """
     excess = len(text) - max_characters
     if excess <= 0:

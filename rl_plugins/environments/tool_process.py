@@ -40,7 +40,7 @@ class ToolTask:
         deadline_s: seconds for one call.
         max_characters: largest number of characters of a result.
         load_timeout_s: seconds for the start of an MCP server.
-        left_out: part of a longer result that is left out: `beginning`, `middle` or `end`.
+        left_out: part left out of a longer result: `beginning`, `middle` or `end`.
     """
 
     tools: Sequence[Any]

@@ -63,7 +63,7 @@ class ToolEnvironment:
         max_turns: largest number of responses of the policy in a conversation, 2 or more.
         deadline_s: seconds for one call.
         max_characters: largest number of characters of a result.
-        left_out: part of a longer result that is left out: `beginning`, `middle` or `end`.
+        left_out: part left out of a longer result: `beginning`, `middle` or `end`.
         load_timeout_s: seconds for the start of an MCP server.
         memory_mb: memory of the process of the tools, in MiB, beyond the process itself; None is half of the free
             memory.

@@ -62,7 +62,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def test_saved_adapter_goes_on_with_the_function_of_peft(policy: str, adapter: Path) -> None:
     model = add_adapter(load(policy), replace(CONFIG, path=str(adapter)))
-    of_peft: Any = peft.PeftModel.from_pretrained(load(policy), adapter)  # type: ignore[arg-type]
+    of_peft: Any = peft.PeftModel.from_pretrained(load(policy), adapter)
     assert torch.equal(logits(model), logits(of_peft))
     assert float((logits(model) - logits(load(policy))).abs().max()) > 0.1
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {
@@ -72,7 +72,7 @@ def test_saved_adapter_goes_on_with_the_function_of_peft(policy: str, adapter: P
 
 def test_adapter_of_peft_with_names_of_layers_fits_the_same_options(policy: str, tmp_path: Path) -> None:
     settings = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    theirs: Any = peft.get_peft_model(load(policy), settings)  # type: ignore[arg-type]
+    theirs: Any = peft.get_peft_model(load(policy), settings)
     theirs.save_pretrained(tmp_path)
     config = LoraConfig(rank=2, alpha=4.0, target_modules=["v_proj", "q_proj"], path=str(tmp_path))
     assert torch.equal(logits(add_adapter(load(policy), config)), logits(theirs))
