@@ -81,20 +81,19 @@ def read_settings(config: LoraConfig) -> dict[str, Any]:
             raise _refusal(config, f"{where}: name a folder with {' and '.join(ADAPTER_FILES)}, as peft saves them")
     saved = read_json_object(folder / ADAPTER_FILES[0], AGAIN)
     if saved.get("peft_type") != "LORA":
-        raise _refusal(config, f"the adapter is of the kind {saved.get('peft_type')}, not LORA: {_MERGE}")
+        raise _refusal(config, f"the adapter is of the kind {_brief(saved.get('peft_type'))}, not LORA: {_MERGE}")
     plain = peft.LoraConfig().to_dict()
     changed = [key for key, value in saved.items() if key not in _FREE and (value or None) != (plain.get(key) or None)]
     if saved.get("init_lora_weights") not in _PLAIN_STARTS:
         changed.append("init_lora_weights")
     if changed:
         key = min(changed)
-        raise _refusal(
-            config, f"the adapter has {key}={saved[key]}, and only plain LoRA adapters are trained here: {_MERGE}"
-        )
+        has = f"the adapter has {_brief(key)}={_brief(saved[key])}"
+        raise _refusal(config, f"{has}, and only plain LoRA adapters are trained here: {_MERGE}")
     options = {"rank": (config.rank, saved.get("r")), "alpha": (config.alpha, saved.get("lora_alpha"))}
     if differing := {name: value for name, (option, value) in options.items() if option != value}:
         now = ", ".join(f"{name}={options[name][0]:g}" for name in differing)
-        fitting = ", ".join(f"{name}={value}" for name, value in differing.items())
+        fitting = ", ".join(f"{name}={_brief(value)}" for name, value in differing.items())
         raise _refusal(config, f"the adapter has {fitting}, and the options {now}: use {fitting}")
     return saved
 
@@ -153,12 +152,16 @@ def _use(saved: Mapping[str, Any]) -> str:
     return f"use {' '.join(used)}, as in its adapter_config.json"
 
 
-def _text(modules: str | list[str]) -> str:
+def _text(modules: object) -> str:
     """Return modules as an option. peft saves the whole name of each layer, and the last part names all alike."""
-    if isinstance(modules, str):
-        return modules
-    ends = {name.rpartition(".")[2] for name in modules}
-    return f"[{','.join(sorted(ends))}]"
+    if not isinstance(modules, list):
+        return _brief(modules)
+    ends = {str(name).rpartition(".")[2] for name in modules}
+    return _brief(f"[{','.join(sorted(ends))}]", 300)
+
+
+def _brief(value: object, length: int = 60) -> str:
+    return " ".join(str(value).split())[:length]
 
 
 def _layer(name: str) -> str:
@@ -167,7 +170,7 @@ def _layer(name: str) -> str:
 
 
 def _shown(name: str) -> str:
-    return name.removeprefix("base_model.model.")
+    return _brief(name.removeprefix("base_model.model."), 200)
 
 
 def _refusal(config: LoraConfig, fault: str) -> ConfigError:

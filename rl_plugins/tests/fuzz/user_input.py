@@ -7,12 +7,14 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from safetensors.numpy import save
@@ -20,6 +22,7 @@ from safetensors.numpy import save
 from rl_plugins.commands.main import parse_arguments
 from rl_plugins.config.checks import check_batch, check_options
 from rl_plugins.config.data import DataConfig
+from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.recipe import RecipeConfig, parse_config
 from rl_plugins.config.stage_checks import check_stage_options
 from rl_plugins.data.formats import FORMATS
@@ -30,6 +33,9 @@ from rl_plugins.errors import CheckpointError
 from rl_plugins.launch.pinned_versions import PinnedVersions
 from rl_plugins.manifest import MANIFEST, find_damage
 from rl_plugins.models.folder import check_model_folder, check_model_type
+from rl_plugins.models.lora import add_adapter
+from rl_plugins.models.saved_adapter import load_adapter
+from rl_plugins.models.tiny import build_model
 from rl_plugins.plain_file import load_plain, save_plain
 from rl_plugins.report.page import write_report
 from rl_plugins.run_folder import RunFolder, read_metrics
@@ -58,6 +64,10 @@ _KEYS = DataConfig(margin_key="margin")
 _MODEL = {
     "model_type": "qwen2", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "rope_scaling": {"factor": 2.0},
+}  # fmt: skip
+_ADAPTER = {
+    "peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "exclude_modules": None,
+    "init_lora_weights": True, "use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {},
 }  # fmt: skip
 _ALGORITHM: dict[str, Any] = {
     "_target_": "rl_plugins.algorithms.algorithm.Algorithm",
@@ -179,6 +189,20 @@ def _model_check(folder: Path, files: Mapping[str, bytes]) -> Callable[[tuple[st
     return check
 
 
+def _adapter_check(folder: Path, files: Mapping[str, bytes]) -> Callable[[tuple[str, bytes]], None]:
+    settings = LoraConfig(rank=2, alpha=4.0, target_modules=["q_proj"])
+    # Without weights, the model stays as it is.
+    with torch.device("meta"):
+        model = add_adapter(build_model(), settings)
+
+    def check(change: tuple[str, bytes]) -> None:
+        for name, content in {**files, change[0]: change[1]}.items():
+            (folder / name).write_bytes(content)
+        load_adapter(model, replace(settings, path=str(folder)))
+
+    return check
+
+
 def _report_check(folder: Path, files: Mapping[str, bytes]) -> Callable[[tuple[str, bytes]], None]:
     def check(change: tuple[str, bytes]) -> None:
         for name, content in {**files, change[0]: change[1]}.items():
@@ -245,6 +269,16 @@ def user_targets(folder: Path) -> Mapping[str, Target]:
     )
     for name, content in {"config.json": _MODEL, "tokenizer.json": _TOKENIZER}.items():
         found[name] = Target(st.tuples(st.just(name), as_json(changed(content) | VALUES)), as_model, [str(model)])
+    adapter = folder / "adapter"
+    adapter.mkdir(exist_ok=True)
+    of_adapter = {
+        "adapter_config.json": json.dumps(_ADAPTER).encode(),
+        "adapter_model.safetensors": save({"base_model.model.lm_head.lora_A.weight": np.ones((2, 4), np.float32)}),
+    }
+    as_adapter = st.sampled_from(sorted(of_adapter)).flatmap(
+        lambda name: st.tuples(st.just(name), damaged(of_adapter[name]))
+    ) | st.tuples(st.just("adapter_config.json"), as_json(changed(_ADAPTER) | VALUES))
+    found["folder of an adapter"] = Target(as_adapter, _adapter_check(adapter, of_adapter), [str(adapter)])
     plain = folder / "state"
     save_plain({"step": 3, "weights": np.ones(4)}, plain)
     found["plain file"] = Target(damaged(plain.read_bytes()), _file_check(plain, load_plain), ["state"])
