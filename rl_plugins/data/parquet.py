@@ -1,7 +1,8 @@
 """Prompt rows: read from parquet files, or taken from any sequence of mappings, and checked one by one.
 
 The columns are those of verl: `prompt`, a list of {role, content}; `data_source` and `ability`, strings;
-`reward_model`, a mapping with `ground_truth`; `extra_info`, a mapping. More columns are allowed and served too.
+`reward_model`, a mapping with `ground_truth`; `extra_info`, a mapping. Rows may lack `ability` and `extra_info`. More
+columns are allowed and served too.
 
 This module needs pyarrow alone, so the launcher can check the files before anything heavy is imported. Files are read a
 few rows at a time and copied to disk (`on_disk`).
@@ -24,9 +25,12 @@ from rl_plugins.data.content_parts import RowsWithTexts, check_parts, with_texts
 from rl_plugins.data.on_disk import MappedRows
 from rl_plugins.errors import ConfigError, RowError
 
+Row = Mapping[str, Any]
 COLUMNS = ("prompt", "data_source", "ability", "reward_model", "extra_info")
 UNSCORED_COLUMNS = tuple(name for name in COLUMNS if name != "reward_model")
 """Columns of rows with given responses, which need no reward."""
+_OPTIONAL = ("ability", "extra_info")
+"""Columns that rows may lack."""
 
 # Rows with images are large.
 _BATCH_ROWS, _BATCH_BYTES = 1024, 2**26
@@ -34,7 +38,6 @@ _BATCH_ROWS, _BATCH_BYTES = 1024, 2**26
 # A text that is not UTF-8, or a date beyond the years of Python, is a ValueError or an OverflowError.
 _DAMAGED = (pa.ArrowException, OSError, ValueError, OverflowError)
 
-Row = Mapping[str, Any]
 FilePath = str | os.PathLike[str]
 Paths = FilePath | Sequence[FilePath]
 RowForm = Callable[[Row, str], Row]
@@ -189,7 +192,7 @@ def check_row(row: object, location: str, columns: Sequence[str] = COLUMNS) -> N
     Args:
         row: the row.
         location: file and row number for the message.
-        columns: names of the columns the row must have.
+        columns: names of the columns the row must have, but for optional columns.
 
     Raises:
         RowError: a column is missing or of another type. The message names the location and the column.
@@ -200,12 +203,13 @@ def check_row(row: object, location: str, columns: Sequence[str] = COLUMNS) -> N
             "answer) makes such a row"
         )
         raise RowError(location, "row", reason)
-    missing = [name for name in columns if name not in row]
+    missing = [name for name in columns if name not in row and name not in _OPTIONAL]
     if missing:
         reason = (
             f"it is missing; the row has {', '.join(map(str, row))}: rl.prompt_row(prompt, answer) makes a whole row"
         )
         raise RowError(location, f"column {missing[0]!r}", reason)
+    row = _whole(row)
     _check_messages(row["prompt"], location)
     check_parts(row, location)
     if not any(message["content"].strip() for message in with_texts(row)["prompt"]):
@@ -246,7 +250,7 @@ class ParquetRows:
 
     Args:
         path: path of the file; only the schema is read at first.
-        columns: names of the columns the file must have.
+        columns: names of the columns the file must have, but for optional columns.
 
     Raises:
         ConfigError: the file is missing, is not parquet, has no rows, lacks a column, or has two columns of one name.
@@ -266,7 +270,7 @@ class ParquetRows:
         names = Counter(schema.names)
         if twice := [name for name, times in names.items() if times > 1]:
             raise ConfigError(f"{path}: the file has several columns {twice[0]!r}: rename or remove all but one")
-        missing = [name for name in columns if name not in names]
+        missing = [name for name in columns if name not in names and name not in _OPTIONAL]
         if missing:
             raise ConfigError(f"{path}: column {missing[0]!r} is missing; the file has {', '.join(schema.names)}")
         metadata = self._file.metadata
@@ -335,7 +339,14 @@ def _checked(row: Row, location: str, columns: Sequence[str], form: RowForm | No
 
 
 def _served(rows: RowSource, form: RowForm | None) -> RowsWithTexts:
-    return RowsWithTexts(rows) if form is None else RowsWithTexts(rows, lambda row: form(row, "row"))
+    if form is not None:
+        return RowsWithTexts(rows, lambda row: form(row, "row"))
+    return RowsWithTexts(rows, lambda row: _whole(with_texts(row)))
+
+
+def _whole(row: Row) -> Row:
+    """Return a row with the optional columns."""
+    return {"ability": "general", "extra_info": {}, **row}
 
 
 def _described(value: object) -> str:

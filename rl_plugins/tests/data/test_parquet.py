@@ -64,11 +64,21 @@ def test_batches_of_large_rows_are_small(row, write_rows, monkeypatch):
 
 
 def test_load_rows_names_a_missing_column(row, write_rows):
-    bare = {name: value for name, value in row(0).items() if name != "ability"}
-    with pytest.raises(ConfigError, match=r"train.parquet: column 'ability' is missing; the file has prompt"):
+    bare = {name: value for name, value in row(0).items() if name != "data_source"}
+    with pytest.raises(ConfigError, match=r"train.parquet: column 'data_source' is missing; the file has prompt"):
         load_rows(write_rows([bare]))
-    with pytest.raises(ConfigError, match="list, row 1, column 'ability': it is missing"):
+    with pytest.raises(ConfigError, match="list, row 1, column 'data_source': it is missing"):
         load_rows([row(0), bare])
+
+
+def test_load_rows_fills_in_ability_and_extra_info(row, write_rows):
+    bare = {name: value for name, value in row(0).items() if name not in ("ability", "extra_info")}
+    for source in (write_rows([bare]), [bare]):
+        (loaded,) = load_rows(source)
+        assert loaded == {**bare, "ability": "general", "extra_info": {}}
+        assert load_rows(source).rows[0] == loaded
+    with pytest.raises(ConfigError, match="list, row 0, column 'extra_info': expected a mapping, got nothing"):
+        load_rows([{**bare, "extra_info": None}])
 
 
 def test_load_rows_refuses_a_file_with_two_columns_of_one_name(row, tmp_path):

@@ -52,14 +52,14 @@ def test_prepare_validate_prints_markup_and_control_characters_of_data_as_text(r
 
 def test_prepare_validate_reports_unreadable_files_and_continues(row, write_rows, tmp_path, capsys):
     (tmp_path / "text.parquet").write_text("not parquet")
-    bare = write_rows([{name: value for name, value in row(0).items() if name != "ability"}], "bare.parquet")
+    bare = write_rows([{name: value for name, value in row(0).items() if name != "reward_model"}], "bare.parquet")
     bad = write_rows([row(0, data_source=None)], "bad.parquet")
     found = problems(capsys, tmp_path / "absent.parquet", tmp_path / "text.parquet", bare, bad)
     reasons = [(entry["row"], entry["reason"][:30]) for entry in found["bad_rows"]]
     assert reasons == [
         (None, "there is no such file. `rl-plu"),
         (None, "not a readable parquet file (P"),
-        (None, "column 'ability' is missing; t"),
+        (None, "column 'reward_model' is missi"),
         (0, "expected a string, got nothing"),
     ]
 
