@@ -249,6 +249,9 @@ def _check_data(config: RecipeConfig) -> None:
     others = [option for option in ("train_files", "dataset") if getattr(data, option)]
     if data.mixture and others:
         raise ConfigError(f"data.mixture and data.{others[0]} both name the training data: leave one of them out")
+    for option, has_order in {"data.mixture": data.mixture, "data.curriculum.share": data.curriculum.share}.items():
+        if has_order and not data.shuffle:
+            raise ConfigError(f"data.shuffle=false: {option} has an order of its own: leave one of the two out")
     if data.label_key is not None and config.stage in GIVEN_RESPONSE_STAGES:
         option = f"data.label_key={data.label_key}"
         if config.stage == "reward_modeling":

@@ -71,6 +71,7 @@ class DataConfig(Settings):
         overlong_prompts: `filter` drops longer prompts and prints their number, `error` refuses the data.
         bad_images: `filter` drops rows with an image that cannot be read and prints their number, `error` refuses the
             data.
+        shuffle: train on the rows in a random order in each epoch; `false` keeps the order of the files.
         chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
         eval_batch_size: prompts of one validation batch on one rank.
         response_key: column of the response in rows for SFT, and in rows of unpaired preferences.
@@ -98,6 +99,7 @@ class DataConfig(Settings):
     max_prompt_tokens: Annotated[int, AT_LEAST_1] = 512
     overlong_prompts: Annotated[str, one_of("filter", "error")] = "filter"
     bad_images: Annotated[str, one_of("filter", "error")] = "error"
+    shuffle: bool = True
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     eval_batch_size: Annotated[int, AT_LEAST_1] = 256
     response_key: str = "reward_model.ground_truth"

@@ -31,7 +31,7 @@ from rl_plugins.data.image_prompts import (
 )
 from rl_plugins.data.loaders import BatchSource, EvalLoader, StepLoader
 from rl_plugins.data.on_disk import MappedLists
-from rl_plugins.data.orders import Mixture, Order, Source, build_mixture, load_parts
+from rl_plugins.data.orders import InOrder, Mixture, Order, Source, build_mixture, load_parts
 from rl_plugins.data.parquet import COLUMNS, Paths, PromptRows, RowForm, RowSource
 from rl_plugins.data.prompts import PromptBatch, TokenizedPrompts, build_prompts
 from rl_plugins.data.reasoning import without_second_think
@@ -61,6 +61,7 @@ class StepOptions(TypedDict, total=False):
     overlong_prompts: FilterOrError
     bad_images: FilterOrError
     seed: int
+    shuffle: bool
     chat_template_kwargs: Mapping[str, Any] | None
 
 
@@ -82,6 +83,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             ConfigError.
         bad_images: "filter" drops rows with an image that cannot be read, "error" raises a RowError.
         seed: seed of the training order.
+        shuffle: True for a random order in each epoch; False for the order of the data, such as from easy to hard.
         chat_template_kwargs: further variables for the chat template, such as `enable_thinking`.
 
     Attributes:
@@ -103,9 +105,12 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         overlong_prompts: FilterOrError = "filter",
         bad_images: FilterOrError = "error",
         seed: int = 0,
+        shuffle: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        if not shuffle and isinstance(train, Mapping):
+            raise ConfigError("shuffle=False: a mixture has an order of its own: name files or a data set, or shuffle")
         for name, choice in {"overlong_prompts": overlong_prompts, "bad_images": bad_images}.items():
             if choice not in ("filter", "error"):
                 raise ConfigError(f"{name}={choice!r}: choose 'filter' or 'error'")
@@ -125,7 +130,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         self.eval_batch_size = eval_batch_size
         self.overlong_prompts: FilterOrError = overlong_prompts
         self.bad_images: FilterOrError = bad_images
-        self.seed = seed
+        self.seed, self.shuffle = seed, shuffle
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.dropped_prompts: dict[str, int] = {}
         self.dropped_images: dict[str, int] = {}
@@ -275,7 +280,9 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
 
     def order(self, source: BatchSource[Any]) -> Order | None:
         """Return the order of the training rows; None for every row once in an epoch, in a random order."""
-        return self.mixture(source) if isinstance(self.files["train"], Mapping) else None
+        if isinstance(self.files["train"], Mapping):
+            return self.mixture(source)
+        return None if self.shuffle else InOrder(len(source), prompts_per_step=self.prompts_per_step)
 
     def mixture(self, source: BatchSource[Any]) -> Mixture:
         """Return the parts of the training data in their shares; data without parts is a single part."""
@@ -365,6 +372,8 @@ class PromptDataModule(StepDataModule[PromptBatch]):
     ) -> None:
         super().__init__(train, validation, **options)
         self.curriculum = curriculum if curriculum is not None and curriculum.share else None
+        if self.curriculum is not None and not self.shuffle:
+            raise ConfigError("shuffle=False: a curriculum chooses the prompts: leave one of the two out")
 
     @override
     def order(self, source: BatchSource[Any]) -> Order | None:

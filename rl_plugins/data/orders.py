@@ -1,7 +1,8 @@
 """Training orders: the rows of each step as a pure function of (seed, step), so one number is the whole state.
 
-`Shuffled` serves every row once in an epoch. `Mixture` serves several parts of the data in given shares, without end:
-each part in passes of its own, and never a row twice within a step. `MixturePart` describes such a part by its files.
+`Shuffled` and `InOrder` serve every row once in an epoch. `Mixture` serves several parts of the data in given shares,
+without end: each part in passes of its own, and never a row twice within a step. `MixturePart` describes such a part
+by its files.
 """
 
 from __future__ import annotations
@@ -69,6 +70,24 @@ class Shuffled:
         if self._epoch[0] != epoch:
             self._epoch = (epoch, epoch_order(self._seed, epoch, self._rows))
         return self._epoch[1][position * self._size :][: self._size]
+
+
+class InOrder:
+    """Order of the rows in the data, in every epoch; the last incomplete batch of an epoch is dropped.
+
+    Args:
+        rows: number of rows.
+        prompts_per_step: rows in the global batch of one step.
+    """
+
+    def __init__(self, rows: int, *, prompts_per_step: int) -> None:
+        self.identity: dict[str, Any] = {"shuffle": False}
+        self._rows, self._size = rows, prompts_per_step
+
+    def batch(self, step: int) -> np.ndarray:
+        """Return the rows of the global batch of a step, int64 [G]."""
+        position = step % (self._rows // self._size)
+        return np.arange(position * self._size, (position + 1) * self._size, dtype=np.int64)
 
 
 # Mixtures ---------------------------------------------------------------------------------------------------------

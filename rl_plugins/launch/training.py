@@ -222,6 +222,7 @@ class TrainingRun:
             "bad_images": cast(FilterOrError, data.bad_images),
             "chat_template_kwargs": self.environment.template_options,
             "seed": config.run.seed,
+            "shuffle": data.shuffle,
             "max_prompt_tokens": data.max_prompt_tokens,
         }
 

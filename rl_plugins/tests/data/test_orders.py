@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.config.data import MixturePart
+from rl_plugins.config.data import CurriculumConfig, MixturePart
 from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.loaders import StepLoader
 from rl_plugins.data.orders import Mixture, RowRange, load_parts
@@ -138,3 +138,22 @@ def test_mixture_part_refuses_bad_weights(weight):
 def test_load_parts_refuses_a_mapping_without_mixture_parts(row):
     with pytest.raises(ConfigError, match=r"'prompt' is a list and no MixturePart: give a list of rows"):
         load_parts(row(0), COLUMNS)
+
+
+def test_in_order_serves_the_rows_in_the_order_of_the_data(row):
+    data = PromptDataModule([row(number) for number in range(7)], prompts_per_step=3, shuffle=False)
+    order = data.order(Numbers(7))
+    assert order is not None
+    assert [order.batch(step).tolist() for step in range(4)] == [[0, 1, 2], [3, 4, 5]] * 2
+    loader = StepLoader(Numbers(7), prompts_per_step=3, order=order)
+    loader.draw()
+    with pytest.raises(CheckpointError, match="shuffle"):
+        StepLoader(Numbers(7), prompts_per_step=3).load_state_dict(loader.state_dict())
+
+
+def test_orders_of_mixtures_and_curricula_refuse_shuffle_false(row, write_rows):
+    mixture = {"a": MixturePart(files=[str(write_rows([row(0)]))])}
+    with pytest.raises(ConfigError, match="shuffle=False: a mixture has an order of its own"):
+        PromptDataModule(mixture, prompts_per_step=1, shuffle=False)
+    with pytest.raises(ConfigError, match="shuffle=False: a curriculum chooses the prompts"):
+        PromptDataModule([row(0)], prompts_per_step=1, shuffle=False, curriculum=CurriculumConfig(share=0.5))

@@ -310,6 +310,7 @@ CHECKS: dict[str, list[Case]] = {
             ["data.mixture={a: {files: [train.parquet]}}"],
             ["data.mixture and data.train_files both", "leave one of them out"],
         ),
+        (["data.shuffle=false", "data.curriculum.share=0.5"], ["shuffle=false: data.curriculum.share has an order"]),
         (["data.train_files=[]", "data.mixture={a: {weight: 2}}"], ["data.mixture.a.files=[]", "parquet"]),
         (
             ["data.train_files=[]", "data.mixture={a: {files: [train.parquet], weight: 0}}"],
