@@ -144,7 +144,7 @@ def test_run_recipe_refuses_options_without_a_use_in_the_stage(started):
     assert wrong == [] and started == []
 
 
-def test_run_recipe_refuses_a_collective_deadline_below_the_deadlines_of_engines(started):
+def test_run_recipe_refuses_a_collective_deadline_below_the_deadlines_of_engines(started, tmp_path):
     workers = ["placement.num_workers=2", "batch.prompts_per_step=8"]
     for options, expected in (
         (["rollout.generate_timeout_s=7200"], "strategy.collective_timeout_s=2400: make"),
@@ -152,7 +152,8 @@ def test_run_recipe_refuses_a_collective_deadline_below_the_deadlines_of_engines
         (["rollout.ready_timeout_s=2390"], "strategy.collective_timeout_s larger than 2420"),
     ):
         assert expected in check(*workers, *options)
-    assert check("rollout.generate_timeout_s=7200") == "nothing is refused" and started == ["ray"]
+    one_worker = ["rollout.generate_timeout_s=7200", f"run.output_dir={tmp_path}"]
+    assert check(*one_worker) == "nothing is refused" and started == ["ray"]
 
 
 def test_run_recipe_checks_all_options_before_downloads(started, monkeypatch):
