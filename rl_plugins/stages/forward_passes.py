@@ -1,4 +1,8 @@
-"""Forward passes of the models of a stage, over the micro-batches of a rank."""
+"""Forward passes of the models of a stage, over the micro-batches of a rank.
+
+Axes: `R` rows and `W` longest response of a row, see `sequence_rows`; `N` tokens, `L` routers and `K` experts of a
+token, see `router_replay`.
+"""
 
 from __future__ import annotations
 

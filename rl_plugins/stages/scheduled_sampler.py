@@ -137,7 +137,7 @@ class GroupQueue:
         return self._started_by(version - self._schedule.max_staleness)
 
     def leaves_time(self, version: int, count: int, per_step: int) -> bool:
-        """Return True if step `version` leaves no group too old for later steps, which have `per_step` groups each."""
+        """Return True if later steps of `per_step` groups can take the unfinished groups before these are too old."""
         if self._schedule.drops or self._schedule.keeps_order:
             return True
         for later in range(self._schedule.max_staleness + 1):
