@@ -27,8 +27,9 @@ BAR_WIDTH = 48
 """Number of columns behind the text, for tqdm: bar, steps, time, time left and pace."""
 
 _SHOWN_METRICS = {
-    "train/reward": "reward", "train/accuracy": "accuracy", "train/kl": "kl", "val/reward": "val", "train/loss": "loss",
-    "train/ppo_kl": "ppo_kl", "idle/trainer": "trainer idle", "idle/engine": "engine idle",
+    "train/reward": "reward", "train/accuracy": "accuracy", "train/kl": "kl", "val/reward": "val",
+    "val/loss": "val loss", "train/loss": "loss", "train/ppo_kl": "ppo_kl", "idle/trainer": "trainer idle",
+    "idle/engine": "engine idle",
 }  # fmt: skip
 _PACE_STEPS = 32
 """Number of steps for the mean duration of a step, with the validations and checkpoints between the steps."""

@@ -435,7 +435,9 @@ def _check_engine_deadlines(config: RecipeConfig) -> None:
         return
     longest_s = config.strategy.collective_timeout_s
     for option in ("generate_timeout_s", "update_timeout_s", "ready_timeout_s"):
-        seconds = getattr(config.rollout, option) or 0.0
+        # The default of the start is longer on GPUs, and `placement.device=auto` may choose GPUs.
+        default_s = 300.0 if config.placement.device == "cpu" else 900.0
+        seconds = getattr(config.rollout, option) or default_s
         if seconds + ENGINE_GRACE_S >= longest_s:
             raise ConfigError(
                 f"rollout.{option}={seconds:g}: while a worker waits for its engine, the others wait for the worker, "

@@ -144,6 +144,15 @@ def _check_best(config: RecipeConfig) -> None:
             f"run.keep_best={keep}: stage={config.stage} has no run.best_metric={metric}: use "
             "run.best_metric=val/accuracy, or run.best_metric=val/loss with run.best_mode=min"
         )
+    if keep and metric.endswith("loss") and config.run.best_mode == "max":
+        raise ConfigError(
+            f"run.keep_best={keep}: the best run.best_metric={metric} is the smallest: use run.best_mode=min"
+        )
+    if keep and metric == "val/loss" and config.stage == "sft" and not config.validates_on_responses:
+        raise ConfigError(
+            f"run.keep_best={keep}: SFT has run.best_metric={metric} with data.validate_on=responses alone: use it, or "
+            "run.best_metric=val/reward"
+        )
     if keep and metric == "val/reward" and config.validates_on_responses:
         raise ConfigError(
             f"run.keep_best={keep}: data.validate_on=responses has no run.best_metric={metric}: use "

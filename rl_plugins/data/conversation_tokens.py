@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -29,8 +30,11 @@ from rl_plugins.errors import ConfigError, RowError
 if TYPE_CHECKING:
     from rl_plugins.data.parquet import PromptRows, Row
 
-_NAMES = re.compile(r"[A-Za-z_]\w*")
+_NAMES = re.compile(r"(?:\.|['\"])([A-Za-z_]\w*)")
+"""Keys that a template reads: `message.content` or `message['content']`, and no words of its texts."""
 _COLUMN = "conversation"
+_READ_ROLES = ("system", "developer", "user")
+"""Roles of messages that each template writes unchanged."""
 
 
 class ConversationSample(NamedTuple):
@@ -113,6 +117,10 @@ class ConversationTokenizer:
         messages = self._messages(row[MESSAGES], options, location)
         numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         turns = [self._turn(messages, number, options, location) for number in numbers]
+        for number, message in enumerate(messages):
+            # Templates may write results of tools as JSON.
+            if message["role"] in _READ_ROLES and message["content"].strip() not in turns[-1].text:
+                raise self._refused(location, number, "not, or in other words. Change the role of the message")
         samples: list[_Text] = []
         for number, turn in zip(reversed(numbers), reversed(turns), strict=True):
             fitting = (sample for sample in reversed(samples) if sample.text.startswith(turn.text[: turn.end]))
@@ -132,7 +140,7 @@ class ConversationTokenizer:
 
     def _messages(self, messages: Iterable[Message], options: Mapping[str, Any], location: str) -> list[Message]:
         """Return the messages for the template: special tokens of others are plain text, reasoning has a known key."""
-        words = self._words_of(options)
+        words = self._words_of(options, location)
         reasoning = next((key for key in REASONING_KEYS if key in words), None)
         found = []
         for number, message in enumerate(messages):
@@ -151,12 +159,15 @@ class ConversationTokenizer:
             found.append(written)
         return found
 
-    def _words_of(self, options: Mapping[str, Any]) -> set[str]:
-        """Return the names in the chat template, and check that the template shows tools."""
+    def _words_of(self, options: Mapping[str, Any], location: str) -> set[str]:
+        """Return the keys that the chat template reads, and check that the template shows tools."""
         tools = options.get(TOOLS)
         if bool(tools) not in self._words:
             if tools:
-                check_shows_tools(self._tokenizer, options)
+                try:
+                    check_shows_tools(self._tokenizer, options)
+                except ConfigError as error:
+                    raise RowError(location, _COLUMN, f"the row has tools, and {error}") from None
             template = self._tokenizer.get_chat_template(options.get("chat_template"), tools)
             self._words[bool(tools)] = set(_NAMES.findall(template))
         return self._words[bool(tools)]
@@ -173,6 +184,8 @@ class ConversationTokenizer:
         for written in _words_of_turn(messages[number]):
             if written.strip() not in turn:
                 raise self._refused(location, number, f"without the text {written.strip()[:40]!r}. Change the messages")
+        if not _has_all_calls(messages[number], turn):
+            raise self._refused(location, number, f"without all of its {len(messages[number][CALLS])} calls")
         if not self._texts.ends_with_token(turn):
             raise self._refused(
                 location, number, "without a special token at its end, so the policy would not learn to end a turn"
@@ -226,6 +239,12 @@ def _words_of_turn(message: Message) -> Iterator[str]:
     yield from (call["function"]["name"] for call in message.get(CALLS, ()))
 
 
+def _has_all_calls(message: Message, turn: str) -> bool:
+    """Return True if a text has the name of each call: a template may write the first call alone."""
+    names = Counter(call["function"]["name"] for call in message.get(CALLS, ()))
+    return all(turn.count(name) >= number for name, number in names.items())
+
+
 def _sample(text: _Text, ids: list[int], places: list[int]) -> ConversationSample:
     mask = [0] * len(ids)
     for turn in text.turns:
@@ -260,9 +279,10 @@ class TriedConversations:
     ) -> None:
         self._rows = rows
         self._tokenizer = ConversationTokenizer(tokenizer, template_options, split=split)
-        tried = set[tuple[object, ...]]()
+        # A number for each shape: rows of agents have nearly as many shapes as rows.
+        tried = set[int]()
         for number, row in enumerate(rows):
-            shape = _shape(row)
+            shape = hash(_shape(row))
             if shape not in tried:
                 self._tokenizer.encode([(row, rows.location(number))])
                 tried.add(shape)

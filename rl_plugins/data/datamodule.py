@@ -110,7 +110,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
     ) -> None:
         super().__init__()
         if not shuffle and isinstance(train, Mapping):
-            raise ConfigError("shuffle=False: a mixture has an order of its own: name files or a data set, or shuffle")
+            raise ConfigError("shuffle=False: a mixture has an order of its own: name files or a data set")
         for name, choice in {"overlong_prompts": overlong_prompts, "bad_images": bad_images}.items():
             if choice not in ("filter", "error"):
                 raise ConfigError(f"{name}={choice!r}: choose 'filter' or 'error'")

@@ -57,6 +57,7 @@ RUN_OPTIONS = {
     "offload_folder": "strategy.offload.folder",
     "scorer": "reward",
     "seed": "run.seed",
+    "shuffle": "data.shuffle",
     "timeout_s": "strategy.collective_timeout_s",
     "train": "data.train_files",
     "validation": "data.val_files",

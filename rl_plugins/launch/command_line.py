@@ -309,7 +309,6 @@ def _yaml(value: object) -> str:
     return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("...\n").strip()
 
 
-@exits_refused()
 def check_all_options(config: RecipeConfig) -> None:
     """Run the checks of options alone. Data can be downloaded after these checks.
 
@@ -321,6 +320,7 @@ def check_all_options(config: RecipeConfig) -> None:
     check_batch(config)
 
 
+@exits_refused()
 def run_recipe(
     config: RecipeConfig, recipe: str | None = None, when_checked: Callable[[RecipeConfig], None] | None = None
 ) -> RunFolder:
@@ -358,8 +358,11 @@ def run_recipe(
         # Set before the checks import torch: spinning threads make other threads up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     remove_left_folders()
-    check_all_options(config)
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
+    # A finished run ends before the checks.
+    may_be_finished = folder.finished.is_file()
+    if not may_be_finished:
+        check_all_options(config)
     stored = stored_run(config, folder)
     versions = PinnedVersions.of_run(folder, stored) if config.run.resume else PinnedVersions()
     fetch_data(config, versions)
@@ -376,6 +379,8 @@ def run_recipe(
         with copied:
             return folder
     with collector_off():
+        if may_be_finished:
+            check_all_options(config)
         config.tracking.uri = tracking_uri(config)
         fetch_models(config, versions)
         preflight(config)

@@ -63,7 +63,7 @@ _OWN_OPTIONS = {
     "tracking.parent_run": None,
 }
 """Options of stages set by the pipeline, with the option of the pipeline, if there is one."""
-_VALIDATION_METRICS = ("val/reward", "val/accuracy")
+_VALIDATION_METRICS = ("val/reward", "val/accuracy", "val/loss")
 
 
 def pipeline_main(config_name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from omegaconf import Container, OmegaConf
 
@@ -72,8 +73,11 @@ def _check_models(config: RecipeConfig, folder: RunFolder, before: Container) ->
         # The start of an adapter gives the reference.
         option, start = f"{model}.lora.path", getattr(config, model).lora.path
         saved = OmegaConf.select(before, option, throw_on_resolution_failure=False)
-        if bool(saved) != bool(start) or (saved and start and _differ(saved, start)):
-            saved, start = saved or "null", start or "null"
+        # A variable in the place of the path may be set no more.
+        plain: Any = OmegaConf.to_container(before, resolve=False)
+        text = ((plain.get(model) or {}).get("lora") or {}).get("path")
+        if bool(text) != bool(start) or (saved and start and _differ(saved, start)):
+            saved, start = saved or text or "null", start or "null"
             raise ConfigError(
                 f"{option}={start}: the checkpoints of {folder.path} are of {option}={saved}, another start of the "
                 f"adapter: resume with {option}={saved}, or give another run.name"

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "base_model.model."
 _ALL_LINEAR = "all-linear"
+_HEADS = ("lm_head", "score")
 _EXPERT_LAYERS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"})
 """Names of the layers of experts in peft's table."""
 
@@ -69,6 +70,9 @@ def add_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
 
     if has_float8(model):
         raise ConfigError("lora has not been tried with float8: leave one of them out")
+    if config.experts and config.exclude_modules:
+        # peft does not ask `exclude_modules` about parameters of experts.
+        raise ConfigError("LoraConfig: exclude_modules leaves out no experts: use target_modules, or experts=False")
     pretrained = cast("PreTrainedModel", model)
     is_causal = pretrained.get_output_embeddings() is not None
     children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
@@ -134,9 +138,11 @@ def _excluded(model: nn.Module, exclude_modules: Any, heads: list[str]) -> str |
         return heads or None
     pattern = exclude_modules if isinstance(exclude_modules, str) else None
     names = [name for name, layer in model.named_modules() if not any(True for _ in layer.children())]
+    # A model has one of these heads.
+    names += _HEADS
     for each in [exclude_modules] if pattern else exclude_modules:
         try:
-            found = re.compile(pattern or rf"(?:.*\.)?{re.escape(each)}")
+            found = re.compile(f"(?:{pattern})" if pattern else rf"(?:.*\.)?{re.escape(each)}")
         except re.error as error:
             raise ConfigError(f"LoraConfig: exclude_modules={each}: not a regular expression ({error})") from None
         if not any(map(found.fullmatch, names)):

@@ -170,16 +170,28 @@ def test_split_gives_each_changed_turn_a_sample_behind_the_text_of_a_rollout() -
 
 
 def test_reasoning_stands_before_the_text_if_the_template_has_no_place() -> None:
-    tokenizer = tokenizer_of(CHATML)
-    (sample,) = samples(tokenizer, [TALK[1], {"role": "assistant", "content": "3", "reasoning": "1 and 2"}])
-    assert learnt(tokenizer, sample) == "<think>\n1 and 2\n</think>\n\n3<|im_end|>"
+    # A word of a template is no key.
+    for template in (CHATML, CHATML + "{# internal reasoning #}"):
+        tokenizer = tokenizer_of(template)
+        (sample,) = samples(tokenizer, [TALK[1], {"role": "assistant", "content": "3", "reasoning": "1 and 2"}])
+        assert learnt(tokenizer, sample) == "<think>\n1 and 2\n</think>\n\n3<|im_end|>"
 
 
 @for_each(
     ("template", "messages", "said"),
     [
         (CHATML, WITH_TOOLS, "writes message 1 without its tool_calls. Use the tokenizer of a model with tools"),
-        (CHATML + "{# tool_calls #}", WITH_TOOLS, "writes message 1 without the text 'add'"),
+        (CHATML + "{# m.tool_calls #}", WITH_TOOLS, "writes message 1 without the text 'add'"),
+        (
+            CHATML.replace("{{ m.content }}", "{{ m.tool_calls[0].function.name if m.tool_calls else m.content }}"),
+            [WITH_TOOLS[0], {**WITH_TOOLS[1], "tool_calls": WITH_TOOLS[1]["tool_calls"] * 2}, *WITH_TOOLS[2:]],
+            "writes message 1 without all of its 2 calls",
+        ),
+        (
+            CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'developer' %}"),
+            [{"role": "developer", "content": "Be brief."}, *TALK[1:]],
+            "writes message 0 not, or in other words",
+        ),
         (CHATML.replace("<|im_end|>", ""), TALK, "writes message 2 without a special token at its end"),
         (CHATML.replace("{{ m.content }}", "{{ m.content[:1] }}"), TALK, "writes message 2 without the text '3 😀é'"),
         (

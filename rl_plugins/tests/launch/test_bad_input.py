@@ -15,6 +15,7 @@ import pytest
 from huggingface_hub import constants
 
 from rl_plugins.config.recipe import parse_config
+from rl_plugins.errors import UserError
 from rl_plugins.launch import local, preflight, ray_train
 from rl_plugins.launch.command_line import _ends_of_names, compose_config, recipe_main, run_recipe
 from rl_plugins.launch.dry_run import check_data, set_steps
@@ -359,6 +360,18 @@ def test_run_recipe_finds_a_run_of_epochs_finished(started, tmp_path, capsys):
     note_end(config, folder, config.run.steps)
     run_recipe(configured("grpo", *GOOD, f"run.output_dir={tmp_path}", "run.resume=auto", "run.epochs=3"))
     assert started == [] and "the run is finished: step 6 was its last" in capsys.readouterr().out
+    # Options of the command that a run of today refuses.
+    refused = ["run.resume=auto", "run.epochs=3", "placement.num_workers=2", "strategy.collective_timeout_s=60"]
+    run_recipe(configured("grpo", *GOOD, f"run.output_dir={tmp_path}", *refused))
+    assert "the run is finished" in capsys.readouterr().out
+    assert "strategy.collective_timeout_s larger" in check(f"run.output_dir={tmp_path}", *refused, "run.epochs=9")
+
+
+def test_run_recipe_refuses_an_exit_with_status_0_in_the_checks(started, monkeypatch, tmp_path):
+    monkeypatch.setattr(preflight, "preflight", lambda config: sys.exit(0))
+    with pytest.raises(UserError, match="exit"):
+        run_recipe(configured("grpo", *GOOD, f"run.output_dir={tmp_path}"))
+    assert started == []
 
 
 def test_run_recipe_resumes_a_folder_without_a_checkpoint_from_the_beginning(started, tmp_path, capsys):

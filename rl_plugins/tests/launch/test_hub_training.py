@@ -67,7 +67,7 @@ def test_run_recipe_trains_a_model_of_the_hub_on_data_of_the_hub(trained: tuple[
     before = load(model.commits[model.refs["main"]]["model.safetensors"])
     after = load((run.export / "model.safetensors").read_bytes())
     assert before.keys() == after.keys() and any((before[name] != after[name]).any() for name in before)
-    assert len(hub.downloads("model.safetensors")) == 1
+    assert len(hub.downloads("/model.safetensors")) == 1
     assert "snapshots" not in (run.export / "tokenizer_config.json").read_text()
 
 

@@ -220,6 +220,10 @@ def test_check_resume_refuses_another_start_of_the_adapter(starts: list[str | No
     write_config(options(tmp_path, *adapter, f"{option}={one}"), run.config)
     run_recipe(options(tmp_path, *adapter, f"{option}={tmp_path / 'copy'}"))
     assert starts == [str(run.checkpoint(2))]
+    run.config.write_text(run.config.read_text().replace(str(tmp_path / "copy"), "${oc.env:NOT_SET}"))
+    assert "of model.lora.path=${oc.env:NOT_SET}" in message_of(partial(run_recipe, options(tmp_path, *adapter)))
+    run_recipe(options(tmp_path, *adapter, f"{option}={one}"))
+    assert starts == [str(run.checkpoint(2))] * 2
 
 
 def test_check_resume_names_a_damaged_configuration(starts: list[str | None], tmp_path: Path) -> None:

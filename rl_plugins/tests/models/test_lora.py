@@ -227,12 +227,22 @@ def test_add_adapter_leaves_out_the_excluded_layers(policy: str, excluded: Any) 
         (["nowhere"], "exclude_modules=nowhere: Qwen2ForCausalLM has no such layer: use names such as q_proj"),
         ("down_proj", "exclude_modules=down_proj: Qwen2ForCausalLM has no such layer: .* regular expression for whole"),
         ("(", "exclude_modules=\\(: not a regular expression"),
+        ("(?i).*Q_PROJ", "not a regular expression .*global flags"),
         (r".*_proj", "No modules were targeted"),
     ],
 )
 def test_add_adapter_refuses_excluded_layers_that_do_not_fit(policy: str, excluded: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         add_adapter(load_causal_lm(policy, dtype=torch.float32), LoraConfig(rank=2, exclude_modules=excluded))
+
+
+def test_add_adapter_takes_the_names_of_heads_and_no_experts_among_excluded_layers(policy: str) -> None:
+    for load in (load_causal_lm, load_scalar_head):
+        excluded = LoraConfig(rank=2, exclude_modules=["lm_head", "score"])
+        assert adapted_layers(add_adapter(load(policy, dtype=torch.float32), excluded))
+    experts = LoraConfig(rank=2, experts=True, exclude_modules=["q_proj"])
+    with pytest.raises(ConfigError, match="exclude_modules leaves out no experts"):
+        add_adapter(load_causal_lm(policy, dtype=torch.float32), experts)
 
 
 def test_adapted_layers_refuses_dora(policy: str) -> None:
