@@ -240,9 +240,14 @@ def test_update_weights_reaches_and_needs_both_processes_of_a_tensor_parallel_en
         change(policy, seed=version)
         rollout.update_weights(ModuleWeightSource(policy), version)
         assert_engines_have(policy, rollout, 0)
-    processes = process_of(rollout, 0).children(recursive=True)
-    (second,) = [process for process in processes if "Worker_TP1" in " ".join(process.cmdline())]
-    second.kill()
+
+    def second() -> list[psutil.Process]:
+        processes = process_of(rollout, 0).children(recursive=True)
+        return [process for process in processes if "Worker_TP1" in " ".join(process.cmdline())]
+
+    # A process may be missing in a list which psutil makes while other processes start and end.
+    wait_until(second, "the second process of the engine")
+    second()[0].kill()
     with pytest.raises(EngineLost):
         rollout.update_weights(ModuleWeightSource(policy), 3)
     assert rollout.drop_lost_engines() == 1
