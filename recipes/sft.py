@@ -17,7 +17,7 @@ def train(run: TrainingRun) -> None:
     Each training worker calls the function if the option `stage` is `sft` (`TrainingRun.call_recipe`).
     """
     config = run.config
-    policy = rl.SFT(config.model.path, **run.generation_options(), **run.stage_options())
+    policy = rl.SFT(config.model.path, **run.validation_options(), **run.stage_options())
     responses = rl.SFTDataModule(
         run.training_data(),
         response_key=config.data.response_key,

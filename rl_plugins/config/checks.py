@@ -8,7 +8,7 @@ from rl_plugins.config.judge import check_deadline, judges_of, models_of_engines
 from rl_plugins.config.models import RouterLossConfig
 from rl_plugins.config.placement import CRITIC_POOLS, FROZEN, POOLS
 from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
-from rl_plugins.config.rollout import ADAPTER_RANKS, ENGINE_GRACE_S
+from rl_plugins.config.rollout import ADAPTER_RANKS, ENGINE_GRACE_S, default_ready_timeout_s
 from rl_plugins.config.stage_checks import needs_collecting
 from rl_plugins.errors import ConfigError
 from rl_plugins.extras import check_installed
@@ -417,7 +417,7 @@ def _check_pools(config: RecipeConfig) -> None:
 
 def _check_judges(config: RecipeConfig) -> None:
     _check_judge_engines(config)
-    if not config.generates:
+    if not config.scores:
         return
     check_deadline(config.rewards, config.reward.deadline_s, "reward.deadline_s")
     collective_s = config.strategy.collective_timeout_s
@@ -434,10 +434,14 @@ def _check_engine_deadlines(config: RecipeConfig) -> None:
     if config.num_workers == 1 or not config.needs_vllm:
         return
     longest_s = config.strategy.collective_timeout_s
-    for option in ("generate_timeout_s", "update_timeout_s", "ready_timeout_s"):
-        # The default of the start is longer on GPUs, and `placement.device=auto` may choose GPUs.
-        default_s = 300.0 if config.placement.device == "cpu" else 900.0
-        seconds = getattr(config.rollout, option) or default_s
+    rollout = config.rollout
+    # `placement.device=auto` may choose GPUs.
+    ready_s = rollout.ready_timeout_s or default_ready_timeout_s(on_gpus=config.placement.device != "cpu")
+    for option, seconds in {
+        "generate_timeout_s": rollout.generate_timeout_s,
+        "update_timeout_s": rollout.update_timeout_s,
+        "ready_timeout_s": ready_s,
+    }.items():
         if seconds + ENGINE_GRACE_S >= longest_s:
             raise ConfigError(
                 f"rollout.{option}={seconds:g}: while a worker waits for its engine, the others wait for the worker, "
@@ -451,7 +455,7 @@ def _check_judge_engines(config: RecipeConfig) -> None:
     if not config.placement.judge.actors:
         return
     _needs_ray(config, option)
-    asking = models_of_engines(config.rewards) if config.generates else []
+    asking = models_of_engines(config.rewards) if config.scores else []
     if not asking:
         raise ConfigError(
             f"{option}: no reward of the run asks a judge without address: add reward=judge and leave "

@@ -28,7 +28,7 @@ from rl_plugins.config.models import (
     TeacherConfig,
 )
 from rl_plugins.config.placement import CRITIC_POOLS, FROZEN, PlacementConfig, StrategyConfig
-from rl_plugins.config.rollout import RolloutConfig, default_gpu_share, default_max_num_seqs, default_sleep
+from rl_plugins.config.rollout import RolloutConfig, default_gpu_share, default_sleep
 from rl_plugins.config.run import AverageConfig, DebugConfig, GuardConfig, RunConfig, TrackingConfig
 from rl_plugins.config.sampling import EnvironmentOptions, SamplingOptions, Schedule, ValidationConfig
 from rl_plugins.config.settings import AT_LEAST_1, Settings, one_of, shown
@@ -117,13 +117,18 @@ class RecipeConfig(Settings):
     @property
     def needs_engine(self) -> bool:
         """True if the run has a rollout engine: it samples in training or validation, and replays no samples."""
-        samples = self.stage in SAMPLING_STAGES or (self.validates and not self.validates_on_responses)
+        samples = self.stage in SAMPLING_STAGES or (self.validates and self.scores)
         return self.generates and self.debug.replay is None and samples
 
     @property
     def validates_on_responses(self) -> bool:
         """True if validation measures the loss of SFT on given responses, and samples nothing."""
         return self.stage == "sft" and self.data.validate_on == "responses"
+
+    @property
+    def scores(self) -> bool:
+        """True if responses get rewards, in training or in validation."""
+        return self.generates and not self.validates_on_responses
 
     @property
     def needs_vllm(self) -> bool:
@@ -209,7 +214,6 @@ class RecipeConfig(Settings):
     @property
     def engine_limits(self) -> dict[str, Any]:
         """Size, memory and deadlines of a vLLM engine with defaults that depend on the device, by the option's name."""
-        rollout, on_gpus = self.rollout, self.on_gpus
         places, pools = self.strategy.offload.places, self.placement.pools
         trained_leave = all(places[model] == "while_sampling" for model in places.keys() - {*FROZEN, *pools})
         share = default_gpu_share(
@@ -217,13 +221,7 @@ class RecipeConfig(Settings):
             takes_turns=trained_leave and self.rollout_sleep != "none",
             staying=sum(number for role, number in self.frozen_models.items() if places.get(role, "stay") == "stay"),
         )
-        return {
-            "max_num_seqs": rollout.max_num_seqs or default_max_num_seqs(on_gpus=on_gpus),
-            "gpu_memory_utilization": rollout.gpu_memory_utilization or share,
-            "bucket_mb": rollout.bucket_mb or (256 if on_gpus else 64),
-            "ready_timeout_s": rollout.ready_timeout_s or (900.0 if on_gpus else 300.0),
-            "stall_timeout_s": rollout.stall_timeout_s or 120.0,
-        }
+        return self.rollout.limits(on_gpus=self.on_gpus, gpu_share=share)
 
     @property
     def rollout_dtype(self) -> str:

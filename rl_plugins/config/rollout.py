@@ -156,6 +156,21 @@ class RolloutConfig(EngineOptions):
         cache = str(self.vllm.get("kv_cache_dtype", "auto"))
         return self.vllm.get("quantization") is not None or cache not in ("auto", "bfloat16", "float16", "float32")
 
+    def limits(self, *, on_gpus: bool, gpu_share: float) -> dict[str, Any]:
+        """Return size, memory and deadlines of an engine, with the defaults of the device, by the option's name.
+
+        Args:
+            on_gpus: True if the engine is on GPUs.
+            gpu_share: default of `gpu_memory_utilization`; see `default_gpu_share`.
+        """
+        return {
+            "max_num_seqs": self.max_num_seqs or default_max_num_seqs(on_gpus=on_gpus),
+            "gpu_memory_utilization": self.gpu_memory_utilization or gpu_share,
+            "bucket_mb": self.bucket_mb or (256 if on_gpus else 64),
+            "ready_timeout_s": self.ready_timeout_s or default_ready_timeout_s(on_gpus=on_gpus),
+            "stall_timeout_s": self.stall_timeout_s or 120.0,
+        }
+
     def check_policy(
         self, path: str, model: Mapping[str, Any], *, lora: LoraConfig, tokens: int, is_on_cpu: bool
     ) -> None:
@@ -205,6 +220,11 @@ def default_gpu_share(*, split: bool, takes_turns: bool, staying: int) -> float:
 def default_max_num_seqs(*, on_gpus: bool) -> int:
     """Return the largest number of responses that an engine samples at once."""
     return 1024 if on_gpus else 256
+
+
+def default_ready_timeout_s(*, on_gpus: bool) -> float:
+    """Return the deadline for the start of an engine or of an actor with a model, in seconds."""
+    return 900.0 if on_gpus else 300.0
 
 
 def check_engine_arguments(arguments: Mapping[str, Any], own: Mapping[str, str | None] = OWN_ARGUMENTS) -> None:

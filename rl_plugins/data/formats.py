@@ -25,6 +25,8 @@ LABEL_KEY = "label"
 """Dotted key of the label of a judged response, if `data.label_key` is null."""
 MESSAGES_KEY = "messages"
 """Dotted key of a conversation, if `data.messages_key` is null."""
+CONVERSATIONS = "conversations"
+"""Name of the format of whole conversations."""
 
 # Values under dotted keys -----------------------------------------------------------------------------------------
 
@@ -202,7 +204,7 @@ FORMATS = {
         lambda row, keys, location: find_text(row, keys.response_key, "response_key", location),
         lambda response: [[response]],
     ),
-    "conversations": Format(
+    CONVERSATIONS: Format(
         (),
         lambda row, keys, location: row[MESSAGES],
         lambda messages: [[text for message in messages for text in texts_of(message)]],

@@ -17,7 +17,8 @@ import numpy as np
 
 from rl_plugins.config.data import DataConfig
 from rl_plugins.data.chat_template import TemplateCheck, TemplateRefusal, refused_messages
-from rl_plugins.data.formats import FORMATS
+from rl_plugins.data.conversations import MESSAGES, TOOLS
+from rl_plugins.data.formats import CONVERSATIONS, FORMATS
 from rl_plugins.data.image_prompts import ImagePromptEncoder, has_image_processor, tokenizer_of
 from rl_plugins.data.images import IMAGES, check_places, has_images, in_parts, read_images
 from rl_plugins.data.parquet import LocatedRow, ParquetRows, PromptRows, Row
@@ -25,6 +26,7 @@ from rl_plugins.data.tokenization import TokenizerRefusal, tokenize_prompts
 from rl_plugins.errors import ConfigError, RowError
 
 if TYPE_CHECKING:
+    from rl_plugins.data.chat_template import Messages
     from rl_plugins.data.image_prompts import Processor
 
 _CHUNK = 1024
@@ -113,18 +115,19 @@ def validate(
             find prompts the template refuses; None for neither.
         max_prompt_tokens: largest number of tokens of a prompt; longer prompts are counted.
     """
-    findings, check = Findings(max_prompt_tokens=max_prompt_tokens), _PromptCheck(tokenizer)
+    findings, compared = Findings(max_prompt_tokens=max_prompt_tokens), compared_column(kind)
+    check = _PromptCheck(tokenizer, has_tools=kind == CONVERSATIONS)
     first_trained: dict[int, tuple[str, int]] = {}
     for held_out, paths in ((False, train), (True, test)):
         first_seen: dict[int, tuple[str, int]] = {}
         for path in map(str, paths):
             findings.rows[path] = findings.duplicates[path] = 0
             for number, row in check.measured(_good_rows(path, kind, keys, check, findings), path, findings):
-                prompt = _digest(row)
-                if first_seen.setdefault(prompt, (path, number)) != (path, number):
+                digest = _digest(row, compared)
+                if first_seen.setdefault(digest, (path, number)) != (path, number):
                     findings.duplicates[path] += 1
-                if held_out and prompt in first_trained:
-                    findings.shared.append(SharedRow(path, number, *first_trained[prompt]))
+                if held_out and digest in first_trained:
+                    findings.shared.append(SharedRow(path, number, *first_trained[digest]))
         first_trained = first_trained or first_seen
     # The prompts of many rows are measured at once, after the checks of these rows.
     places = {path: place for place, path in enumerate(findings.rows)}
@@ -143,19 +146,25 @@ def validate(
     return findings
 
 
-def shared_prompts(train: PromptRows, held_out: PromptRows) -> dict[int, int]:
+def compared_column(kind: str) -> str:
+    """Return the column whose messages tell rows of a format apart: many conversations begin with the same prompt."""
+    return MESSAGES if kind == CONVERSATIONS else "prompt"
+
+
+def shared_prompts(train: PromptRows, held_out: PromptRows, compared: str = "prompt") -> dict[int, int]:
     """Return the number of each held-out row whose prompt is in the training rows, with the number of a training row.
 
     Args:
         train: training rows, read up to the last prompt in common.
         held_out: held-out rows.
+        compared: column with the messages of a row.
     """
     left: dict[int, list[int]] = {}
     for number, row in enumerate(held_out):
-        left.setdefault(_digest(row), []).append(number)
+        left.setdefault(_digest(row, compared), []).append(number)
     shared: dict[int, int] = {}
     for number, row in enumerate(train):
-        shared |= dict.fromkeys(left.pop(_digest(row), ()), number)
+        shared |= dict.fromkeys(left.pop(_digest(row, compared), ()), number)
         if not left:
             break
     return shared
@@ -166,12 +175,14 @@ class _PromptCheck:
 
     Args:
         processor: tokenizer, or processor of a vision-language model; None to read images alone.
+        has_tools: True if the column `tools` has tools for the chat template.
 
     Attributes:
         lengths: number of tokens of each good prompt.
     """
 
-    def __init__(self, processor: Processor | None) -> None:
+    def __init__(self, processor: Processor | None, *, has_tools: bool) -> None:
+        self._has_tools = has_tools
         self._tokenizer = None if processor is None else tokenizer_of(processor)
         self._template = None if self._tokenizer is None else TemplateCheck(self._tokenizer, {})
         self._images = ImagePromptEncoder(processor) if has_image_processor(processor) else None
@@ -223,8 +234,15 @@ class _PromptCheck:
 
     def _lengths(self, rows: Sequence[Row]) -> list[int]:
         assert self._tokenizer is not None
-        prompts = (row["prompt"] for row in rows if not has_images(row))
-        lengths: list[int] = tokenize_prompts(prompts, self._tokenizer, {}).lengths.tolist()
+        prompts: dict[str, list[Messages]] = {}
+        for row in rows:
+            if not has_images(row):
+                tools = row[TOOLS] if self._has_tools else None
+                prompts.setdefault(json.dumps(tools, default=repr), []).append(row["prompt"])
+        lengths: list[int] = []
+        for tools, with_tools in prompts.items():
+            options = {} if tools == "null" else {"tools": json.loads(tools)}
+            lengths += tokenize_prompts(with_tools, self._tokenizer, options).lengths.tolist()
         return lengths
 
 
@@ -247,9 +265,9 @@ def _good_rows(
         findings.bad_rows.append(BadRow(path, None, "file", str(error).removeprefix(f"{path}: ")))
 
 
-def _digest(row: Row) -> int:
+def _digest(row: Row, compared: str) -> int:
     # A message of a data set in Python may have values without a form in JSON.
-    digest = hashlib.blake2b(json.dumps(row["prompt"], sort_keys=True, default=repr).encode(), digest_size=8)
+    digest = hashlib.blake2b(json.dumps(row[compared], sort_keys=True, default=repr).encode(), digest_size=8)
     images = row[IMAGES] if has_images(row) else ()
     for image in images if isinstance(images, Sequence) else (images,):
         for part in image.values() if isinstance(image, Mapping) else (image,):

@@ -39,7 +39,7 @@ def agent_environment(config: RecipeConfig) -> AgentEnvironment | None:
             reward beside the agent.
     """
     options = config.environment
-    if options.agent is None or not config.generates:
+    if options.agent is None or not config.scores:
         return None
     if not options.agent:
         raise ConfigError(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.config.data import DataConfig
 from rl_plugins.config.judge import asks_engine, with_engines
 from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig
 from rl_plugins.errors import ConfigError
@@ -57,8 +58,10 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     import numpy as np
 
     from rl_plugins.data.curriculum import Curriculum
+    from rl_plugins.data.formats import CONVERSATIONS
     from rl_plugins.data.images import any_has_images
     from rl_plugins.data.orders import build_mixture
+    from rl_plugins.data.validation import compared_column
     from rl_plugins.model_json import reads_images
     from rl_plugins.models.folder import check_model_type
 
@@ -77,15 +80,19 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
         if data.curriculum.share:
             Curriculum(mixture, data.curriculum, kept=np.arange(len(train)), **size)
     training = MeasuredRows(train, train_kind, needed, config)
+    if train_kind == CONVERSATIONS:
+        _check_tools_key(train, data.tools_key)
     validation = None
     if data.val_files:
         validation = MeasuredRows(_loaded(data.val_files, val_kind, config)[0], val_kind, 1, config)
-        _warn_of_shared_prompts(config, train, validation.rows)
+        # Conversations are compared with prompts by their prompts.
+        compared = compared_column(train_kind) if train_kind == val_kind else "prompt"
+        _warn_of_shared_prompts(config, train, validation.rows, compared)
     # The reward scores the responses to these rows.
     first_of_source = _first_of_source(train) if config.stage in SAMPLING_STAGES else {}
     if config.teacher.paths and not config.teacher.weights:
         _check_teachers(config, first_of_source)
-    if validation and config.generates and not config.validates_on_responses:
+    if validation and config.scores:
         for name, row in _first_of_source(validation.rows).items():
             first_of_source.setdefault(name, row)
     # Loads transformers.
@@ -122,12 +129,22 @@ def _loaded(source: Source, kind: str, config: RecipeConfig) -> tuple[PromptRows
         raise ConfigError(f"{error}. For conversations, use {option}") from None
 
 
-def _warn_of_shared_prompts(config: RecipeConfig, train: PromptRows, held_out: PromptRows) -> None:
+def _check_tools_key(conversations: PromptRows, key: str) -> None:
+    """Refuse a key that the user gives and no conversation has: the policy would learn calls without tools."""
+    from rl_plugins.data.conversations import TOOLS
+
+    if key != DataConfig.tools_key and not any(row[TOOLS] for row in conversations):
+        raise ConfigError(
+            f"data.tools_key={key}: no row of the training data has tools there: correct the key, or leave it out"
+        )
+
+
+def _warn_of_shared_prompts(config: RecipeConfig, train: PromptRows, held_out: PromptRows, compared: str) -> None:
     """Print a line if prompts of validation are also prompts of training."""
     from rl_plugins.data.validation import shared_prompts
 
     # The task of such an environment is not in the prompt, and all prompts may be the same.
-    if config.environment.scores_itself or not (shared := shared_prompts(train, held_out)):
+    if config.environment.scores_itself or not (shared := shared_prompts(train, held_out, compared)):
         return
     row, trained = next(iter(shared.items()))
     rows = f"{len(shared)} of {len(held_out)} validation rows have the prompt of a training row"

@@ -65,10 +65,10 @@ class MeasuredRows:
     """
 
     def __init__(self, rows: PromptRows, kind: str, needed: int, config: RecipeConfig) -> None:
-        from rl_plugins.data.formats import FORMATS
+        from rl_plugins.data.formats import CONVERSATIONS, FORMATS
 
         self.rows, self._format, self._needed, self._config = rows, FORMATS[kind], needed, config
-        self._are_conversations = kind == "conversations"
+        self._are_conversations = kind == CONVERSATIONS
         self._limits = {"data.max_prompt_tokens": config.data.max_prompt_tokens}
         # Characters of the longest response of each row.
         self._response_characters: list[int] = []

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.rollout import default_ready_timeout_s
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.pool_actor import PoolConfig
 from rl_plugins.planning.layout import DECIMALS, ProcessBundle, role_without_place
@@ -100,7 +101,7 @@ def roles_of(config: RecipeConfig) -> list[Role]:
                 "training worker. Set placement.judge.gpus=1, or more for a large model"
             )
         roles.append(Role(JUDGES, judge, place.cpus, place.gpus if on_gpus else 0.0, "PACK", options))
-    if config.reward.gpus and config.generates:
+    if config.reward.gpus and config.scores:
         # Each training worker starts reward workers near itself.
         count, gpus = placement.num_workers * config.reward.num_workers, config.reward.gpus
         options = f"placement.num_workers={placement.num_workers}, reward.num_workers, reward.gpus"
@@ -446,7 +447,7 @@ def pool_configs(config: RecipeConfig, on_gpu: dict[str, bool]) -> list[PoolConf
             actors=options.actors,
             device="cuda" if on_gpu[role] else "cpu",
             threads=max(1, int(options.cpus)),
-            ready_timeout_s=options.start_timeout_s or (900.0 if on_gpu[role] else 300.0),
+            ready_timeout_s=options.start_timeout_s or default_ready_timeout_s(on_gpus=on_gpu[role]),
             call_timeout_s=options.deadline_s,
         )
         for role, options in config.placement.pools.items()

@@ -376,7 +376,7 @@ def _check_data_files(config: RecipeConfig, is_made_later: Callable[[str], bool]
 
 
 def _check_reward_files(config: RecipeConfig) -> None:
-    for source, reward in config.reward.functions.items() if config.generates else ():
+    for source, reward in config.reward.functions.items() if config.scores else ():
         path = reward.get("path") if isinstance(reward, dict) and "_target_" not in reward else None
         if path and not Path(str(path)).is_file():
             raise ConfigError(f"reward.functions.{source}.path={path}: there is no such file")

@@ -60,10 +60,11 @@ def check_resume(config: RecipeConfig, folder: RunFolder) -> None:
 
 
 def _check_models(config: RecipeConfig, folder: RunFolder, before: Container) -> None:
-    # The model of an adapter is not in the checkpoints, and gives reference, tokenizer and export of every policy.
+    # A variable in the place of a path may be set no more: such a path is None, and its text is in `plain`.
+    plain: Any = OmegaConf.to_container(before, resolve=False)
     for model in ("model", *CRITIC_POOLS):
+        # The model of an adapter is not in the checkpoints, and gives reference, tokenizer and export of every policy.
         option, now = f"{model}.path", getattr(config, model).path
-        # A variable in the place of the path may be set no more.
         saved = OmegaConf.select(before, option, throw_on_resolution_failure=False)
         if saved and now and _differ(saved, now):
             raise ConfigError(
@@ -73,8 +74,6 @@ def _check_models(config: RecipeConfig, folder: RunFolder, before: Container) ->
         # The start of an adapter gives the reference.
         option, start = f"{model}.lora.path", getattr(config, model).lora.path
         saved = OmegaConf.select(before, option, throw_on_resolution_failure=False)
-        # A variable in the place of the path may be set no more.
-        plain: Any = OmegaConf.to_container(before, resolve=False)
         text = ((plain.get(model) or {}).get("lora") or {}).get("path")
         if bool(text) != bool(start) or (saved and start and _differ(saved, start)):
             saved, start = saved or text or "null", start or "null"

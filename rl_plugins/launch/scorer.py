@@ -23,7 +23,7 @@ def scorer_of(config: RecipeConfig, judge_urls: Sequence[str] = ()) -> RewardPoo
         config: options of the run.
         judge_urls: addresses of the run's engines of a judge.
     """
-    if not config.generates or config.environment.scores_itself:
+    if not config.scores or config.environment.scores_itself:
         return None
     reward = config.reward
     options: dict[str, Any] = {"deadline_s": reward.deadline_s, "max_failure_rate": reward.max_failure_rate}

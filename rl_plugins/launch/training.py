@@ -51,7 +51,7 @@ from rl_plugins.launch.resume import note_end
 from rl_plugins.launch.terminal import quiet_libraries
 from rl_plugins.models.pool import ModelPool
 from rl_plugins.run_folder import RunFolder, checkpoint_step, read_metrics
-from rl_plugins.stages.arguments import GenerationArguments, PreferenceArguments, StageArguments
+from rl_plugins.stages.arguments import GenerationArguments, PreferenceArguments, StageArguments, ValidationArguments
 from rl_plugins.stages.critic_pool import CriticPool
 from rl_plugins.stages.sampling import AnyEnvironment, Scorer, greedy
 from rl_plugins.stages.stage import Stage
@@ -168,6 +168,12 @@ class TrainingRun:
             "environment": self.environment,
             "seed": self.config.run.seed,
         }
+
+    def validation_options(self) -> ValidationArguments:
+        """Return the arguments of SFT: of `generation_options`, or none if validation measures given responses."""
+        if self.config.scores:
+            return {**self.generation_options()}
+        return {"scorer": None, "eval_sampling": None, "environment": None, "seed": self.config.run.seed}
 
     @cached_property
     def environment(self) -> AnyEnvironment:

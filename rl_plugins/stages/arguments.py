@@ -38,6 +38,15 @@ class GenerationArguments(TypedDict):
     seed: int
 
 
+class ValidationArguments(TypedDict):
+    """Arguments of SFT, which generates responses in validation alone, or nowhere. `SFT` describes the arguments."""
+
+    scorer: Scorer | None
+    eval_sampling: SamplingConfig | None
+    environment: AnyEnvironment | None
+    seed: int
+
+
 class PreferenceArguments(GenerationArguments):
     """Arguments of stages with a preference loss. `PreferenceOptimization` describes the arguments."""
 

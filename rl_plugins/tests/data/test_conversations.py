@@ -14,7 +14,7 @@ from rl_plugins.tests.loops import for_each
 
 ASKED = {"role": "user", "content": "17+25"}
 REPLY = {"role": "assistant", "content": "42"}
-CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 17, "b": 25}}}
+CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 17, "b": 25}}}
 SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {}, "b": {}}}}}
 
 
@@ -31,7 +31,7 @@ def test_conversation_row_has_the_messages_before_the_first_reply_as_prompt() ->
 
 
 def test_conversation_row_reads_calls_in_every_form_alike() -> None:
-    function: dict[str, Any] = CALL["function"]  # type: ignore[assignment]
+    function = CALL["function"]
     as_text = {**CALL, "function": {**function, "arguments": json.dumps(function["arguments"])}}
     result = {"role": "tool", "content": "42", "tool_call_id": "c"}
     for calls in ([CALL], [as_text], json.dumps([CALL]), [{"id": "c", **function}]):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from copy import deepcopy
 
 import pytest
 
@@ -112,6 +113,24 @@ def test_prepare_validate_reports_duplicates_and_rows_in_train_and_test(row, wri
     assert found["shared"] == [{"test_file": str(test), "test_row": 1, "train_file": str(train), "train_row": 3}]
     assert main(["validate", str(train), "--test", str(test)]) == 1
     assert f"{test}, row 1 is also in {train}, row 3" in capsys.readouterr().out
+
+
+def test_prepare_validate_compares_and_measures_whole_conversations(write_rows, tokenizer, tmp_path, capsys):
+    def talk(reply, **columns):
+        return {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": reply}], **columns}
+
+    plain = [talk("2"), talk("two"), talk("2")]
+    train, test = write_rows(plain), write_rows([talk("three"), talk("two")], "test.parquet")
+    found = problems(capsys, train, "--test", test, "--format", "conversations")
+    assert found["duplicates"] == {str(train): 1, str(test): 0}
+    assert [(shared["test_row"], shared["train_row"]) for shared in found["shared"]] == [(1, 1)]
+    with_tools = deepcopy(tokenizer)
+    with_tools.chat_template = "{% if tools %}{{ tools }}{% endif %}" + tokenizer.chat_template
+    with_tools.save_pretrained(tmp_path)
+    add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    path = write_rows([talk("2", tools=None), talk("3", tools=json.dumps([add]))], "tools.parquet")
+    tokens = problems(capsys, path, "--format", "conversations", "--tokenizer", tmp_path)["prompt_tokens"]
+    assert tokens["max"] > tokens["min"] + len("add")
 
 
 def test_shared_prompts_compares_messages_and_images(row, write_rows):

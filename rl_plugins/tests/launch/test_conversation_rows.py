@@ -77,6 +77,14 @@ def test_check_data_names_the_row_of_a_malformed_conversation(check: Check, row:
     assert said in check([talk("1+1", "2"), row])
 
 
+def test_check_data_refuses_a_tools_key_without_tools(check: Check) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    rows = [talk("1+1", "2"), {**talk("1+1", "2"), "functions": tools}]
+    assert "does not show tools to the policy" in check(rows, "data.tools_key=functions")
+    said = "data.tools_key=function: no row of the training data has tools there: correct the key, or leave it out"
+    assert check(rows, "data.tools_key=function") == said
+
+
 def test_check_data_tries_the_chat_template_on_each_kind_of_conversation(check: Check) -> None:
     rows = [talk("1+1", "2"), talk("1+1", "it is 2", "2+2", "4")]
     message = check(rows, template=FORGETFUL)

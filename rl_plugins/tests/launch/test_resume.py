@@ -185,18 +185,22 @@ def test_check_resume_names_auto_where_true_finds_no_folder(starts: list[str | N
     assert message.endswith("start it without run.resume, or with run.resume=auto") and starts == []
 
 
+def refused_change(tmp_path: Path, run: RunFolder, others: tuple[str, ...], option: str, saved: str, now: str) -> str:
+    """Return the message of a resume with another value of an option than in the run's config.yaml."""
+    write_config(options(tmp_path, *others, f"{option}={saved}"), run.config)
+    return message_of(partial(run_recipe, options(tmp_path, *others, f"{option}={now}")))
+
+
 def test_check_resume_refuses_a_change_of_the_quantization(starts: list[str | None], tmp_path: Path) -> None:
     run, adapter = RunFolder(tmp_path / "grpo"), ("run.resume=auto", "model.lora.rank=4")
     leave_killed(run)
     option = "model.lora.quantization"
     for saved, now in (("nf4", "null"), ("null", "nf4")):
-        write_config(options(tmp_path, *adapter, f"{option}={saved}"), run.config)
-        message = message_of(partial(run_recipe, options(tmp_path, *adapter, f"{option}={now}")))
-        assert message == (
+        assert refused_change(tmp_path, run, adapter, option, saved, now) == (
             f"{option}={now}: the adapter in the checkpoints of {run.path} was trained over weights with "
             f"{option}={saved}: resume with {option}={saved}, or give another run.name"
         )
-        assert starts == []
+    assert starts == []
     run_recipe(options(tmp_path, *adapter))
     assert starts == [str(run.checkpoint(2))]
 
@@ -210,9 +214,7 @@ def test_check_resume_refuses_another_start_of_the_adapter(starts: list[str | No
     shutil.copytree(one, tmp_path / "copy")
     adapter, option = ("run.resume=auto", "model.lora.rank=4"), "model.lora.path"
     for saved, now in ((one, "null"), ("null", one), (one, other)):
-        write_config(options(tmp_path, *adapter, f"{option}={saved}"), run.config)
-        message = message_of(partial(run_recipe, options(tmp_path, *adapter, f"{option}={now}")))
-        assert message == (
+        assert refused_change(tmp_path, run, adapter, option, str(saved), str(now)) == (
             f"{option}={now}: the checkpoints of {run.path} are of {option}={saved}, another start of the adapter: "
             f"resume with {option}={saved}, or give another run.name"
         )

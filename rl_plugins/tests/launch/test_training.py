@@ -13,6 +13,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch.scorer import scorer_of
 from rl_plugins.launch.training import TrainingRun
 from rl_plugins.models.packed_attention import PACKED_SDPA
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
@@ -63,6 +64,14 @@ def test_validation_options_are_the_sampling_of_validation(tmp_path: Path) -> No
     run = training_run(tmp_path, *(f"validation.{name}={value}" for name, value in options.items()))
     sampling = run.generation_options()["eval_sampling"]
     assert (sampling.num_samples, sampling.temperature, sampling.top_p, sampling.top_k) == tuple(options.values())
+
+
+def test_sft_that_validates_on_responses_has_no_scorer_and_no_sampling(tmp_path: Path) -> None:
+    options = "model.path=model", "data.messages_key=messages", "data.validate_on=responses"
+    config = configured("sft", *options, "reward.num_workers=2")
+    assert scorer_of(config) is None
+    given = replace(training_run(tmp_path), config=config).validation_options()
+    assert given == {"scorer": None, "eval_sampling": None, "environment": None, "seed": 0}
 
 
 def test_async_checkpoints_have_half_the_deadline_of_collectives(tmp_path: Path) -> None:
