@@ -11,6 +11,7 @@ import pytest
 from integration_tests.conftest import Recipe
 from rl_plugins.commands.export import export_checkpoint
 from rl_plugins.errors import ConfigError
+from rl_plugins.models.tiny import CHAT_TEMPLATE
 from rl_plugins.run_folder import read_metrics
 
 LOCAL = (
@@ -33,9 +34,10 @@ WITHOUT_RAY = ("reward.functions.default={_target_: integration_tests.rewards.wi
 
 def test_local_launcher_trains_resumes_and_exports(start_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     """The first run is in a new interpreter, as a user starts it, and has as many threads as the second run."""
-    whole = start_recipe(
-        "grpo", "whole", *LOCAL, *WITHOUT_RAY, "run.steps=3", new_interpreter=True, OMP_NUM_THREADS="1"
-    )
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ '<|system|>Add.' }}" + CHAT_TEMPLATE)
+    options = (*LOCAL, *WITHOUT_RAY, "run.steps=3", f"data.chat_template={template}")
+    whole = start_recipe("grpo", "whole", *options, new_interpreter=True, OMP_NUM_THREADS="1")
     assert whole.wait() == 0, whole.tail()
     series = read_metrics(whole.run / "metrics.jsonl")
     assert list(series["train/loss"]) == [1, 2, 3]
@@ -47,7 +49,7 @@ def test_local_launcher_trains_resumes_and_exports(start_recipe: Callable[..., R
     shutil.copytree(whole.run, broken)
     shutil.rmtree(broken / "checkpoint_00000003")
     shutil.rmtree(broken / "policy")
-    resumed = start_recipe("grpo", "broken", *LOCAL, *WITHOUT_RAY, "run.steps=3", "run.resume=true")
+    resumed = start_recipe("grpo", "broken", *options, "run.resume=true")
     assert resumed.wait() == 0, resumed.tail()
     assert "continuing from" in resumed.tail() and "checkpoint_00000002" in resumed.tail()
     assert (broken / "policy" / "model.safetensors").read_bytes() == (
@@ -57,6 +59,7 @@ def test_local_launcher_trains_resumes_and_exports(start_recipe: Callable[..., R
     export_checkpoint(broken / "checkpoint_00000003", tmp_path / "exported")
     for file in (whole.run / "policy").iterdir():
         assert (tmp_path / "exported" / file.name).read_bytes() == file.read_bytes(), file.name
+    assert (whole.run / "policy" / "chat_template.jinja").read_text() == template.read_text()
     with pytest.raises(ConfigError, match=r"exported exists: give another folder"):
         export_checkpoint(broken / "checkpoint_00000003", tmp_path / "exported")
     with pytest.raises(ConfigError, match=r"broken is not a checkpoint of a run"):

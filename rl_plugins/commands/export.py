@@ -176,12 +176,14 @@ class _TrainedModel:
         path: Hugging Face name or folder of the architecture and the tokenizer.
         precision: `model.precision` of the run.
         engine: name of the model engine in the checkpoint.
+        chat_template: `data.chat_template` of the run.
         trust_remote_code: see `LoadingOptions`.
     """
 
     path: str
     precision: str
     engine: str
+    chat_template: str | None
     trust_remote_code: bool
 
     @property
@@ -202,7 +204,9 @@ class _TrainedModel:
         """Return the tokenizer of the model, or the processor of a vision-language model."""
         from rl_plugins.data.image_prompts import load_tokenizer_or_processor
 
-        return load_tokenizer_or_processor(self.path, trust_remote_code=self.trust_remote_code)
+        return load_tokenizer_or_processor(
+            self.path, trust_remote_code=self.trust_remote_code, chat_template=self.chat_template
+        )
 
 
 def _read_trained_model(checkpoint: Path, model: str | None, trust_remote_code: bool) -> _TrainedModel:
@@ -224,7 +228,8 @@ def _read_trained_model(checkpoint: Path, model: str | None, trust_remote_code: 
     folder = model_folder(path, option="--model", weights=False, trust_remote_code=trust_remote_code)
     check_code_of_folder(folder, trust_remote_code=trust_remote_code)
     engine = REWARD_MODEL if OmegaConf.select(config, "stage") == "reward_modeling" else POLICY
-    return _TrainedModel(path, OmegaConf.select(config, "model.precision") or "32-true", engine, trust_remote_code)
+    precision, template = (OmegaConf.select(config, name) for name in ("model.precision", "data.chat_template"))
+    return _TrainedModel(path, precision or "32-true", engine, template, trust_remote_code)
 
 
 def _read_lora_options(checkpoint: Path) -> tuple[LoraConfig | None, bool]:

@@ -246,7 +246,7 @@ def _tokenize(
     from rl_plugins.launch.terminal import quiet_libraries
 
     quiet_libraries()
-    processor = load_tokenizer_or_processor(model, trust_remote_code=trust_remote_code)
+    processor = load_tokenizer_or_processor(model, trust_remote_code=trust_remote_code, chat_template=job.chat_template)
     tokenizer = tokenizer_of(processor)
     check_chat_template(tokenizer)
     check_round_trip(tokenizer, (row["prompt"] for row in rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from rl_plugins.config.settings import (
@@ -17,6 +18,8 @@ from rl_plugins.config.settings import (
     one_of,
     or_null,
 )
+from rl_plugins.errors import ConfigError
+from rl_plugins.text_file import read_text
 
 _FILES = Range(
     "must be a parquet file, or a list of one or more",
@@ -72,6 +75,8 @@ class DataConfig(Settings):
         bad_images: `filter` drops rows with an image that cannot be read and prints their number, `error` refuses the
             data.
         shuffle: train on the rows in a random order in each epoch; `false` keeps the order of the files.
+        chat_template: Jinja template of messages in place of the template of the policy's tokenizer: a file that ends
+            in `.jinja`, or the text. config.yaml has the text, and an exported policy has the template.
         chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
         eval_batch_size: prompts of one validation batch on one rank.
         response_key: column of the response in rows for SFT, and in rows of unpaired preferences.
@@ -100,6 +105,7 @@ class DataConfig(Settings):
     overlong_prompts: Annotated[str, one_of("filter", "error")] = "filter"
     bad_images: Annotated[str, one_of("filter", "error")] = "error"
     shuffle: bool = True
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     eval_batch_size: Annotated[int, AT_LEAST_1] = 256
     response_key: str = "reward_model.ground_truth"
@@ -114,6 +120,16 @@ class DataConfig(Settings):
     steps_key: str = "extra_info.steps"
     labels_key: str = "extra_info.labels"
     dataset: Annotated[Any, NODE_OR_FILE_OR_NULL] = None
+
+    def __post_init__(self) -> None:
+        """Check the settings, and read the file of the chat template.
+
+        Raises:
+            ConfigError: a setting is out of range, or the chat template is no template or no readable file.
+        """
+        super().__post_init__()
+        if self.chat_template is not None:
+            self.chat_template = _template_text(self.chat_template)
 
     @property
     def training_files(self) -> list[str]:
@@ -139,6 +155,23 @@ class DataConfig(Settings):
         self.train_files = replaced("data.train_files", self.train_files)
         for name, part in (self.mixture or {}).items():
             part.files = replaced(f"data.mixture.{name}.files", part.paths)
+
+
+def _template_text(template: str) -> str:
+    """Return the text of a chat template, which is a text, or a file that ends in `.jinja`."""
+    if template.endswith(".jinja"):
+        option = f"chat_template={template}"
+        if not Path(template).is_file():
+            raise ConfigError(f"{option}: there is no such file: name a file with a Jinja template")
+        template = read_text(Path(template), "name a file with a Jinja template")
+    else:
+        option = f"chat_template={template[:40]!r}"
+    if "{" not in template or "${" in template:
+        raise ConfigError(
+            f"{option}: a Jinja template writes messages with {{{{ ... }}}}, and has no ${{ here: name a file that "
+            "ends in .jinja, or correct the text"
+        )
+    return template
 
 
 @dataclass

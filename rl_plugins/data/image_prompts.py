@@ -74,8 +74,15 @@ def load_processor(path: str, *, trust_remote_code: bool = False) -> ProcessorMi
     return processor
 
 
-def load_tokenizer_or_processor(path: str, *, trust_remote_code: bool = False) -> Processor:
+def load_tokenizer_or_processor(
+    path: str, *, trust_remote_code: bool = False, chat_template: str | None = None
+) -> Processor:
     """Load the processor of a vision-language model, or the tokenizer of another model.
+
+    Args:
+        path: folder or hub name.
+        trust_remote_code: run Python code that the folder's configuration names, with all rights of the user.
+        chat_template: Jinja template in place of the template in the folder; None keeps the template.
 
     Raises:
         ConfigError: see `load_processor` and `load_tokenizer`.
@@ -83,7 +90,12 @@ def load_tokenizer_or_processor(path: str, *, trust_remote_code: bool = False) -
     folder = Path(model_folder(path, weights=False, trust_remote_code=trust_remote_code))
     config = folder / "config.json"
     load = load_processor if config.is_file() and reads_images(read_model_config(config)) else load_tokenizer
-    return load(path, trust_remote_code=trust_remote_code)
+    processor = load(path, trust_remote_code=trust_remote_code)
+    if chat_template is not None:
+        # A processor and its tokenizer save a template each.
+        for owner in (processor, tokenizer_of(processor)):
+            owner.chat_template = chat_template
+    return processor
 
 
 def has_image_processor(processor: object) -> TypeGuard[ProcessorMixin]:

@@ -193,6 +193,7 @@ class Job:
         stop: strings that end a response.
         stop_token_ids: tokens that end a response, besides the end of the sequence.
         template_options: further variables of the chat template.
+        chat_template: chat template in place of the tokenizer's own; None for the tokenizer's own.
         environment: digest of the options of conversations; None for single responses.
     """
 
@@ -209,6 +210,7 @@ class Job:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
     environment: str | None = None
 
     def settings(self, rows: PromptRows, model: str) -> dict[str, Any]:

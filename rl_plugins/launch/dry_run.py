@@ -175,9 +175,12 @@ def _image_prompts(config: RecipeConfig) -> ImagePromptEncoder:
     Raises:
         ConfigError: the processor cannot be loaded.
     """
-    from rl_plugins.data.image_prompts import ImagePromptEncoder, load_processor
+    from rl_plugins.data.image_prompts import ImagePromptEncoder, load_tokenizer_or_processor
 
-    processor = load_processor(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    model, template = config.model, config.data.chat_template
+    processor: Any = load_tokenizer_or_processor(
+        model.path, trust_remote_code=model.trust_remote_code, chat_template=template
+    )
     bad_images: Any = config.data.bad_images
     return ImagePromptEncoder(processor, bad_images)
 
@@ -315,6 +318,8 @@ def _load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase | None:
         raise ConfigError(
             f"model.path={path}: its tokenizer cannot be read ({reason}): download or export the model again"
         ) from None
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = config.data.chat_template
     check_chat_template(tokenizer)
     try:
         check_template_options(tokenizer, config.data.chat_template_kwargs)

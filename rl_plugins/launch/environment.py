@@ -65,11 +65,13 @@ class ResponseOptions:
 
     Attributes:
         template_options: further variables of the chat template.
+        chat_template: chat template in place of the tokenizer's own; None for the tokenizer's own.
         stop: strings at the end of a response.
         stop_token_ids: tokens at the end of a response, besides the end of the sequence.
     """
 
     template_options: Mapping[str, Any]
+    chat_template: str | None
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
 
@@ -88,7 +90,7 @@ class ResponseOptions:
         values = read_yaml(file, "name the config.yaml of a run")
         options: Any = OmegaConf.create({"data": DataConfig, "sampling": SamplingOptions})
         try:
-            for name in ("data.chat_template_kwargs", "sampling.stop", "sampling.stop_token_ids"):
+            for name in ("data.chat_template_kwargs", "data.chat_template", "sampling.stop", "sampling.stop_token_ids"):
                 if (value := OmegaConf.select(values, name)) is not None:
                     OmegaConf.update(options, name, value)
             return cls._of(OmegaConf.to_object(options.data), OmegaConf.to_object(options.sampling))
@@ -97,7 +99,7 @@ class ResponseOptions:
 
     @classmethod
     def _of(cls, data: Any, sampling: Any) -> ResponseOptions:
-        return cls(data.chat_template_kwargs, tuple(sampling.stop), tuple(sampling.stop_token_ids))
+        return cls(data.chat_template_kwargs, data.chat_template, tuple(sampling.stop), tuple(sampling.stop_token_ids))
 
 
 def config_of_policy(policy: str) -> Path | None:
@@ -145,6 +147,7 @@ def _used(config: RecipeConfig) -> Mapping[str, Any]:
         "environment": options["environment"],
         "reward": options["reward"],
         "chat_template_kwargs": options["data"]["chat_template_kwargs"],
+        "chat_template": options["data"]["chat_template"],
         "stop": options["sampling"]["stop"],
         "stop_token_ids": options["sampling"]["stop_token_ids"],
     }

@@ -126,8 +126,10 @@ class TrainingRun:
     @cached_property
     def processor(self) -> Any:
         """Tokenizer of the policy, or processor of a vision-language model."""
-        model = self.config.model
-        return load_tokenizer_or_processor(model.path, trust_remote_code=model.trust_remote_code)
+        model, data = self.config.model, self.config.data
+        return load_tokenizer_or_processor(
+            model.path, trust_remote_code=model.trust_remote_code, chat_template=data.chat_template
+        )
 
     @property
     def tokenizer(self) -> Any:

@@ -11,7 +11,13 @@ import torch
 
 from benchmarks.tiny_vision import processor, save_tiny_vision
 from rl_plugins.data.datamodule import PromptDataModule
-from rl_plugins.data.image_prompts import ImagePromptEncoder, ImagesOfRows, load_processor, load_tokenizer_or_processor
+from rl_plugins.data.image_prompts import (
+    ImagePromptEncoder,
+    ImagesOfRows,
+    load_processor,
+    load_tokenizer_or_processor,
+    tokenizer_of,
+)
 from rl_plugins.data.images import IMAGE_FAULT, IMAGE_INPUTS, PROMPT_IMAGES
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.prompts import PromptBatch
@@ -180,6 +186,14 @@ def test_load_tokenizer_or_processor_follows_the_model(tmp_path: Path) -> None:
     assert not hasattr(load_tokenizer_or_processor(str(tmp_path / "text")), "image_processor")
     with pytest.raises(ConfigError, match=r"text: there is no processor of images"):
         load_processor(str(tmp_path / "text"))
+
+
+def test_load_tokenizer_or_processor_saves_the_given_chat_template(tmp_path: Path) -> None:
+    save_tiny_vision("gemma3", tmp_path / "gemma3")
+    processor: Any = load_tokenizer_or_processor(str(tmp_path / "gemma3"), chat_template="{{ messages }}")
+    processor.save_pretrained(tmp_path / "exported")
+    again: Any = load_tokenizer_or_processor(str(tmp_path / "exported"))
+    assert again.chat_template == tokenizer_of(again).chat_template == "{{ messages }}"
 
 
 def test_load_processor_names_the_missing_package(tmp_path: Path) -> None:

@@ -342,6 +342,7 @@ CHECKS: dict[str, list[Case]] = {
             ["data.dataset 'Rows': its call failed", "unexpected keyword argument 'size'"],
         ),
         (["debug.profiler=simple"], ["debug.profiler=simple", "must be a mapping with the key _target_"]),
+        (["data.chat_template=none.jinja"], ["data.chat_template=none.jinja: there is no such file", "name a file"]),
         (
             ["model.path=thinks", "+data.chat_template_kwargs.enable_thinkin=false"],
             ["data.chat_template_kwargs.enable_thinkin: ", "did you mean 'enable_thinking'?"],

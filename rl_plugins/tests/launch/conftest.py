@@ -121,6 +121,7 @@ def workplace(tmp_path_factory) -> Path:
     save_model(folder / "few_embeddings", vocab_size=100)
     save_model(folder / "users_only", chat_template=USERS_ONLY)
     save_model(folder / "no_template", chat_template=None)
+    (folder / "template.jinja").write_text(CHAT_TEMPLATE)
     save_model(folder / "thinks", chat_template=THINKS)
     save_model(folder / "narrow_heads", hidden_size=12 * 16)
     save_own_code(folder / "own_code")

@@ -303,6 +303,7 @@ def test_recipe_main_runs_the_recipe_of_config_name(grpo, started, tmp_path, cap
         # The long prompt is dropped.
         ["data.train_files=[one_long.parquet]"],
         ["data.max_prompt_tokens=250"],
+        ["model.path=no_template", "data.chat_template=template.jinja"],
     ],
     ids=" ".join,
 )
