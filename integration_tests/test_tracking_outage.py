@@ -31,7 +31,7 @@ def start(start_recipe: Callable[..., Recipe], server: Server, pace: Pace) -> Ca
             "grpo", name, "launcher=local", "rollout.engine=transformers", f"run.steps={STEPS}", "run.eval_every=0",
             "batch.prompts_per_step=2", "batch.samples_per_prompt=2", f"tracking.uri={server.uri}",
             f"tracking.experiment={name}", "run.checkpoint_every=4", "run.keep_best=2",
-            "run.best_metric=train/loss", "tracking.upload_best=1", *pace.overrides, *overrides,
+            "run.best_metric=train/loss", "run.best_mode=min", "tracking.upload_best=1", *pace.overrides, *overrides,
         )  # fmt: skip
 
     return start

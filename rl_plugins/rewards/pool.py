@@ -157,6 +157,12 @@ class RewardPool:
         try:
             results = worker.receive()
         except WorkerLost as lost:
+            if lost.machine_lost and not rows:
+                # Ray asks any machine for a place for an actor without CPUs, also a lost machine before Ray notices
+                # the loss. The next start is after the notice.
+                logger.warning("Reward worker started again: %s", without_controls(lost.reason))
+                worker.start()
+                return []
             return self._replace(worker, "died", lost.reason, scores, suspects)
         except ConfigError as error:
             if worker.starts == 1:

@@ -13,6 +13,8 @@ from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rewards.worker import LoadedRewards, RewardWorker, WorkerLost
 
 _FETCH_S = 60.0
+_MACHINE_LOST = "its node has died"
+"""Words in the error of an actor whose machine ended. The error has no attribute for the reason."""
 
 
 class RayWorker(RewardWorker):
@@ -52,7 +54,8 @@ class RayWorker(RewardWorker):
         except ray.exceptions.GetTimeoutError:
             raise WorkerLost(f"the scores did not arrive within {_FETCH_S:g} s") from None
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            raise WorkerLost(" ".join(str(error).split())) from None
+            reason = " ".join(str(error).split())
+            raise WorkerLost(reason, machine_lost=_MACHINE_LOST in reason) from None
 
     def kill(self) -> None:
         """End the actor."""

@@ -60,11 +60,12 @@ class WorkerLost(Exception):
 
     Attributes:
         reason: description of the end.
+        machine_lost: True if the machine of the process ended.
     """
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, machine_lost: bool = False) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.machine_lost = reason, machine_lost
 
 
 class RewardWorker(ABC):
