@@ -93,11 +93,6 @@ STAGES = [
 
 # First commands of the pages: typed once, for all pages.
 TYPED_BEFORE = ("rl-plugins prepare gsm8k --input raw/gsm8k --output data/gsm8k",)
-# Sampling by vLLM takes seconds to start. test_commands samples with vLLM by `generate`.
-WITH_VLLM = (
-    "rl-plugins evaluate MODEL outputs/run/policy --data data/gsm8k/test.parquet --output evaluation --samples 8 "
-    "--reward gsm8k --max-tokens 512",
-)
 PROGRAMS = {
     "python": [sys.executable],
     "rl-plugins": [sys.executable, str(Path(sys.executable).with_name("rl-plugins"))],
@@ -190,7 +185,8 @@ def _type(folder: Path, line: str, keep: tuple[str, ...] = ()) -> None:
     elif words[:2] == ["rl-plugins", "prepare"] and words[2] in ("calculator", "game", "programs"):
         words += FEW_ROWS
     elif words[:2] in (["rl-plugins", "generate"], ["rl-plugins", "evaluate"]):
-        words += ["--max-tokens", "16", *(() if " ".join(line.split()) in WITH_VLLM else ("--engine", "transformers"))]
+        # vLLM takes seconds to start. test_commands samples with vLLM by both commands.
+        words += ["--max-tokens", "16", "--engine", "transformers"]
     variables = [word for word in words if re.match("[A-Z_]+=", word)]
     program, *arguments = words[len(variables) :]
     assert not OF_A_SHELL & set(arguments), f"{line}: needs a shell"
