@@ -64,5 +64,6 @@ def test_score_starts_a_worker_again_whose_machine_ended_before_the_rewards_were
     with RewardPool(target, num_workers=1, deadline_s=1.0) as pool:
         assert [score.value for score in pool.score([request])] == [1.0] and losses == []
     losses.append(died("The actor's process was killed."))
-    with RewardPool(target, num_workers=1, deadline_s=1.0) as pool, pytest.raises(RewardError, match="died while it loaded"):
-        pool.score([request])
+    with RewardPool(target, num_workers=1, deadline_s=1.0) as pool:
+        with pytest.raises(RewardError, match="died while it loaded"):
+            pool.score([request])
