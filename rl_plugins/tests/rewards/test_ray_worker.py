@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError
 
 from rl_plugins.errors import RewardError
@@ -49,7 +49,9 @@ def test_score_starts_a_worker_again_whose_machine_ended_before_the_rewards_were
     monkeypatch.setattr(RayWorker, "kill", lambda worker: None)
 
     def died(message: str) -> ActorDiedError:
-        return ActorDiedError(ActorDiedErrorContext(error_message=message, actor_id=bytes(16), never_started=True))
+        # Generated code has no types.
+        context: Any = import_module("ray.core.generated.common_pb2").ActorDiedErrorContext
+        return ActorDiedError(context(error_message=message, actor_id=bytes(16), never_started=True))
 
     losses = [died("The actor died because its node has died.")] * 2
 
@@ -64,6 +66,6 @@ def test_score_starts_a_worker_again_whose_machine_ended_before_the_rewards_were
     with RewardPool(target, num_workers=1, deadline_s=1.0) as pool:
         assert [score.value for score in pool.score([request])] == [1.0] and losses == []
     losses.append(died("The actor's process was killed."))
-    with RewardPool(target, num_workers=1, deadline_s=1.0) as pool:
-        with pytest.raises(RewardError, match="died while it loaded"):
-            pool.score([request])
+    died_loading = pytest.raises(RewardError, match="died while it loaded")
+    with RewardPool(target, num_workers=1, deadline_s=1.0) as pool, died_loading:
+        pool.score([request])
