@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.ranks import Ranks
+from rl_plugins.strategies.loss_scale import LossScale
 from rl_plugins.strategies.phase_log import PhaseLog
 from rl_plugins.weights.source import WeightSource
 
@@ -93,7 +94,13 @@ class Strategy(Protocol):
         """Return the index of the optimizer of model `name` in the strategy's `optimizers`."""
 
     def gradient_norm(self, name: str) -> float | None:
-        """Return the global norm of the last step's gradient before clipping; None if unknown."""
+        """Return the global norm of the last step's gradient before clipping.
+
+        None if the norm is unknown, and if the step was left out after an overflow that a smaller scale may prevent.
+        """
+
+    def scale_of_loss(self, name: str) -> LossScale | None:
+        """Return the scale of the loss of model `name`; None without float16."""
 
     def weight_source(self, name: str = POLICY) -> WeightSource:
         """Return the weights of model `name`, for a rollout engine or an export."""

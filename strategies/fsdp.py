@@ -74,6 +74,7 @@ _POLICIES = {
     # The sum of gradients over ranks is in float32.
     "bf16-true": MixedPrecisionPolicy(reduce_dtype=torch.float32),
     "bf16-mixed": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "16-mixed": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32),
 }
 
 
@@ -81,7 +82,9 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
     """FSDP2 with named models and a rollout engine.
 
     The trainer's `precision`: with `bf16-true`, parameters and optimizer states are bfloat16, and rounding removes
-    small steps. With `bf16-mixed`, the shards of trained models are float32 and are gathered in bfloat16.
+    small steps. With `bf16-mixed`, the shards of trained models are float32 and are gathered in bfloat16; with
+    `16-mixed`, in float16, and the loss is scaled. Lightning refuses the flag `16-mixed` for this strategy: pass
+    `Trainer(plugins=MixedPrecision("16-mixed", "cuda"))` of `lightning.pytorch.plugins` in its place.
 
     Args:
         rollout: rollout engine; None for stages without sampling.
@@ -189,10 +192,10 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         for name, model in self._models.items():
             # In validation all models stay trainable, because a later fit may train the models.
             is_frozen = trainer.state.fn == TrainerFn.FITTING and name not in self._optimizers_of
-            if self._is_mixed:
+            if self._passes_dtype is not None:
                 # The optimizers show which models are trained, and keep the same parameters after this change of dtype.
                 # FSDP2 keeps the dtypes of the first pass, so a validation before a fit has float32 shards.
-                dtype = torch.bfloat16 if is_frozen else torch.float32
+                dtype = self._passes_dtype if is_frozen else torch.float32
                 model._apply(lambda tensor, dtype=dtype: tensor.to(dtype) if tensor.requires_grad else tensor)
             if is_frozen:
                 model.eval().requires_grad_(False)
@@ -243,8 +246,9 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
-    def _is_mixed(self) -> bool:
-        return self.precision_plugin.precision == "bf16-mixed"
+    def _passes_dtype(self) -> torch.dtype | None:
+        """Dtype of the passes of models with float32 shards; None if the shards have the dtype of the passes."""
+        return _POLICIES[str(self.precision_plugin.precision)].param_dtype
 
     # Running ----------------------------------------------------------------------------------------------------
 
@@ -268,10 +272,9 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
 
     def weight_source(self, name: str = POLICY) -> WeightSource:
         """Return the weights of a model in the compute dtype, for a rollout engine or an export."""
-        dtype = torch.bfloat16 if self._is_mixed else None
         model = self._models[name]
         size = max(self._group_size, self._expert_parallel)
-        source = FSDPWeightSource(model, dtype, self.global_rank % size, size)
+        source = FSDPWeightSource(model, self._passes_dtype, self.global_rank % size, size)
         return plain_weights(source, model)
 
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -313,6 +316,7 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
             if name in self._optimizers_of or name in self._blended.names:
                 save_model(writer, folder / name, model, self._optimizers_of.get(name))
         if self.is_global_zero:
+            self.add_loss_scales(checkpoint)
             save_unsharded(writer, folder, self._models, checkpoint)
         check_written(writer, storage_options, folder)
 
@@ -329,6 +333,7 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         check_state(folder, self.known_intact)
         self.known_intact = None
         states = read_lightning(folder, self._models, self._blended)
+        self.restore_loss_scales(states)
         self.rollout_phases.memory.wait_for_optimizer()
         self.restored = {name: self._load_model(name, folder / name) for name in self._models}
         self.rollout_phases.weights_changed()

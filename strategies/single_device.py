@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from rl_plugins.config.precision import MIXED
 from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.intact_checkpoint import check_state
 from rl_plugins.models.lora import plain_weights
@@ -101,17 +102,20 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ConfigError("precision=16-mixed: the strategy clips gradients without unscaling; use bf16-mixed")
+            if not isinstance(self.lightning_module, HasNamedModels):
+                raise ConfigError("precision=16-mixed: only stages scale their loss; use bf16-mixed")
+            # `AutogradSteps` has a scale for each model.
+            self.precision_plugin.scaler = None
         if self.precision_plugin.precision == "16-true":
-            raise ConfigError("precision=16-true: float16 overflows without a scaled loss; use bf16-true")
+            raise ConfigError("precision=16-true: float16 needs a scaled loss; use 16-mixed or bf16-true")
         super().setup(trainer)
         self._optimizers_of = optimizers_of(self._models(), self.optimizers)
         if trainer.state.fn == TrainerFn.FITTING:
             for name, model in self._models().items():
                 if name not in self._optimizers_of:
                     model.eval().requires_grad_(False)
-                elif self.precision_plugin.precision == "bf16-mixed":
-                    # In bfloat16, rounding would remove small steps.
+                elif self.precision_plugin.precision in MIXED:
+                    # In 16 bits, rounding would remove small steps.
                     model.float()
         self.rollout_phases.connect()
 
@@ -156,6 +160,7 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
         path = Path(filepath)
         writer = writer_of(storage_options, path.parent)
         note_four_bits(checkpoint, self._models())
+        self.add_loss_scales(checkpoint)
         writer.save(checkpoint, path)
         # Lightning's checkpoint file does not hold learners.
         for name, learner in learners_of(self._models()).items():
@@ -168,6 +173,7 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
         self.known_intact = None
         checkpoint: dict[str, Any] = load_plain(Path(checkpoint_path))
         check_saved_four_bits(Path(checkpoint_path), checkpoint, self._models())
+        self.restore_loss_scales(checkpoint)
         self.rollout_phases.weights_changed()
         for name, learner in learners_of(self._models()).items():
             learner.load(_learner_folder(checkpoint_path, name))

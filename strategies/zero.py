@@ -31,7 +31,6 @@ from rl_plugins.intact_checkpoint import check_state
 from rl_plugins.models.loading import experts_on_first_rank
 from rl_plugins.models.lora import has_adapter, plain_weights
 from rl_plugins.models.remote import RemoteLearner, RemoteModel, local_models
-from rl_plugins.plain_file import load_plain
 from rl_plugins.ranks import Ranks, connected_ranks, set_default_deadline
 from rl_plugins.rollout.engine import RolloutEngine
 from rl_plugins.strategies.blending import BlendedModels
@@ -46,6 +45,14 @@ from rl_plugins.strategies.checkpoint_folder import (
 )
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.host_waits import HostWaits
+from rl_plugins.strategies.loss_scale import (
+    GOOD_STEPS,
+    LossScale,
+    allow_smallest_scale,
+    norm_of_engine,
+    precision_of_deepspeed,
+    scale_of_engine,
+)
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.offload import Offload
 from rl_plugins.strategies.optimizers import check_optimizer_of_zero, optimizer_states, optimizers_of
@@ -55,10 +62,8 @@ from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards, share_sequences, stop_sharing
 from rl_plugins.strategies.weight_sources import ZeroWeightSource
 from rl_plugins.strategies.zero_release import release_with
-from rl_plugins.strategies.zero_shards import TAG, ZeroShards, check_shards, copy_weights
+from rl_plugins.strategies.zero_shards import TAG, WEIGHTS_FILE, ZeroShards, check_shards, copy_weights, weights_in
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource
-
-_WEIGHTS_FILE = "weights.pt"
 
 
 class ZeroStrategy(HostWaits, DeepSpeedStrategy):
@@ -97,6 +102,9 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         kwargs.setdefault("sub_group_size", 1_000_000_000)
         kwargs.setdefault("overlap_comm", torch.cuda.is_available())
         kwargs.setdefault("logging_batch_size_per_gpu", 1)
+        # In float16: the steps of `LossScale`.
+        kwargs.setdefault("loss_scale_window", GOOD_STEPS)
+        kwargs.setdefault("hysteresis", 1)
         self._offload = Offload(offload or {}, Path(offload_folder) if offload_folder else None)
         self._offload.check(stage)
         self._sequence_parallel = sequence_parallel
@@ -115,6 +123,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
     @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None
+        self.precision_plugin = precision_of_deepspeed(self.precision_plugin)
         set_default_deadline(self._timeout)
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
@@ -214,7 +223,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
             "data_types": {"grad_accum_dtype": "fp32" if self.config["zero_optimization"]["stage"] > 1 else None},
         }
         parameters = [p for p in model.parameters() if p.requires_grad]
-        return self._engine(model, config, model_parameters=parameters, optimizer=optimizer)
+        return allow_smallest_scale(self._engine(model, config, model_parameters=parameters, optimizer=optimizer))
 
     def _frozen_engine(self, name: str, model: nn.Module) -> Any:
         assert self.lightning_module is not None
@@ -267,9 +276,12 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         return list(self._trained).index(name)
 
     def gradient_norm(self, name: str) -> float | None:
-        """Return the global norm of the last step's gradient before clipping."""
-        norm = self._model_engines[name].get_global_grad_norm()
-        return None if norm is None else float(norm)
+        """Return the global norm of the last step's gradient before clipping; None after an overflow of float16."""
+        return norm_of_engine(self._model_engines[name])
+
+    def scale_of_loss(self, name: str) -> LossScale | None:
+        """Return the scale of the loss of model `name`, which DeepSpeed keeps; None without float16."""
+        return scale_of_engine(self._model_engines[name])
 
     @override
     def backward(
@@ -393,7 +405,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
             weights = {k: t.to("cpu", copy=True) for k, t in self.weight_source(name) if self.is_global_zero}
             if self.is_global_zero:
                 writer.make_folder(folder / name)
-                writer.save(weights, folder / name / _WEIGHTS_FILE)
+                writer.save(weights, folder / name / WEIGHTS_FILE)
         if self.is_global_zero:
             save_unsharded(writer, folder, self._model_engines, checkpoint)
         check_written(writer, storage_options, folder)
@@ -439,14 +451,8 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
             return restored_states(model, None, ())
         if isinstance(model, RemoteModel) or not (folder / name).is_dir():
             return "from its own file"
-        module, file = self._module_of(name), folder / name / _WEIGHTS_FILE
-        if file.is_file():
-            weights: Mapping[str, Tensor] = load_plain(file, mmap=True)
-        else:
-            # A validation trains no model, also not the models that the checkpoint has in shards.
-            shards = ZeroShards(folder / name / TAG)
-            shards.check_model(module)
-            weights = shards.whole_weights()
+        module = self._module_of(name)
+        weights = weights_in(folder / name, module)
         self._blended.names.add(name)
         copy_weights(module, weights, self.global_rank)
         return "weights"
@@ -470,7 +476,5 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         self.rollout_phases.close()
         # Lightning's method copies module and optimizer states to the host, and an export needs one device for all.
         assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            part.teardown()

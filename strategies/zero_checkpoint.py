@@ -84,4 +84,8 @@ def load_shards(engine: Any, folder: Path, *, strict: bool) -> None:
         strict: require all weights of the model in the files.
     """
     engine.checkpoint_engine = PlainCheckpointEngine()
+    scaler = engine.optimizer.loss_scaler
     engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=strict)
+    if type(engine.optimizer.loss_scaler) is not type(scaler):
+        # The checkpoint is of another precision.
+        engine.optimizer.loss_scaler, engine.optimizer.dynamic_loss_scale = scaler, scaler.dynamic

@@ -30,6 +30,8 @@ from rl_plugins.run_folder import RunFolder
 
 TAG = "zero"
 """Name of the folder of shards in the folder of a model."""
+WEIGHTS_FILE = "weights.pt"
+"""Name of the file with the whole weights of a model without an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,10 @@ class ZeroShards:
         stretches = _stretches_of(engine, own, rank, workers)
         for index, master in enumerate(_masters_of(engine)):
             own.states[index] = self._fill(master.data, [s for s in stretches if s.partition == index])
-        for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
-            own.values[name] = saved.values[name]
+        # A checkpoint of another precision has another kind of scale for the loss.
+        if type(saved.values["loss_scaler"]) is type(own.values["loss_scaler"]):
+            for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
+                own.values[name] = saved.values[name]
         optimizer.load_state_dict([own.values] * workers, load_from_fp32_weights=True)
         if engine.zero_optimization_stage() == 3:
             optimizer.checkpoint_event_epilogue()
@@ -246,6 +250,26 @@ class ZeroShards:
                 source = saved.offset + start - saved.start
                 target = wanted.offset + start - wanted.start
                 yield worker, saved.partition, target, slice(source, source + stop - start)
+
+
+def weights_in(folder: Path, module: nn.Module) -> Mapping[str, Tensor]:
+    """Return the weights of a model without an optimizer in this process.
+
+    Args:
+        folder: folder of the model in a checkpoint.
+        module: the model.
+
+    Raises:
+        CheckpointError: the folder has the shards of another model.
+    """
+    file = folder / WEIGHTS_FILE
+    if file.is_file():
+        weights: Mapping[str, Tensor] = load_plain(file, mmap=True)
+        return weights
+    # A validation trains no model, also not the models that the checkpoint has in shards.
+    shards = ZeroShards(folder / TAG)
+    shards.check_model(module)
+    return shards.whole_weights()
 
 
 class WholeWeights(Mapping[str, Tensor]):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_plugins.commands.main import output_path
+from rl_plugins.config.precision import dtype_of_passes
 from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.hub.push import PushTarget
@@ -198,7 +199,8 @@ class _TrainedModel:
         """The dtype of the export."""
         import torch
 
-        return torch.float32 if self.precision == "32-true" else torch.bfloat16
+        dtype: torch.dtype = getattr(torch, dtype_of_passes(self.precision))
+        return dtype
 
     def load_processor(self) -> Processor:
         """Return the tokenizer of the model, or the processor of a vision-language model."""

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any
 from rl_plugins.commands.main import number
 from rl_plugins.config.models import LANGUAGE_MODEL, CriticOptions, OptimizerConfig, ReferenceConfig, TeacherConfig
 from rl_plugins.config.placement import CRITIC_POOLS
+from rl_plugins.config.precision import dtype_of_passes
 from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import read_model_config
 from rl_plugins.planning.devices import CPU_FILE, DEVICES, GIB, device_named
 from rl_plugins.planning.search import Candidate, Cluster, advice, overrides, search
 from rl_plugins.planning.shape import ModelShape, shape_of
-from rl_plugins.planning.workload import DTYPE_BYTES, PlannedCritic, Workload, trained_of
+from rl_plugins.planning.workload import PlannedCritic, Workload, trained_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -288,11 +289,10 @@ def workload_of(
 
     if config.stage not in COLLECTING_STAGES:
         raise ConfigError(f"plan is for stages that train on their own samples ({', '.join(COLLECTING_STAGES)})")
-    if config.rollout_dtype not in DTYPE_BYTES:
-        raise ConfigError(
-            f"rollout.dtype={config.rollout_dtype}: plan has rates for {' and '.join(DTYPE_BYTES)} only: "
-            "use one of the two"
-        )
+    dtypes = {"model.precision": dtype_of_passes(config.precision), "rollout.dtype": config.rollout_dtype}
+    for option, dtype in dtypes.items():
+        if dtype == "float16" and config.placement.device == "cpu":
+            raise ConfigError(f"{option}: plan has no rates of a CPU for float16: use another {option}")
     _refuse_unplanned(config)
     policy = read_shape("model.path", config.model.path)
     for argument, value in {"--images": images, "--image-patches": image_patches}.items():

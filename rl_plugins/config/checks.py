@@ -7,6 +7,7 @@ from operator import attrgetter
 from rl_plugins.config.judge import check_deadline, judges_of, models_of_engines
 from rl_plugins.config.models import RouterLossConfig
 from rl_plugins.config.placement import CRITIC_POOLS, FROZEN, POOLS
+from rl_plugins.config.precision import FLOAT16
 from rl_plugins.config.recipe import GIVEN_RESPONSE_STAGES, SAMPLING_STAGES, RecipeConfig
 from rl_plugins.config.rollout import ADAPTER_RANKS, ENGINE_GRACE_S, default_ready_timeout_s
 from rl_plugins.config.stage_checks import needs_collecting
@@ -56,7 +57,6 @@ def check_options(config: RecipeConfig) -> None:
         ConfigError: two options contradict each other. The message names both, and the way out.
     """
     for check in (
-        _check_sampling,
         _check_validation,
         _check_launcher,
         _check_pairs,
@@ -105,11 +105,16 @@ def check_device(config: RecipeConfig, device: str) -> None:
         device: device of the run, `cpu` or `cuda`.
 
     Raises:
-        ConfigError: the kernels of Liger, 8-bit products, or the engine of a replay of routes, do not run on the
-            device.
+        ConfigError: the kernels of Liger, 8-bit products, float16 under ZeRO, or the engine of a replay of routes, do
+            not run on the device.
     """
     if device != "cpu":
         return
+    if config.precision == FLOAT16 and config.launcher == "ray" and config.strategy.name == "zero":
+        raise ConfigError(
+            "model.precision=16-mixed: DeepSpeed trains in float16 on GPUs, and the run is on CPU: add "
+            "strategy.name=fsdp, or use model.precision=32-true"
+        )
     if config.model.float8:
         raise ConfigError(
             f"model.float8={config.model.float8}: 8-bit products run on GPUs, and the run is on CPU: leave it out"
@@ -120,25 +125,6 @@ def check_device(config: RecipeConfig, device: str) -> None:
         raise ConfigError(
             "model.router_replay=rollout: vLLM returns experts on GPUs only, and the run is on CPU: use "
             "model.router_replay=recompute, or rollout.engine=transformers"
-        )
-
-
-def _check_sampling(config: RecipeConfig) -> None:
-    sampling = config.sampling
-    if sampling.vllm and config.rollout.engine != "vllm":
-        raise ConfigError(
-            f"sampling.vllm.{next(iter(sampling.vllm))}: rollout.engine={config.rollout.engine} has no such argument: "
-            "use rollout.engine=vllm, or leave it out"
-        )
-    if sampling.stop and config.rollout.engine == "transformers" and config.needs_engine:
-        raise ConfigError(
-            "sampling.stop: rollout.engine=transformers stops at tokens only: use sampling.stop_token_ids, or "
-            "rollout.engine=vllm"
-        )
-    least = sampling.vllm.get("min_tokens", 0)
-    if least > sampling.max_tokens:
-        raise ConfigError(
-            f"sampling.vllm.min_tokens={least} is more than sampling.max_tokens={sampling.max_tokens}: lower it"
         )
 
 
@@ -175,6 +161,11 @@ def _check_kernels(config: RecipeConfig) -> None:
         check_installed("liger_kernel", "liger", "model.liger=true")
     if model.float8:
         check_installed("torchao", "torchao", f"model.float8={model.float8}")
+    if model.float8 and config.precision == FLOAT16:
+        raise ConfigError(
+            f"model.float8={model.float8}: products of 8 bits round more than bfloat16, so model.precision=16-mixed "
+            "has no use: use bf16-mixed, or leave model.float8 out"
+        )
     if model.float8 and gathers and not model.gradient_checkpointing:
         raise ConfigError(
             f"model.float8={model.float8}: from its forward pass to its backward pass, a layer with 8-bit products "

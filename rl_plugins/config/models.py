@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from omegaconf import MISSING
 
 from rl_plugins.config.judge import JudgeConfig
+from rl_plugins.config.precision import FLOAT8_SCALES, PRECISIONS
 from rl_plugins.config.settings import (
     ABOVE_0,
     ABOVE_0_OR_NULL,
@@ -31,7 +32,6 @@ from rl_plugins.config.settings import (
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.names import model_name
 
-FLOAT8_SCALES = ("tensorwise", "rowwise")
 LANGUAGE_MODEL = "language-model"
 """Setting of `LoraConfig.target_modules` for a vision-language model whose vision tower stays as it is."""
 _LAYERS = Range(
@@ -145,8 +145,8 @@ class ModelConfig(Settings):
     Attributes:
         path: Hugging Face name or folder; a name may have a revision, `OWNER/NAME@REVISION`.
         revision: branch, tag or commit of a name on the hub; null is the main branch, or the revision in `path`.
-        precision: Lightning's precision flag: `32-true`, `bf16-true` or `bf16-mixed`. Null is `bf16-mixed` on GPUs,
-            with master weights in float32, and `32-true` on CPU.
+        precision: Lightning's precision flag: `32-true`, `bf16-true`, `bf16-mixed`, or `16-mixed` for passes in float16
+            with a scaled loss. Null is `bf16-mixed` on GPUs, with master weights in float32, and `32-true` on CPU.
         gradient_checkpointing: compute activations again in the backward pass.
         compile: compile the blocks of the models in the training workers with `torch.compile`. The first steps take
             longer.
@@ -169,7 +169,7 @@ class ModelConfig(Settings):
 
     path: str = MISSING
     revision: str | None = None
-    precision: Annotated[str | None, one_of(None, "32-true", "bf16-true", "bf16-mixed")] = None
+    precision: Annotated[str | None, one_of(None, *PRECISIONS)] = None
     gradient_checkpointing: bool = False
     compile: bool = False
     liger: bool = False

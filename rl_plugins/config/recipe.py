@@ -28,6 +28,7 @@ from rl_plugins.config.models import (
     TeacherConfig,
 )
 from rl_plugins.config.placement import CRITIC_POOLS, FROZEN, PlacementConfig, StrategyConfig
+from rl_plugins.config.precision import dtype_of_passes
 from rl_plugins.config.rollout import RolloutConfig, default_gpu_share, default_sleep
 from rl_plugins.config.run import AverageConfig, DebugConfig, GuardConfig, RunConfig, TrackingConfig
 from rl_plugins.config.sampling import EnvironmentOptions, SamplingOptions, Schedule, ValidationConfig
@@ -230,7 +231,7 @@ class RecipeConfig(Settings):
 
     @property
     def _passes_dtype(self) -> str:
-        return "float32" if self.precision == "32-true" else "bfloat16"
+        return dtype_of_passes(self.precision)
 
     @property
     def rewards(self) -> dict[str, Any]:

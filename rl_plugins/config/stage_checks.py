@@ -20,6 +20,7 @@ def check_stage_options(config: RecipeConfig) -> None:
         _check_conversations,
         _check_passes,
         _check_samples,
+        _check_sampling,
         _check_engine,
         _check_registration,
         _check_best,
@@ -96,6 +97,25 @@ def _check_samples(config: RecipeConfig) -> None:
         raise ConfigError(
             f"batch.samples_per_prompt={samples} with sampling.temperature=0 gives the same response every time: give "
             "sampling.temperature a value, such as 1"
+        )
+
+
+def _check_sampling(config: RecipeConfig) -> None:
+    sampling = config.sampling
+    if sampling.vllm and config.rollout.engine != "vllm":
+        raise ConfigError(
+            f"sampling.vllm.{next(iter(sampling.vllm))}: rollout.engine={config.rollout.engine} has no such argument: "
+            "use rollout.engine=vllm, or leave it out"
+        )
+    if sampling.stop and config.rollout.engine == "transformers" and config.needs_engine:
+        raise ConfigError(
+            "sampling.stop: rollout.engine=transformers stops at tokens only: use sampling.stop_token_ids, or "
+            "rollout.engine=vllm"
+        )
+    least = sampling.vllm.get("min_tokens", 0)
+    if least > sampling.max_tokens:
+        raise ConfigError(
+            f"sampling.vllm.min_tokens={least} is more than sampling.max_tokens={sampling.max_tokens}: lower it"
         )
 
 

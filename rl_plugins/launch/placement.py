@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.placement import CRITIC_POOLS
+from rl_plugins.config.precision import dtype_of_passes
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.rollout import default_ready_timeout_s
 from rl_plugins.errors import ConfigError
@@ -441,7 +442,7 @@ def pool_configs(config: RecipeConfig, on_gpu: dict[str, bool]) -> list[PoolConf
             role=role,
             model=str(models[role]),
             head="causal_lm" if role in ("teacher", "reference") else "scalar",
-            dtype="float32" if config.precision == "32-true" else "bfloat16",
+            dtype=dtype_of_passes(config.precision),
             attention=config.model.attention,
             trust_remote_code=config.model.trust_remote_code,
             actors=options.actors,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Required, cast
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.profilers import Profiler
 
 from rl_plugins.callbacks.averages import PolicyAverage, ReferenceUpdate
@@ -37,6 +38,7 @@ from rl_plugins.callbacks.system_metrics import SystemMetrics
 from rl_plugins.callbacks.target_reward import TargetReward
 from rl_plugins.callbacks.throughput import Throughput
 from rl_plugins.config.models import RewardModelConfig, RewardModelOptions
+from rl_plugins.config.precision import FLOAT16
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.datamodule import StepDataModule, StepOptions
@@ -316,9 +318,13 @@ class TrainingRun:
         loggers += instantiate_nodes("tracking.loggers", config.tracking.loggers, Logger)
         profiler = config.debug.profiler
         validating = config.validates
+        options: dict[str, Any] = {"precision": config.precision, **self.trainer_options}
+        if options["precision"] == FLOAT16:
+            # Lightning refuses the flag for FSDP2, and takes another precision on CPU.
+            plugin = MixedPrecision(options.pop("precision"), "cuda" if config.on_gpus else "cpu")
+            options["plugins"] = [*options.get("plugins", ()), plugin]
         return Trainer(
             strategy=self.strategy,
-            precision=config.precision,  # type: ignore[arg-type]
             logger=loggers,
             callbacks=self.callbacks(),
             profiler=instantiate_as("debug.profiler", profiler, Profiler) if profiler else None,
@@ -335,7 +341,7 @@ class TrainingRun:
             use_distributed_sampler=False,
             log_every_n_steps=1,
             deterministic=config.run.deterministic,
-            **self.trainer_options,
+            **options,
         )
 
     def fit(self, trainer: Trainer, stage: Stage, data: StepDataModule[Any]) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rl_plugins.config.models import FLOAT8_SCALES
+from rl_plugins.config.precision import FLOAT8_SCALES
 from rl_plugins.errors import ConfigError
 from rl_plugins.extras import check_installed
 from rl_plugins.model_json import expert_count
@@ -73,11 +73,16 @@ def use_float8(model: PreTrainedModel, scales: str) -> None:
         scales: see `float8_config`.
 
     Raises:
-        ConfigError: the model is a mixture of experts, or has no layer for 8-bit products.
+        ConfigError: the model is in float16, is a mixture of experts, or has no layer for 8-bit products.
     """
     from torchao.float8 import convert_to_float8_training
 
     kind = type(model).__name__
+    if model.dtype == torch.float16:
+        raise ConfigError(
+            f"float8={scales}: 8-bit products round more than float16 and bfloat16, so precision=16-mixed has no use: "
+            "use bf16-mixed, or leave float8 out"
+        )
     if expert_count(model.config.get_text_config().to_dict()):
         raise ConfigError(f"float8 has not been tried with mixtures of experts such as {kind}: leave float8 out")
     named = set(getattr(model, "_no_split_modules", None) or ())

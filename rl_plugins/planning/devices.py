@@ -82,13 +82,14 @@ TRAIN_SHARE, SAMPLE_SHARE, READ_SHARE, LINK_SHARE = 0.4, 0.5, 0.7, 0.8
 
 def _accelerator(name: str, gib: float, tflops: float, tb_s: float, link_gb_s: float) -> Device:
     peak = tflops * 1e12
+    # Float32 runs as TF32, at half the rate of numbers of 16 bits.
+    peaks = {"bfloat16": peak, "float16": peak, "float32": peak / 2}
     return Device(
         name,
         memory=gib * GIB,
-        # Float32 runs as TF32, at half the rate of bfloat16.
-        train_flops={"bfloat16": peak * TRAIN_SHARE, "float32": peak / 2 * TRAIN_SHARE},
-        sample_flops={"bfloat16": peak * SAMPLE_SHARE, "float32": peak / 2 * SAMPLE_SHARE},
-        sample_bandwidth=dict.fromkeys(("bfloat16", "float32"), tb_s * 1e12 * READ_SHARE),
+        train_flops={dtype: rate * TRAIN_SHARE for dtype, rate in peaks.items()},
+        sample_flops={dtype: rate * SAMPLE_SHARE for dtype, rate in peaks.items()},
+        sample_bandwidth=dict.fromkeys(peaks, tb_s * 1e12 * READ_SHARE),
         bandwidth=tb_s * 1e12 * READ_SHARE,
         link=link_gb_s * 1e9 * LINK_SHARE,
         network=50e9 * LINK_SHARE,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rl_plugins.config.precision import MIXED
 from rl_plugins.planning.devices import Device
 from rl_plugins.planning.shape import ModelShape
 from rl_plugins.planning.workload import MicroBatchSizes, Plan, Workload, micro_batch_sizes
@@ -169,8 +170,8 @@ def _states(
     """Return the weights, master weights and moments of a trained model between the passes of a step."""
     workers, width = plan.trainers, work.width
     if plan.zero_stage == 0:
-        # FSDP2 keeps shards in the dtype of training, which is float32 under `bf16-mixed`.
-        stored = 4 if work.precision == "bf16-mixed" else width
+        # FSDP2 keeps shards in the dtype of training, which is float32 in mixed precision.
+        stored = 4 if work.precision in MIXED else width
         frozen = (shape.parameters - trained if trained < shape.parameters else 0) * width / workers
         numbers = 2 * trained
         if muon:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rl_plugins.config.precision import dtype_of_passes
 from rl_plugins.planning.shape import ModelShape
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number by dtype."""
 COPY_COST = 0.125
 """Weight of a prompt token for each further sample: attention keeps keys and values of the token for each sample.
@@ -118,7 +119,7 @@ class Workload:
     @property
     def dtype(self) -> str:
         """Dtype of the arithmetic in training."""
-        return "float32" if self.precision == "32-true" else "bfloat16"
+        return dtype_of_passes(self.precision)
 
     @property
     def width(self) -> int:

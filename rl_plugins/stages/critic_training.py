@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from rl_plugins.stages.micro_batches import Cutter, Lengths, PatchBudget
 from rl_plugins.stages.optimizer import MicroBatchLoss, build_optimizer
 from rl_plugins.stages.sequence_rows import SequenceRows
 from rl_plugins.strategies.contract import COST_CRITIC, CRITIC
+from rl_plugins.strategies.loss_scale import LossScale
 from rl_plugins.vision_language import with_frozen_tower
 
 _FILE = "critic.pt"
@@ -162,13 +163,15 @@ class Learnt:
 
     Attributes:
         metrics: metrics of the rows of one process.
-        gradient_norm: norm of the whole gradient before clipping.
+        gradient_norm: norm of the whole gradient before clipping; None after an overflow of float16.
         lr: learning rate of the update.
+        loss_scale: scale of the loss after the update; None without float16.
     """
 
     metrics: TokenMetrics
-    gradient_norm: float
+    gradient_norm: float | None
     lr: float
+    loss_scale: LossScale | None
 
 
 class CriticLearner:
@@ -200,6 +203,7 @@ class CriticLearner:
         configured = build_optimizer(training.config.optimizer, self._model)
         self._optimizer, self._schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
         self._updates = 0
+        self._loss_scale = LossScale() if training.computes_in == torch.float16 else None
         self._rank, self._ranks = 0, 1
         if torch.distributed.is_initialized():
             self._rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -227,7 +231,7 @@ class CriticLearner:
             counts: global counts of the mini-batch of all processes, with `ranks` 1.
             last: True for the last mini-batch of a step; the learning rate schedule then advances.
         """
-        training, metrics = self._training, TokenMetrics()
+        training, scale, metrics = self._training, self._loss_scale, TokenMetrics()
         mini_batch = Experience.concat(parts)
         self._model.train()
         # Dropout is the same in a resumed run.
@@ -238,26 +242,31 @@ class CriticLearner:
             cutter = Cutter(training.tokens_per_micro_batch, training.packing, shared, one_rank, budget)
             indices = cutter.indices(Lengths.of(mini_batch))
             for loss, _ in training.objective.losses(mini_batch, indices, self._values, counts, metrics, self._device):
-                loss.backward()
+                (loss if scale is None else scale.scaled(loss)).backward()
         if self._ranks > 1:
             torch.distributed.all_reduce(self._gradients)
-        norm = nn.utils.clip_grad_norm_(list(self._trained.values()), training.gradient_clip or float("inf"))
+        if scale is not None:
+            scale.unscale([self._gradients])
+        norm = float(nn.utils.clip_grad_norm_(list(self._trained.values()), training.gradient_clip or float("inf")))
         rate = float(self._optimizer.param_groups[0]["lr"])
-        self._optimizer.step()
+        if scale is None or scale.update(norm):
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)
         self._updates += 1
         if last:
             self._schedule.step()
         measured = TokenMetrics()
         measured.take_in(metrics)
-        return Learnt(measured, float(norm), rate)
+        if scale is None:
+            return Learnt(measured, norm, rate, None)
+        return Learnt(measured, scale.known_norm(norm), rate, replace(scale))
 
     def has_finite_weights(self) -> bool:
         """Return True if no trained weight is NaN or infinite."""
         return not not_finite(self.weights.items())
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer, schedule and number of updates to `folder`."""
+        """Write weights, optimizer, schedule, scale of the loss and number of updates to `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         state = {
             "weights": self.weights,
@@ -265,6 +274,8 @@ class CriticLearner:
             "schedule": self._schedule.state_dict(),
             "updates": self._updates,
         }
+        if self._loss_scale is not None:
+            state["loss_scale"] = asdict(self._loss_scale)
         save_plain(state, folder / _FILE)
 
     def load(self, folder: Path) -> None:
@@ -294,6 +305,8 @@ class CriticLearner:
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
         self._updates = state["updates"]
+        if self._loss_scale is not None and "loss_scale" in state:
+            self._loss_scale = LossScale(**state["loss_scale"])
 
     def _values(self, micro: Experience) -> Tensor:
         rows = SequenceRows.of(micro)

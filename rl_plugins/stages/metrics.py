@@ -26,6 +26,7 @@ from rl_plugins.rewards.records import (
     failure_counts,
 )
 from rl_plugins.stages.scheduled_sampler import row_of
+from rl_plugins.strategies.loss_scale import LossScale
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -225,6 +226,23 @@ class SampleMetrics:
             metrics["generation_batches"] = float(len(self._batches))
         throughput = {"time/step": seconds, "samples_per_s": samples / seconds, "tokens_per_s": tokens / seconds}
         return {**{f"{prefix}/{name}": value for name, value in metrics.items()}, **throughput}
+
+
+def update_measures(prefix: str, rate: float, norm: float | None, scale: LossScale | None) -> dict[str, float]:
+    """Return the metrics of the optimizer steps of a model.
+
+    Args:
+        prefix: first part of the names.
+        rate: learning rate.
+        norm: norm of the last gradient; None if unknown.
+        scale: scale of the loss; None without float16.
+    """
+    measures = {"lr": rate}
+    if norm is not None:
+        measures["gradient_norm"] = norm
+    if scale is not None:
+        measures |= {"loss_scale": scale.value, "skipped_updates": float(scale.skipped)}
+    return {f"{prefix}/{name}": value for name, value in measures.items()}
 
 
 @dataclass

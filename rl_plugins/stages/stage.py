@@ -18,6 +18,7 @@ from torch import nn
 from typing_extensions import override
 
 from rl_plugins.config.models import LoraConfig, OptimizerConfig
+from rl_plugins.config.precision import dtype_of_passes
 from rl_plugins.data.image_prompts import tokenizer_of
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
@@ -28,6 +29,7 @@ from rl_plugins.models.lora import MergedWeightSource, has_adapter, with_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
+from rl_plugins.stages.metrics import update_measures
 from rl_plugins.stages.optimizer import FurtherLoss, MicroBatchLoss, announce, build_optimizer, only_one, with_further
 from rl_plugins.stages.own_module import OwnModel, call_hooks_of, check_schedules, state_of_stage
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
@@ -36,8 +38,6 @@ from rl_plugins.stages.validation import GenerationValidation
 from rl_plugins.storage import local_path
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy_of
 from rl_plugins.vision_language import with_frozen_tower
-
-_DTYPES = {"64-true": torch.float64, "32-true": torch.float32, "16-true": torch.float16, "16-mixed": torch.float32}
 
 
 class Stage(LightningModule):
@@ -248,8 +248,9 @@ class Stage(LightningModule):
 
     @property
     def model_dtype(self) -> torch.dtype:
-        """Dtype of the parameters, from the trainer's `precision`."""
-        return _DTYPES.get(str(self.trainer.precision), torch.bfloat16)
+        """Dtype of the parameters that are loaded, from the trainer's `precision`."""
+        dtype: torch.dtype = getattr(torch, dtype_of_passes(str(self.trainer.precision)))
+        return dtype
 
     def named_models(self) -> dict[str, nn.Module]:
         """Return the models for the strategy's model engines, by name."""
@@ -309,9 +310,8 @@ class Stage(LightningModule):
         for name in sorted(self._stepped):
             prefix = "train" if name == self.trained else f"train/{name}"
             # The rate of this step, before the schedules set the rate of the next step.
-            rates[f"{prefix}/lr"] = float(self._optimizer_of(name).param_groups[0]["lr"])
-            if (norm := self.strategy.gradient_norm(name)) is not None:
-                rates[f"{prefix}/gradient_norm"] = norm
+            rate = float(self._optimizer_of(name).param_groups[0]["lr"])
+            rates |= update_measures(prefix, rate, self.strategy.gradient_norm(name), self.strategy.scale_of_loss(name))
         self.step += 1
         self._step_schedulers("step", self.step)
         self._stepped.clear()
