@@ -10,7 +10,7 @@ from benchmarks.plan_work import work_of
 from benchmarks.policies import save_policy, save_prompts
 from benchmarks.runs import run_grpo
 from integration_tests.worker_start.sitecustomize import VARIABLE
-from rl_plugins.cpu_bfloat16 import multiplies_bfloat16
+from rl_plugins.cpu_instructions import multiplies_bfloat16
 from rl_plugins.planning.devices import device_named
 from rl_plugins.planning.memory import engine_memory, total, trainer_memory
 from rl_plugins.planning.workload import Plan

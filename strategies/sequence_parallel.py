@@ -134,21 +134,23 @@ class _Pass:
         return own_BSH
 
 
-@dataclass
 class HeadExchange:
     """Exchange of tokens for heads, and back, between the ranks of a group; see `packed_sdpa`.
 
-    Attributes:
+    Not a dataclass: FSDP2 copies dataclasses when it changes the dtype of a pass, and the copy would count the calls.
+
+    Args:
         parts: number of tokens of each rank's part.
         rank: this rank's index in the group.
         group: process group.
+
+    Attributes:
         calls: number of calls of `to_heads`, one for each layer that attends to the whole row.
     """
 
-    parts: list[int]
-    rank: int
-    group: ProcessGroup | None
-    calls: int = 0
+    def __init__(self, parts: list[int], rank: int, group: ProcessGroup | None) -> None:
+        self.parts, self.rank, self.group = parts, rank, group
+        self.calls = 0
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange all heads of a rank's part [1, heads, P, D] for some heads of the whole row [1, some, G, D]."""

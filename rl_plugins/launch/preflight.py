@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from rl_plugins.config.checks import check_device
 from rl_plugins.config.models import LANGUAGE_MODEL, SCHEDULES, LoraConfig, OptimizerConfig
+from rl_plugins.config.precision import dtype_of_passes
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.rollout import check_cpu_head_size
 from rl_plugins.errors import ConfigError
@@ -191,20 +192,21 @@ def check_this_machine(config: RecipeConfig) -> None:
 
 
 def slow_here(config: RecipeConfig) -> str | None:
-    """Return a warning if the run computes in bfloat16 on a CPU without instructions for bfloat16, else None.
+    """Return a warning if the run computes in 16 bits on a CPU without instructions for such numbers, else None.
 
     With `RAY_ADDRESS` the processors of the run are unknown here, and the function returns None.
     """
-    from rl_plugins.cpu_bfloat16 import multiplies_bfloat16
+    from rl_plugins.cpu_instructions import multiplies_bfloat16, multiplies_float16
 
-    in_bfloat16 = {
-        "model.precision=32-true": config.precision.startswith("bf16"),
-        "rollout.dtype=float32": config.rollout.dtype == "bfloat16",
-    }
-    faster = " ".join(option for option, is_slow in in_bfloat16.items() if is_slow)
-    if not faster or os.environ.get("RAY_ADDRESS") or not _on_cpu(config) or multiplies_bfloat16():
+    if os.environ.get("RAY_ADDRESS") or not _on_cpu(config):
         return None
-    return f"this processor has no instructions for bfloat16, which may take many times as long: {faster} is faster"
+    used = {"model.precision=32-true": dtype_of_passes(config.precision), "rollout.dtype=float32": config.rollout.dtype}
+    is_fast = {"bfloat16": multiplies_bfloat16(), "float16": multiplies_float16()}
+    slow = {option: dtype for option, dtype in used.items() if not is_fast.get(str(dtype), True)}
+    if not slow:
+        return None
+    dtypes, faster = " and ".join(sorted({*slow.values()})), " ".join(slow)
+    return f"this processor has no instructions for {dtypes}, which may take many times as long: {faster} is faster"
 
 
 def _on_cpu(config: RecipeConfig) -> bool:

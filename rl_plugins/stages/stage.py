@@ -33,7 +33,7 @@ from rl_plugins.stages.metrics import update_measures
 from rl_plugins.stages.optimizer import FurtherLoss, MicroBatchLoss, announce, build_optimizer, only_one, with_further
 from rl_plugins.stages.own_module import OwnModel, call_hooks_of, check_schedules, state_of_stage
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
-from rl_plugins.stages.trainer_flags import COMPILED, check_trainer, silence_equal_metrics, take_gradient_clip
+from rl_plugins.stages.trainer_flags import COMPILED, check_trainer, silence_warnings, take_gradient_clip
 from rl_plugins.stages.validation import GenerationValidation
 from rl_plugins.storage import local_path
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy_of
@@ -146,7 +146,7 @@ class Stage(LightningModule):
     def configure_callbacks(self) -> Any:
         # Lightning calls this hook before it reads data, and before it refuses flags in manual optimization.
         check_trainer(self.trainer)
-        silence_equal_metrics()
+        silence_warnings()
         if self._compiler_ctx is not None:
             raise ConfigError(COMPILED.format("stage"))
         self._trainers_clip = take_gradient_clip(self.trainer)

@@ -121,10 +121,15 @@ def _check_monitor(callback: ModelCheckpoint | EarlyStopping, *, validates: bool
         )
 
 
-def silence_equal_metrics() -> None:
-    """Silence Lightning's advice to average metrics over the ranks: a stage logs equal values on all ranks."""
+def silence_warnings() -> None:
+    """Silence two warnings that are wrong for a stage.
+
+    Lightning advises to average metrics over the ranks, and a stage logs equal values on all ranks. Torch misses an
+    optimizer step before the step of a schedule, also after a step that was left out for an overflow of float16.
+    """
     message = r"It is recommended to use `self\.log\('(train|val|test)/"
     warnings.filterwarnings("ignore", message=message, category=PossibleUserWarning)
+    warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before `optimizer\.step\(\)`")
 
 
 def take_gradient_clip(trainer: Trainer) -> float | None:

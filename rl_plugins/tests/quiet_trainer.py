@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.connectors import callback_connector
 
 _FLAGS: dict[str, Any] = {
@@ -29,3 +30,8 @@ def quiet_trainer(strategy: Any, **options: Any) -> Trainer:
     # Lightning would look for callbacks in the metadata of every installed package, for each trainer.
     with patch.object(callback_connector, "_load_external_callbacks", return_value=[]):
         return Trainer(strategy=strategy, **(_FLAGS | options))
+
+
+def precision_flags(precision: Any) -> dict[str, Any]:
+    """Return the flags of a trainer on CPU for a precision. Lightning refuses or replaces the flag `16-mixed` there."""
+    return {"plugins": MixedPrecision(precision, "cpu")} if precision == "16-mixed" else {"precision": precision}

@@ -47,7 +47,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from rl_plugins.cpu_bfloat16 import multiplies_bfloat16
+from rl_plugins.cpu_instructions import multiplies_bfloat16
 from rl_plugins.memory import discard, resident_bytes, return_free_memory
 from rl_plugins.rollout.vllm.config import INTERRUPTIBLE_NCCL
 from rl_plugins.rollout.vllm.engine_files import use_nameless_lock_of_progress_bars

@@ -29,6 +29,7 @@ from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.fsdp_shards import load_model, read_weights
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.models.memory import at_once
+from rl_plugins.tests.quiet_trainer import precision_flags
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.strategies.moving import WatchingRollout, moving
 
@@ -153,7 +154,7 @@ def trained(
     )
     module.folder, module.start, module.leave = folder, start, leave
     nodes: dict[str, Any] = {} if layout.strategy is None else {"num_nodes": layout.world_size, "devices": 1}
-    settings = {"accelerator": "cpu", "precision": precision, "callbacks": list(callbacks)}
+    settings = {"accelerator": "cpu", **precision_flags(precision), "callbacks": list(callbacks)}
     trainer = canned.quiet_trainer(strategy or layout.make_strategy(), **settings, **nodes)
     # Several chunks at the head.
     with mock.patch.object(log_probs, "logits_at_once", at_once(3 * len(canned.tokenizer))):

@@ -25,6 +25,7 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.strategies.zero import ZeroStrategy
+from rl_plugins.tests.quiet_trainer import precision_flags
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.strategies.moving import WatchingRollout, moving
 
@@ -105,7 +106,7 @@ def train(_: int, folder: Path, name: str) -> None:
         accelerator="cpu",
         devices=1,
         num_nodes=run.world_size,
-        precision=run.precision,
+        **precision_flags(run.precision),
         callbacks=[record, PolicyCheckpoint(own, every=SAVED, keep_last=9)],
     )
     loader = StepLoader(
