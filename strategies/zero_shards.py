@@ -106,7 +106,7 @@ class ZeroShards:
         models = sorted(folder.glob("*_model_states.pt"), key=_worker_of)
         if not files or not models:
             raise CheckpointError(f"{folder} holds no shards of a model engine: resume from another checkpoint")
-        self._models = models
+        self._models, self._in_bfloat16 = models, files[0].name.startswith("bf16_")
         self._model = _load(models[0])
         self._workers = [_Partitions(_load(file)["optimizer_state_dict"]) for file in files]
         self.workers, self.stage = len(files), self._workers[0].stage
@@ -120,8 +120,12 @@ class ZeroShards:
                 self._of_parameter.setdefault(stretch.name, []).append((worker, stretch))
 
     def fit(self, engine: Any, workers: int) -> bool:
-        """Return True if DeepSpeed can load the files: an engine over `workers` workers has the layout of the files."""
-        return workers == self.workers and (engine.zero_optimization_stage() == 3) == (self.stage == 3)
+        """Return True if DeepSpeed can load the files: an engine over `workers` workers has the layout of the files.
+
+        DeepSpeed looks for other names of files in bfloat16.
+        """
+        is_alike = (engine.zero_optimization_stage() == 3) == (self.stage == 3)
+        return workers == self.workers and is_alike and engine.bfloat16_enabled() == self._in_bfloat16
 
     def check_model(self, model: nn.Module) -> None:
         """Compare names and shapes of parameters with a model.

@@ -27,10 +27,12 @@ from rl_plugins.router_replay import RouterReplay, routers_of
 from rl_plugins.strategies.expert_parallel import check_experts, divide_experts, expert_mesh, experts_of
 from rl_plugins.strategies.fsdp import FSDPStrategy, Meshes, clip_gradients, shard
 from rl_plugins.strategies.fsdp_shards import send_shards, take_tensors
+from rl_plugins.strategies.loss_scale import LossScale
 from rl_plugins.strategies.weight_sources import shard_of
 from rl_plugins.tests.files import rewrite_manifest
 from rl_plugins.tests.ranks import run_ranks
-from rl_plugins.tests.strategies import fsdp_runs
+from rl_plugins.tests.strategies import float16_runs, fsdp_runs
+from rl_plugins.tests.strategies.float16_runs import SCALE
 from rl_plugins.tests.strategies.fsdp_runs import Course, Layout, assert_same_course
 
 SIX_EXPERTS = {
@@ -133,6 +135,15 @@ def refuse_average(rank: int, layout: Layout, folder: Path) -> None:
 
 def test_policy_average_refuses_divided_experts(folder: Path) -> None:
     run_ranks(refuse_average, GROUP, folder)
+
+
+@pytest.mark.extended
+def test_overflow_of_float16_on_one_rank_leaves_out_the_step_of_all_experts(folder: Path) -> None:
+    results = [one for one, _ in run_ranks(float16_runs.run, GROUP, folder, {"overflows_on": 1}, {"steps": 1})]
+    # The second of two updates is taken.
+    expected = LossScale(SCALE / 2, 1, 1), LossScale(SCALE, 2)
+    assert [result.scales for result in results] == [[expected]] * 2
+    assert all(bool(weight.isfinite().all()) for weight in results[0].course[0][0].values())
 
 
 OTHER_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

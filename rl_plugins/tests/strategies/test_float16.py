@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl_plugins.config.models import LoraConfig
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.strategies.loss_scale import LossScale
 from rl_plugins.tests.ranks import run_ranks
@@ -34,6 +33,13 @@ def run(folder: Path, layout: Layout = ONE_UPDATE, values: dict[str, Any] | None
     first: Result = results[0]
     assert all(result.scales == first.scales for result in results)
     return first
+
+
+@pytest.mark.extended
+def test_tensor_parallel_ranks_in_float16_train_and_leave_out_a_step(tmp_path: Path) -> None:
+    save_tiny_policy(tmp_path / "policy", **fsdp_runs.EVEN_SIZES)
+    layout = replace(fsdp_runs.ONE_GROUP, updates=1)
+    assert [scales[0].skipped for scales in run(tmp_path, layout, {"overflows_on": 1}).scales] == [1, 1]
 
 
 def start_of(folder: Path) -> Weights:

@@ -18,9 +18,10 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.strategies.offload import check_file_op
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.strategies import zero_runs
-from rl_plugins.tests.strategies.zero_runs import RUNS, SAVED, STAGES, STEPS
+from rl_plugins.tests.strategies.zero_runs import METRICS, RUNS, SAVED, STAGES, STEPS
 
 Results = dict[str, Any]
+SOME_STAGES = [pytest.param(1, marks=pytest.mark.extended), 2, 3]
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +159,53 @@ def masters(folder: Path, name: str) -> dict[str, Tensor]:
         str(RunFolder(folder / name).checkpoint(STEPS) / "state" / "policy"), tag="zero"
     )
     return weights
+
+
+@pytest.mark.parametrize("stage", SOME_STAGES)
+def test_float16_trains_like_float32_and_resumes_with_its_scale(
+    results: Callable[[str], Results], stage: int
+) -> None:
+    got, exact = (results(name)["steps"] for name in (f"float16-{stage}", "single"))
+    for step, metrics in got.items():
+        assert metrics.items() >= {"loss_scale": 2.0**8, "skipped_updates": 0, "critic/skipped_updates": 0}.items()
+        # The weights are rounded once.
+        assert [metrics[name] for name in METRICS] == pytest.approx([exact[step][name] for name in METRICS], rel=0.1)
+    resumed = results(f"float16-{stage}-resumed")
+    # A new engine would begin with the scale 2**16.
+    assert resumed["steps"] == {STEPS: got[STEPS]}
+    weights = results(f"float16-{stage}")["weights"]["policy"]
+    assert all(torch.equal(weight, weights[name]) for name, weight in resumed["weights"]["policy"].items())
+
+
+@pytest.mark.extended
+def test_float16_resumes_with_its_scale_under_another_stage(results: Callable[[str], Results]) -> None:
+    (metrics,) = results("float16-3-one-2")["steps"].values()
+    assert (metrics["loss_scale"], metrics["critic/loss_scale"], metrics["skipped_updates"]) == (2.0**8, 2.0**8, 0)
+
+
+@pytest.mark.parametrize("stage", SOME_STAGES)
+def test_overflow_of_float16_leaves_out_the_step_on_all_ranks(
+    folder: Path, results: Callable[[str], Results], stage: int
+) -> None:
+    got = results(f"overflow-{stage}")
+    expected = {"loss_scale": 2.0 ** (40 - 2 * STEPS), "skipped_updates": 2 * STEPS}
+    assert got["steps"][STEPS].items() >= expected.items()
+    assert not any("gradient_norm" in name for metrics in got["steps"].values() for name in metrics)
+    start = load_file(folder / "policy" / "model.safetensors")
+    weights = got["weights"]["policy"]
+    assert all(torch.equal(weights[name], weight.half()) for name, weight in start.items())
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("run", ["bf16-2-float16", "two-3-float16"])
+def test_checkpoint_of_another_precision_goes_on_in_float16_with_a_scale_of_its_own(
+    results: Callable[[str], Results], run: str
+) -> None:
+    (metrics,) = results(run)["steps"].values()
+    assert metrics["loss_scale"] >= 2.0**14
+
+
+@pytest.mark.extended
+def test_checkpoint_of_float16_goes_on_in_bfloat16_without_a_scale(results: Callable[[str], Results]) -> None:
+    (metrics,) = results("float16-2-bf16")["steps"].values()
+    assert "loss_scale" not in metrics and metrics["gradient_norm"] > 0

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -32,6 +33,8 @@ from rl_plugins.tests.strategies.moving import WatchingRollout, moving
 STEPS, SAVED = 2, 1
 STAGES = (1, 2, 3)
 METRICS = ("loss", "gradient_norm", "critic/loss", "critic/gradient_norm", "kl", "reward", "lr")
+# A step that an overflow leaves out has no norm.
+METRICS_OF_FLOAT16 = ("loss_scale", "skipped_updates", "critic/loss_scale", "critic/skipped_updates")
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,9 @@ class Record(Callback):
         self.weights: dict[str, dict[str, Tensor]] = {}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *arguments: Any) -> None:
-        self.steps[pl_module.step] = {name: float(trainer.callback_metrics[f"train/{name}"]) for name in METRICS}
+        found = trainer.callback_metrics
+        names = [name for name in (*METRICS, *METRICS_OF_FLOAT16) if f"train/{name}" in found]
+        self.steps[pl_module.step] = {name: float(found[f"train/{name}"]) for name in names}
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         source: Any = trainer.strategy
@@ -83,7 +88,14 @@ class Record(Callback):
 
 def train(_: int, folder: Path, name: str) -> None:
     """One rank of the run `name`."""
-    run = RUNS[name]
+    from deepspeed.accelerator import get_accelerator
+
+    # DeepSpeed's engine of float16 runs on every CPU, but DeepSpeed refuses CPUs without instructions for float16.
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
+        _train(folder, name, RUNS[name])
+
+
+def _train(folder: Path, name: str, run: Run) -> None:
     record, own = Record(), folder / name
     own.mkdir(exist_ok=True)
     model = str(folder / run.policy)
@@ -147,6 +159,8 @@ def in_files(name: str) -> Callable[[Path], ZeroStrategy]:
 # Steps too small for bfloat16 weights.
 SMALL: dict[str, Any] = {"world_size": 2, "lr": 1e-5, "precision": "bf16-true"}
 
+FLOAT16: dict[str, Any] = {"world_size": 2, "precision": "16-mixed"}
+
 TORCHAO = {"_target_": "torchao.optim.AdamW8bit"}
 BITSANDBYTES = {"_target_": "bitsandbytes.optim.AdamW8bit"}
 NF4 = LoraConfig(rank=4, alpha=8.0, quantization="nf4")
@@ -170,6 +184,13 @@ RUNS: dict[str, Run] = {
     "groups-3-one-3": Run(zero(3, sub_group_size=3000), resume="groups-3"),
     "bf16-2": Run(zero(2), **SMALL),
     "bf16-2-3": Run(zero(3), resume="bf16-2", **SMALL),
+    **{f"float16-{stage}": Run(zero(stage, initial_scale_power=8), **FLOAT16) for stage in STAGES},
+    **{f"float16-{stage}-resumed": Run(zero(stage), resume=f"float16-{stage}", **FLOAT16) for stage in STAGES},
+    "float16-3-one-2": Run(zero(2), resume="float16-3", precision="16-mixed"),
+    **{f"overflow-{stage}": Run(zero(stage, initial_scale_power=40), **FLOAT16) for stage in STAGES},
+    "bf16-2-float16": Run(zero(2), resume="bf16-2", **FLOAT16),
+    "two-3-float16": Run(zero(3), resume="two-3", **FLOAT16),
+    "float16-2-bf16": Run(zero(2), resume="float16-2", **SMALL),
     "files-3": Run(in_files("files")),
     # DeepSpeed does not move weights of less than 1 MB.
     "wide-single": Run(single, policy="wide", steps=1),
