@@ -121,6 +121,15 @@ def test_plan_has_the_precision_of_a_run_on_the_device(model, capsys):
         assert f" tokens, {precision}, on " in shown.out + shown.err
 
 
+def test_plan_of_float16_has_the_times_and_bytes_of_bfloat16(model, capsys):
+    shown = []
+    for precision in ("16-mixed", "bf16-mixed"):
+        words = [f"model.path={model}", f"model.precision={precision}", "--device", "h100", "--devices", "8"]
+        assert main(["plan", "grpo", *words]) in (0, 2)
+        shown.append(capsys.readouterr().out.replace(precision, "PRECISION"))
+    assert shown[0] == shown[1] and "PRECISION" in shown[0]
+
+
 @pytest.mark.parametrize(
     ("word", "kept"),
     [
@@ -172,7 +181,14 @@ def test_plan_refuses_the_impossible_and_loads_no_heavy_library(model, root):
         (["grpo", "model.path=M", "--devices", "0"], "argument --devices: 0: must be at least 1"),
         (["grpo", "model.path=M", "--rows", "0"], "argument --rows: 0: must be at least 1"),
         (["grpo", "model.path=M", "--response-tokens", "-1"], "argument --response-tokens: -1: must be at least 1"),
-        (["grpo", "model.path=M", "rollout.dtype=float16"], "rollout.dtype=float16: plan has rates for float32"),
+        (
+            ["grpo", "model.path=M", "rollout.dtype=float16", "--device", "cpu"],
+            "rollout.dtype: plan has no rates of a CPU for float16: use another rollout.dtype",
+        ),
+        (
+            ["grpo", "model.path=M", "model.precision=16-mixed", "--device", "cpu"],
+            "model.precision: plan has no rates of a CPU for float16: use another model.precision",
+        ),
         (["grpo", "model.path=M", "rollout.engine=transformers"], "rollout.engine=transformers: plan places engines"),
         (["grpo", "model.path=M", "strategy.sequence_parallel=2"], "plans give each worker whole samples"),
         (["grpo", "model.path=M", "strategy.name=fsdp", "strategy.tensor_parallel=2"], "plans divide no layer"),

@@ -51,6 +51,11 @@ def test_check_options_of_float8_allow(recipe: str, options: tuple[str, ...]) ->
         (("model.liger=true",), "model.float8=tensorwise and model.liger=true have not been tried together"),
         ((*SHARDED, "strategy.tensor_parallel=2"), "and strategy.tensor_parallel=2 have not been tried together"),
         ((*SHARDED, "strategy.expert_parallel=2"), "and strategy.expert_parallel=2 have not been tried together"),
+        (
+            ("model.precision=16-mixed", *SHARDED),
+            "model.float8=tensorwise: products of 8 bits round more than bfloat16, so model.precision=16-mixed has no "
+            "use: use bf16-mixed, or leave model.float8 out",
+        ),
         (("placement.critic.actors=1",), "and placement.critic.actors=1 have not been tried together"),
     ],
 )

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from omegaconf import OmegaConf
 
+from rl_plugins.config.checks import check_device
+from rl_plugins.config.precision import PRECISIONS
 from rl_plugins.config.recipe import RecipeConfig, parse_config, write_config
+from rl_plugins.errors import ConfigError
 from rl_plugins.launch import ray_train
 from rl_plugins.launch.local import train_in_this_process
 from rl_plugins.launch.placement import pool_configs
@@ -19,6 +23,9 @@ from rl_plugins.models.pool_actor import ModelActor, PoolConfig
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages import critic_pool
+from rl_plugins.strategies.fsdp import FSDPStrategy
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.fake_cuda import FakeCuda
 from rl_plugins.tests.launch.configurations import configured
 
@@ -47,6 +54,47 @@ def test_precision_is_bf16_mixed_on_gpus_and_32_true_on_cpu() -> None:
         assert [pool.dtype for pool in pool_configs(config, {"teacher": False})] == [dtype]
         assert on(device, "model.precision=bf16-true").precision == "bf16-true"
         assert on(device, "model.precision=32-true").rollout_dtype == "float32"
+
+
+def test_engine_and_pools_follow_16_mixed_in_float16_without_a_correction() -> None:
+    options = ("model.precision=16-mixed", "placement.teacher.actors=1", "teacher.path=model")
+    config = on("cuda", *options)
+    config.set_device("cuda")
+    assert (config.precision, config.rollout_dtype, config.algorithm["correction"]) == ("16-mixed", "float16", "none")
+    assert [pool.dtype for pool in pool_configs(config, {"teacher": True})] == ["float16"]
+    assert on("cuda", *options, "rollout.dtype=bfloat16").algorithm["correction"] == "token_tis"
+
+
+def test_float16_under_zero_runs_on_gpus() -> None:
+    config = on("auto", "model.precision=16-mixed")
+    check_device(config, "cuda")
+    message = r"model.precision=16-mixed: DeepSpeed trains in float16 on GPUs, and the run is on CPU: add strategy.name"
+    with pytest.raises(ConfigError, match=message):
+        check_device(config, "cpu")
+    for other in (("strategy.name=fsdp",), ("launcher=local", "rollout.engine=transformers")):
+        check_device(on("cpu", "model.precision=16-mixed", *other), "cpu")
+
+
+@pytest.mark.parametrize("strategy", [SingleDeviceRolloutStrategy, FSDPStrategy, ZeroStrategy])
+def test_trainer_of_a_run_has_the_precision_of_the_run(tmp_path: Path, strategy: Any) -> None:
+    """Lightning refuses 16-mixed for FSDP2, and takes bf16-mixed in its place on CPU."""
+    environment = LightningEnvironment()
+    for precision in PRECISIONS:
+        config = on("cpu", f"model.precision={precision}", f"run.output_dir={tmp_path}")
+        run = TrainingRun(
+            config,
+            RunFolder(tmp_path / "run"),
+            strategy(),
+            scorer=None,
+            checkpoint=None,
+            in_ray=False,
+            redraw_s=1.0,
+            started=0.0,
+            trainer_options={"accelerator": "cpu", "devices": 1, "plugins": [environment]},
+        )
+        trainer = run.trainer()
+        assert trainer.precision == precision
+        assert getattr(trainer.strategy, "cluster_environment", environment) is environment
 
 
 def test_set_device_keeps_the_precision_for_the_record_of_the_run(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from rl_plugins.tests.launch.configurations import configured
 def _processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr("rl_plugins.cpu_instructions.multiplies_float16", lambda: False)
     yield
 
 
@@ -37,14 +38,16 @@ def warning(*overrides: str) -> str | None:
             ["model.precision=bf16-true", "rollout.dtype=bfloat16"],
             "model.precision=32-true rollout.dtype=float32 is faster",
         ),
+        (["model.precision=16-mixed"], "no instructions for float16, which may take many times as long: model.prec"),
+        (["model.precision=16-mixed", "rollout.dtype=bfloat16"], "for bfloat16 and float16, which"),
     ],
 )
-def test_slow_here_names_the_faster_options_on_a_cpu_without_bfloat16(overrides: list[str], faster: str) -> None:
+def test_slow_here_names_the_faster_options_on_a_cpu_without_numbers_of_16_bits(overrides: list[str], faster: str) -> None:
     text = warning(*overrides)
     assert text is not None and faster in text
 
 
-def test_slow_here_is_none_for_float32_a_gpu_a_cluster_or_a_cpu_with_bfloat16(
+def test_slow_here_is_none_for_float32_a_gpu_a_cluster_or_a_cpu_with_numbers_of_16_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert warning() is None
@@ -55,6 +58,9 @@ def test_slow_here_is_none_for_float32_a_gpu_a_cluster_or_a_cpu_with_bfloat16(
         assert warning("model.precision=bf16-true") is None
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert warning("model.precision=bf16-true") is None
+    assert warning("model.precision=16-mixed") is not None
+    monkeypatch.setattr("rl_plugins.cpu_instructions.multiplies_float16", lambda: True)
+    assert warning("model.precision=16-mixed") is None
 
 
 def test_files_that_a_data_set_replaces_are_neither_fetched_nor_checked(

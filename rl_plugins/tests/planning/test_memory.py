@@ -47,6 +47,7 @@ def test_model_shape_parameters_by_hand():
         # FSDP2: all in bfloat16; or float32 shards.
         (0, "bf16-true", 6 * P / 2),
         (0, "bf16-mixed", 12 * P / 2),
+        (0, "16-mixed", 12 * P / 2),
     ],
 )
 def test_trainer_memory_of_states_while_engines_sample(stage, precision, kept):

@@ -24,6 +24,7 @@ from rl_plugins.models.pool_actor import PoolConfig
 from rl_plugins.stages.critic_pool import CriticActor, CriticLost, CriticPool
 from rl_plugins.stages.critic_training import CriticLearner, CriticTraining, Learnt, ValueObjective
 from rl_plugins.strategies.checkpoint_folder import save_learner
+from rl_plugins.strategies.loss_scale import LossScale
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
@@ -215,6 +216,26 @@ def test_critic_learner_in_bfloat16_applies_small_steps_to_float32_weights() -> 
         if weight.dtype == torch.float32 and gap({name: weight}, {name: start[name]}) > 1e-7
     ]
     assert len(moved) == len(start)
+
+
+def test_critic_learner_in_float16_leaves_out_a_step_and_continues_with_its_scale(tmp_path: Path) -> None:
+    steps = trained_in_workers().trained_on
+    settings = {"config": CriticConfig(optimizer=replace(OPTIMIZER, lr=1e-3))}
+    learner, exact = (CriticLearner(training(**settings, computes_in=d)) for d in (torch.float16, torch.float32))
+    start = {name: weight.clone() for name, weight in learner.weights.items()}
+    learner._loss_scale = LossScale(2.0**9)
+    expected = [one.gradient_norm for one in learn(exact, steps)]
+    assert [one.gradient_norm for one in learn(learner, steps)] == pytest.approx(expected, rel=0.02)
+    assert gap(learner.weights, exact.weights) < 0.1 * gap(learner.weights, start)
+    # A scale at which the gradients overflow.
+    too_large = CriticLearner(training(**settings, computes_in=torch.float16))
+    too_large._loss_scale = LossScale(2.0**40)
+    left_out = [(one.gradient_norm, one.loss_scale) for one in learn(too_large, steps[:1])]
+    assert left_out == [(None, LossScale(2.0**39, skipped=1)), (None, LossScale(2.0**38, skipped=2))]
+    assert gap(too_large.weights, start) == 0
+    learner.save(tmp_path)
+    too_large.load(tmp_path)
+    assert learn(too_large, steps[:1])[0].loss_scale == LossScale(2.0**9, STEPS * UPDATES + 1)
 
 
 def test_save_of_a_critic_pool_with_a_full_disk_is_a_failure_of_the_checkpoint(
