@@ -32,6 +32,6 @@ def quiet_trainer(strategy: Any, **options: Any) -> Trainer:
         return Trainer(strategy=strategy, **(_FLAGS | options))
 
 
-def precision_flags(precision: Any) -> dict[str, Any]:
-    """Return the flags of a trainer on CPU for a precision. Lightning refuses or replaces the flag `16-mixed` there."""
-    return {"plugins": MixedPrecision(precision, "cpu")} if precision == "16-mixed" else {"precision": precision}
+def precision_flags(precision: Any, device: str = "cpu") -> dict[str, Any]:
+    """Return the flags of a trainer for a precision. Lightning refuses `16-mixed` for FSDP2, and replaces it on CPU."""
+    return {"plugins": MixedPrecision(precision, device)} if precision == "16-mixed" else {"precision": precision}

@@ -26,11 +26,11 @@ from rl_plugins.tests.ranks import run_ranks
 
 # Cases of the slow sections; of the other sections, all cases.
 SOME = {
-    "single_device": ["32-true"],
+    "single_device": ["32-true", "16-mixed"],
     "zero1": ["bf16-mixed"],
     "zero2": ["lora 32-true"],
     "zero3": ["lora bf16-mixed"],
-    "fsdp": ["bf16-mixed"],
+    "fsdp": ["bf16-mixed", "16-mixed"],
     "sequence_parallel": ["1 rank bfloat16"],
 }
 ON_HOST = {"zero3": ["offload cpu 32-true"], "fsdp": ["offload cpu bf16-mixed"]}

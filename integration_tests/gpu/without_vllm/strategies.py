@@ -8,7 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from integration_tests.gpu.without_vllm.cases import Case, Place, need
+import torch
+
+from integration_tests.gpu.without_vllm.cases import Case, Place, Skipped, need
 from integration_tests.gpu.without_vllm.kernel import use_kernel_of_this_torch
 from integration_tests.gpu.without_vllm.training import Variant, train, train_on_host
 from rl_plugins.rollout.transformers_engine import TransformersRollout
@@ -17,11 +19,13 @@ from rl_plugins.strategies.offload import HOST
 VARIANTS = {
     "32-true": Variant("32-true"),
     "bf16-mixed": Variant(),
+    "16-mixed": Variant("16-mixed"),
     "bf16-true": Variant("bf16-true"),
     "stay": Variant(place="stay"),
     "gradient checkpointing": Variant(gradient_checkpointing=True),
     "lora 32-true": Variant("32-true", lora_rank=4),
     "lora bf16-mixed": Variant(lora_rank=4),
+    "lora 16-mixed": Variant("16-mixed", lora_rank=4),
     "qlora 32-true": Variant("32-true", lora_rank=4, quantization="nf4"),
     "qlora bf16-mixed": Variant(lora_rank=4, quantization="nf4"),
     "float8 tensorwise": Variant(float8="tensorwise", gradient_checkpointing=True),
@@ -42,7 +46,7 @@ def single_device(place: Place) -> Iterable[Case]:
     def make(engine: TransformersRollout, variant: Variant) -> SingleDeviceRolloutStrategy:
         return SingleDeviceRolloutStrategy(place.device, rollout=engine)
 
-    names = ("32-true", "bf16-mixed", "lora bf16-mixed", "qlora bf16-mixed", "float8 tensorwise")
+    names = ("32-true", "bf16-mixed", "16-mixed", "lora bf16-mixed", "qlora bf16-mixed", "float8 tensorwise")
     return _cases(place, make, {name: VARIANTS[name] for name in names})
 
 
@@ -64,6 +68,8 @@ def zero3(place: Place) -> Iterable[Case]:
 def _zero(place: Place, stage: int) -> Iterable[Case]:
     def make(engine: TransformersRollout, variant: Variant) -> Any:
         need("deepspeed", "ZeRO")
+        if variant.dtype == torch.float16 and not place.on_gpu:
+            raise Skipped("DeepSpeed trains in float16 on GPUs")
         from rl_plugins.strategies.zero import ZeroStrategy
 
         return ZeroStrategy(stage=stage, rollout=engine, offload={"policy": variant.place}, timeout_s=_TIMEOUT_S)

@@ -21,6 +21,7 @@ from integration_tests.rewards import shortness
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.regularization import KLConfig
 from rl_plugins.config.models import LoraConfig, OptimizerConfig
+from rl_plugins.config.precision import dtype_of_passes
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.prepare.tasks import addition_rows
@@ -29,7 +30,7 @@ from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.contract import POLICY
 from rl_plugins.strategies.optimizers import optimizer_states
-from rl_plugins.tests.quiet_trainer import quiet_trainer
+from rl_plugins.tests.quiet_trainer import precision_flags, quiet_trainer
 
 STEPS, SAVED = 3, 2
 _PROMPTS = 8
@@ -39,8 +40,8 @@ _SIZES: dict[str, dict[str, Any]] = {
     "cpu": {"hidden_size": 32, "intermediate_size": 48},
 }
 # Another order of sums changes the sign of the smallest gradients, and AdamW's first step has the size of the rate.
-_LARGEST_DIFFERENCE = {torch.float32: 0.05, torch.bfloat16: 0.3}
-_LARGEST_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+_LARGEST_DIFFERENCE = {torch.float32: 0.05, torch.float16: 0.3, torch.bfloat16: 0.3}
+_LARGEST_GAP = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 _LARGEST_GAP_OF_FLOAT8 = 1.0
 
 
@@ -59,7 +60,7 @@ class Variant:
         packing: run samples as one row without padding.
     """
 
-    precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed"
+    precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"] = "bf16-mixed"
     place: Literal["while_sampling", "stay", "cpu"] = "while_sampling"
     gradient_checkpointing: bool = False
     lora_rank: int = 0
@@ -70,7 +71,8 @@ class Variant:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the rollout engine."""
-        return torch.float32 if self.precision == "32-true" else torch.bfloat16
+        dtype: torch.dtype = getattr(torch, dtype_of_passes(self.precision))
+        return dtype
 
     @property
     def largest_gap(self) -> float:
@@ -228,7 +230,7 @@ def _fit(place: Place, strategy_of: Callable[[TransformersRollout, Variant], Any
         strategy_of(engine, variant),
         accelerator=place.device,
         devices=1,
-        precision=variant.precision,
+        **precision_flags(variant.precision, place.device),
     )
     data = PromptDataModule(rows, tokenizer=stage.tokenizer, prompts_per_step=_PROMPTS, max_prompt_tokens=26)
     trainer.fit(stage, datamodule=data)
