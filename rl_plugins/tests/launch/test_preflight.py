@@ -42,7 +42,9 @@ def warning(*overrides: str) -> str | None:
         (["model.precision=16-mixed", "rollout.dtype=bfloat16"], "for bfloat16 and float16, which"),
     ],
 )
-def test_slow_here_names_the_faster_options_on_a_cpu_without_numbers_of_16_bits(overrides: list[str], faster: str) -> None:
+def test_slow_here_names_the_faster_options_on_a_cpu_without_numbers_of_16_bits(
+    overrides: list[str], faster: str
+) -> None:
     text = warning(*overrides)
     assert text is not None and faster in text
 

@@ -135,7 +135,9 @@ def test_precision_of_deepspeed_keeps_the_precision_of_another_plugin(monkeypatc
         if is_supported:
             assert precision_of_deepspeed(MixedPrecision("16-mixed", "cpu")).precision == "16-mixed"
             continue
-        with pytest.raises(ConfigError, match=r"precision=16-mixed: DeepSpeed has no float16 .*: use FSDPStrategy \(in"):
+        with pytest.raises(
+            ConfigError, match=r"precision=16-mixed: DeepSpeed has no float16 .*: use FSDPStrategy \(in"
+        ):
             precision_of_deepspeed(MixedPrecision("16-mixed", "cpu"))
 
 
