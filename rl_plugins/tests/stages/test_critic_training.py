@@ -218,7 +218,7 @@ def test_critic_learner_in_bfloat16_applies_small_steps_to_float32_weights() -> 
     assert len(moved) == len(start)
 
 
-def test_critic_learner_in_float16_leaves_out_a_step_and_continues_with_its_scale(tmp_path: Path) -> None:
+def test_critic_learner_in_float16_leaves_out_a_step_and_continues_with_the_saved_scale(tmp_path: Path) -> None:
     steps = trained_in_workers().trained_on
     settings = {"config": CriticConfig(optimizer=replace(OPTIMIZER, lr=1e-3))}
     learner, exact = (CriticLearner(training(**settings, computes_in=d)) for d in (torch.float16, torch.float32))

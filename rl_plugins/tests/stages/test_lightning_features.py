@@ -324,7 +324,7 @@ def test_advice_to_average_equal_metrics_and_order_of_steps_are_silent() -> None
         for name in ("val/reward", "own_metric"):
             advice = f"It is recommended to use `self.log({name!r}, ..., sync_dist=True)` when logging on epoch level"
             warnings.warn(advice, PossibleUserWarning, stacklevel=1)
-        # As after an optimizer step that float16 left out.
+        # As after an overflow of float16.
         weight = torch.zeros(1, requires_grad=True)
         torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([weight])).step()
     assert ["own_metric" in str(one.message) for one in shown] == [True]

@@ -43,7 +43,7 @@ def test_tensor_parallel_ranks_in_float16_train_and_leave_out_a_step(tmp_path: P
 
 
 def start_of(folder: Path) -> Weights:
-    # Passes in float16, and shards that were loaded in float16.
+    # The shards were loaded in float16.
     return {name: weight.half().float() for name, weight in load_file(folder / "policy" / "model.safetensors").items()}
 
 
@@ -86,7 +86,7 @@ def test_too_large_scale_is_halved_until_the_gradients_are_finite(folder: Path) 
 def test_resume_in_float16_continues_with_the_same_bits_and_the_same_scale(folder: Path) -> None:
     start = folder / "checkpoint" / "state"
     whole = run(folder, fsdp_runs.TWO, {"overflows_on": 0}, leave=start)
-    # A resumed run that lost its scale would begin with another one.
+    # A resumed run without the saved scale would begin with another one.
     resumed = run(folder, fsdp_runs.TWO, {"first_scale": 2.0**4}, start=start, steps=1)
     assert whole.scales[0] == (LossScale(SCALE / 2, 1, 1), LossScale(SCALE, 2))
     assert resumed.scales == whole.scales[1:]

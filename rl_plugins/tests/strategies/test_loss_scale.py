@@ -74,7 +74,7 @@ def test_state_of_a_scale_continues_in_a_count_of_good_steps() -> None:
     ]  # fmt: skip
 
 
-def test_scale_below_1_does_not_exist_and_its_norm_is_known() -> None:
+def test_scale_does_not_fall_below_1_and_norms_at_1_are_known() -> None:
     scale = LossScale(4.0)
     known = [(scale.update(OVERFLOW), scale.value, scale.known_norm(OVERFLOW)) for _ in range(3)]
     assert known == [(False, 2.0, None), (False, 1.0, OVERFLOW), (False, 1.0, OVERFLOW)]
@@ -92,7 +92,7 @@ def test_scaled_loss_of_float16_is_finite_and_gradients_are_divided_exactly() ->
 
 
 def engine(*, float16: bool, norm: float | None = OVERFLOW, scale: float = 2.0**5) -> Any:
-    """Return the attributes of DeepSpeed's engine that the functions read."""
+    """Return an object with the attributes of an engine of DeepSpeed."""
     scaler = SimpleNamespace(raise_error_at_min_scale=True)
     return SimpleNamespace(
         fp16_enabled=lambda: float16,
@@ -254,7 +254,7 @@ def test_stages_train_in_float16(tmp_path: Path, make: Any) -> None:
     assert scale.good_steps + scale.skipped == 2 and metrics["train/skipped_updates"] == scale.skipped
 
 
-def test_module_that_is_no_stage_is_refused_in_float16() -> None:
+def test_module_without_a_stage_is_refused_in_float16() -> None:
     class Plain(LightningModule):
         def training_step(self, batch: object) -> None:
             pass

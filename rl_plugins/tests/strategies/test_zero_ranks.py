@@ -162,7 +162,7 @@ def masters(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", SOME_STAGES)
-def test_float16_trains_like_float32_and_resumes_with_its_scale(results: Callable[[str], Results], stage: int) -> None:
+def test_float16_trains_like_float32_and_resumes_with_the_saved_scale(results: Callable[[str], Results], stage: int) -> None:
     got, exact = (results(name)["steps"] for name in (f"float16-{stage}", "single"))
     for step, metrics in got.items():
         assert metrics.items() >= {"loss_scale": 2.0**8, "skipped_updates": 0, "critic/skipped_updates": 0}.items()
@@ -176,7 +176,7 @@ def test_float16_trains_like_float32_and_resumes_with_its_scale(results: Callabl
 
 
 @pytest.mark.extended
-def test_float16_resumes_with_its_scale_under_another_stage(results: Callable[[str], Results]) -> None:
+def test_float16_resumes_with_the_saved_scale_under_another_stage(results: Callable[[str], Results]) -> None:
     (metrics,) = results("float16-3-one-2")["steps"].values()
     assert (metrics["loss_scale"], metrics["critic/loss_scale"], metrics["skipped_updates"]) == (2.0**8, 2.0**8, 0)
 
@@ -196,7 +196,7 @@ def test_overflow_of_float16_leaves_out_the_step_on_all_ranks(
 
 @pytest.mark.extended
 @pytest.mark.parametrize("run", ["bf16-2-float16", "two-3-float16"])
-def test_checkpoint_of_another_precision_goes_on_in_float16_with_a_scale_of_its_own(
+def test_checkpoint_of_another_precision_goes_on_in_float16_with_a_new_scale(
     results: Callable[[str], Results], run: str
 ) -> None:
     (metrics,) = results(run)["steps"].values()

@@ -33,7 +33,7 @@ from rl_plugins.tests.strategies.moving import WatchingRollout, moving
 STEPS, SAVED = 2, 1
 STAGES = (1, 2, 3)
 METRICS = ("loss", "gradient_norm", "critic/loss", "critic/gradient_norm", "kl", "reward", "lr")
-# A step that an overflow leaves out has no norm.
+# After an overflow, a step has no norm.
 METRICS_OF_FLOAT16 = ("loss_scale", "skipped_updates", "critic/loss_scale", "critic/skipped_updates")
 
 
