@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from integration_tests.conftest import Recipe
 from rl_plugins.commands.export import export_checkpoint
@@ -86,3 +88,18 @@ def test_breakpoint_in_a_reward_opens_the_debugger(start_recipe: Callable[..., R
     assert run.wait() == 0, run.tail()
     assert "(Pdb)" in run.tail() and "asked for " in run.tail()
     assert run.trained()[-1]["train/reward_raised"] == 0
+
+
+def test_local_launcher_trains_in_float16_with_an_engine_in_float16(
+    start_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    options = (*LOCAL, *WITHOUT_RAY, "run.steps=2", "model.precision=16-mixed")
+    recipe = start_recipe("grpo", "float16", *options)
+    assert recipe.wait() == 0, recipe.tail()
+    series = read_metrics(recipe.run / "metrics.jsonl")
+    # In bfloat16, the largest gap is 0.04.
+    assert max(series["train/rollout_gap_max"].values()) < 0.01
+    assert all(scale >= 2**10 for scale in series["train/loss_scale"].values())
+    export_checkpoint(recipe.run / "checkpoint_00000002", tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert {weight.dtype for weight in exported.values()} == {torch.float16}

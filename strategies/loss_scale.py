@@ -106,4 +106,6 @@ def precision_of_deepspeed(plugin: Precision) -> DeepSpeedPrecision:
                 f"precision={precision}: DeepSpeed has no float16 on this device: use FSDPStrategy (in a recipe: "
                 "strategy.name=fsdp), or another precision"
             )
-    return plugin if isinstance(plugin, DeepSpeedPrecision) else DeepSpeedPrecision(plugin.precision)
+    if isinstance(plugin, DeepSpeedPrecision):
+        return plugin
+    return DeepSpeedPrecision(plugin.precision)  # type: ignore[arg-type]  # checks the precision itself

@@ -201,8 +201,8 @@ def slow_here(config: RecipeConfig) -> str | None:
     if os.environ.get("RAY_ADDRESS") or not _on_cpu(config):
         return None
     used = {"model.precision=32-true": dtype_of_passes(config.precision), "rollout.dtype=float32": config.rollout.dtype}
-    is_fast = {"bfloat16": multiplies_bfloat16(), "float16": multiplies_float16()}
-    slow = {option: dtype for option, dtype in used.items() if not is_fast.get(str(dtype), True)}
+    is_slow = {"bfloat16": not multiplies_bfloat16(), "float16": not multiplies_float16()}
+    slow = {option: str(dtype) for option, dtype in used.items() if is_slow.get(str(dtype))}
     if not slow:
         return None
     dtypes, faster = " and ".join(sorted({*slow.values()})), " ".join(slow)

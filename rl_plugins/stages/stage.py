@@ -306,7 +306,7 @@ class Stage(LightningModule):
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
         """End a step: step the schedules, advance the clock, and log the metrics."""
-        rates = {}
+        rates: dict[str, float] = {}
         for name in sorted(self._stepped):
             prefix = "train" if name == self.trained else f"train/{name}"
             # The rate of this step, before the schedules set the rate of the next step.

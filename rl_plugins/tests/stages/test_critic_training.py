@@ -105,7 +105,7 @@ def test_critic_learner_continues_a_checkpoint_with_the_rate_of_the_run(tmp_path
     assert {one.lr for one in learn(faster, steps)} == {0.5}
 
 
-def rank_of_two(rank: int, path: str, steps: list[Experience]) -> tuple[dict[str, Tensor], list[float]]:
+def rank_of_two(rank: int, path: str, steps: list[Experience]) -> tuple[dict[str, Tensor], list[float | None]]:
     # New adapters are random numbers; all processes take the adapter of the first.
     adapted = CriticLearner(training(path=path, config=CriticConfig(lora=LoraConfig(rank=2)), seed=rank))
     learner = CriticLearner(training(path=path))

@@ -162,7 +162,9 @@ def masters(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", SOME_STAGES)
-def test_float16_trains_like_float32_and_resumes_with_the_saved_scale(results: Callable[[str], Results], stage: int) -> None:
+def test_float16_trains_like_float32_and_resumes_with_the_saved_scale(
+    results: Callable[[str], Results], stage: int
+) -> None:
     got, exact = (results(name)["steps"] for name in (f"float16-{stage}", "single"))
     for step, metrics in got.items():
         assert metrics.items() >= {"loss_scale": 2.0**8, "skipped_updates": 0, "critic/skipped_updates": 0}.items()
