@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from rl_plugins.config.precision import FLOAT16
+from rl_plugins.errors import ConfigError
 from rl_plugins.ranks import Ranks
 from rl_plugins.strategies.contract import HasNamedModels
 from rl_plugins.strategies.loss_scale import LossScale
@@ -85,7 +86,12 @@ class AutogradSteps(LightningStrategy):
         """Compute gradients; Lightning calls `backward` from `manual_backward`, or from its own loop.
 
         Autograd finds the parameters from the loss. Therefore `model_name`, which ZeRO needs, only names the scale.
+
+        Raises:
+            ConfigError: a module that is no stage trains in float16.
         """
+        if model_name is None and self._is_float16:
+            raise ConfigError("precision=16-mixed: only stages scale their losses: use bf16-mixed")
         scale = None if model_name is None else self.scale_of_loss(model_name)
         if scale is not None:
             closure_loss = scale.scaled(closure_loss)

@@ -102,8 +102,6 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         if getattr(self.precision_plugin, "scaler", None) is not None:
-            if not isinstance(self.lightning_module, HasNamedModels):
-                raise ConfigError("precision=16-mixed: only stages scale their loss; use bf16-mixed")
             # `AutogradSteps` has a scale for each model.
             self.precision_plugin.scaler = None
         if self.precision_plugin.precision == "16-true":

@@ -256,13 +256,17 @@ def test_stages_train_in_float16(tmp_path: Path, make: Any) -> None:
 
 def test_module_without_a_stage_is_refused_in_float16() -> None:
     class Plain(LightningModule):
-        def training_step(self, batch: object) -> None:
-            pass
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def training_step(self, batch: object) -> Any:
+            return self.weight.sum()
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+            return torch.optim.SGD([self.weight], lr=0.1)
 
-    with pytest.raises(ConfigError, match="precision=16-mixed: only stages scale their loss; use bf16-mixed"):
+    with pytest.raises(ConfigError, match="precision=16-mixed: only stages scale their losses: use bf16-mixed"):
         fit(Plain(), [ROWS])
 
 
