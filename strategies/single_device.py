@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -101,7 +102,7 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        if getattr(self.precision_plugin, "scaler", None) is not None:
+        if isinstance(self.precision_plugin, MixedPrecision):
             # `AutogradSteps` has a scale for each model.
             self.precision_plugin.scaler = None
         if self.precision_plugin.precision == "16-true":
