@@ -72,6 +72,8 @@ LEFT_OUT = {
     "rl-plugins plan grpo model.path=MODEL --device cpu --calibration": "what the line before it has written",
     "rl-plugins prepare hf": "needs what the library `datasets` writes; test_conversion has one",
     "python -m rl_plugins.recipes.grpo model.path=s3://": "needs a bucket; test_storage has a server of S3",
+    "cp -r outputs/grpo/checkpoint_00000040": "test_local_launcher continues a copied checkpoint",
+    "python -m rl_plugins.recipes.grpo ... run.name=branch": "the same",
     "python -m rl_plugins.recipes.grpo ... run.name=again": "after a step by hand; test_rollout_dump replays a run",
     "python -m rl_plugins.recipes.grpo algorithm=rloo": "test_own_algorithm has it installed",
     "rl-plugins grpo model.path=MODEL": "the same as the module; test_init runs a recipe as a command",

@@ -54,9 +54,17 @@ def test_local_launcher_trains_resumes_and_exports(start_recipe: Callable[..., R
     resumed = start_recipe("grpo", "broken", *options, "run.resume=true")
     assert resumed.wait() == 0, resumed.tail()
     assert "continuing from" in resumed.tail() and "checkpoint_00000002" in resumed.tail()
-    assert (broken / "policy" / "model.safetensors").read_bytes() == (
-        whole.run / "policy" / "model.safetensors"
-    ).read_bytes()
+
+    # A checkpoint of another run alone.
+    branch = whole.run.with_name("branch")
+    shutil.copytree(whole.run / "checkpoint_00000002", branch / "checkpoint_00000002")
+    continued = start_recipe("grpo", "branch", *options, "run.resume=true")
+    assert continued.wait() == 0, continued.tail()
+    assert [row["step"] for row in continued.trained()] == [3]
+    for resumed_run in (broken, branch):
+        assert (resumed_run / "policy" / "model.safetensors").read_bytes() == (
+            whole.run / "policy" / "model.safetensors"
+        ).read_bytes()
 
     export_checkpoint(broken / "checkpoint_00000003", tmp_path / "exported")
     for file in (whole.run / "policy").iterdir():
