@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rl_plugins.addresses import free_port
 from rl_plugins.config.checks import check_device
 from rl_plugins.config.judge import ENGINE_KEY
 from rl_plugins.config.placement import CRITIC_POOLS
@@ -63,6 +62,8 @@ JOB_FOLDERS = "working_dir_files"
 """Name of the folder into which Ray unpacks the projects of all jobs."""
 _KEY_BYTES = 16
 _UNPACK_TIMEOUT_S = 60.0
+_NO_SERVER = "http://127.0.0.1:9"
+"""Address where nothing listens: port 9 belongs to a protocol without use."""
 # Ray Train counts a failure when the workers have no resources for this time.
 _ATTEMPT_S = 60
 
@@ -379,13 +380,14 @@ def start_ray(environment: dict[str, str], object_store: int = LEAST_BYTES) -> N
     if os.environ.get("RAY_ADDRESS"):
         join_cluster(**options)
         return
-    # Ray Train asks the state API of the dashboard if its controller is alive. Without an address it may ask
-    # another Ray on this machine, which does not know the controller, and then the workers are killed.
-    port = free_port("127.0.0.1")
-    environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
+    # Ray Train asks the state API of a dashboard if its controller is alive, to clean up. A Ray of the run's own ends
+    # with the run, so there is no dashboard, which takes ten processes. Without an address, Ray Train may ask another
+    # Ray on this machine, which does not know the controller, and then the workers are killed.
+    environment["RAY_API_SERVER_ADDRESS"] = _NO_SERVER
+    environment["RAY_TRAIN_ENABLE_STATE_ACTOR_RECONCILIATION"] = "0"
     # A local Ray has no nodes that could be preempted, and Ray reports an error for the watcher.
     environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-    start_own_ray(include_dashboard=True, dashboard_port=port, object_store_memory=object_store, **options)
+    start_own_ray(include_dashboard=False, object_store_memory=object_store, **options)
 
 
 def wait_until_project_is_unpacked(folder: Path, nodes: Sequence[Mapping[str, Any]]) -> None:
