@@ -145,5 +145,7 @@ def _link_checkpoint(checkpoint: Path, best: Path, metric: str) -> str | None:
         shutil.rmtree(partial, ignore_errors=True)
         return cannot_write(best, error)
     writer = CheckpointWriter(partial)
+    # A best checkpoint of another run has such a file, and a write would change the file of the checkpoint, too.
+    (partial / _METRIC_FILE).unlink(missing_ok=True)
     writer.save_text(metric, partial / _METRIC_FILE)
     return writer.failure or put_in_place(partial, read_manifest(partial) | writer.files, best)

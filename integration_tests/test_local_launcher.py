@@ -58,6 +58,7 @@ def test_local_launcher_trains_resumes_and_exports(start_recipe: Callable[..., R
     # A checkpoint of another run alone.
     branch = whole.run.with_name("branch")
     shutil.copytree(whole.run / "checkpoint_00000002", branch / "checkpoint_00000002")
+    shutil.copy(whole.run / "config.yaml", branch)
     continued = start_recipe("grpo", "branch", *options, "run.resume=true")
     assert continued.wait() == 0, continued.tail()
     assert [row["step"] for row in continued.trained()] == [3]

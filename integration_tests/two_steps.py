@@ -109,7 +109,7 @@ STAGES: dict[str, tuple[str, list[str]]] = {
             "environment=tools",
             f"environment.tools=[{SAMPLE_TOOLS}.add]",
             f"environment.parser={SAMPLE_TOOLS}.add_to_every_response",
-            f'+data.chat_template_kwargs.chat_template="{TOOL_CHAT_TEMPLATE}"',
+            f'data.chat_template="{TOOL_CHAT_TEMPLATE}"',
         ],
     ),
     # The client of OpenAI calls the policy from processes of each worker, in three sequences.

@@ -4,8 +4,8 @@ The output file has the rows and columns of the prompts, and for each row the li
 `response_lengths`. The command writes the file in parts: after a kill, the same command continues, and the file is the
 same as without the kill. A command with other settings is refused.
 
-A policy in the folder of a run is sampled with the chat template variables and the stop strings of the run. For a copy
-of such a policy, and for the model before the training, name the config.yaml of the run with --like.
+A policy in the folder of a run is sampled with the chat template, its variables and the stop strings of the run. For a
+copy of such a policy, and for the model before the training, name the config.yaml of the run with --like.
 
 With --recipe, the policy has conversations with the environment of a run: tools, a stateful environment, an agent, or a
 reward function that replies. The file gets further lists: `conversations` (messages in JSON), `answers` (last
@@ -66,7 +66,7 @@ def add_sampling_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--like",
         type=Path,
-        help="config.yaml with the chat template variables and the stop strings (default: of the policy's run)",
+        help="config.yaml with the chat template, its variables and the stop strings (default: of the policy's run)",
     )
     parser.add_argument(
         "--samples", type=number(int, AT_LEAST_1), default=1, help="responses per prompt (default: %(default)s)"
@@ -123,7 +123,7 @@ def run(arguments: Namespace) -> int:
     options = None if recipe is None else ResponseOptions.of(recipe)
     if options is None and (file := arguments.like or config_of_policy(arguments.policy)):
         options = ResponseOptions.read(file)
-        print(f"{arguments.policy}: the chat template variables and the stop strings are those of {file}")
+        print(f"{arguments.policy}: the chat template, its variables and the stop strings are those of {file}")
     job = _build_job(arguments, recipe, options)
     if arguments.output.suffix != ".parquet":
         raise ConfigError(f"--output {arguments.output}: must end in .parquet")

@@ -147,6 +147,7 @@ def _add_validate(parser: ArgumentParser) -> None:
         help="folder or name of a model, to count the tokens of prompts, and to find prompts that the model's chat "
         "template refuses",
     )
+    parser.add_argument("--chat-template", help="like the option data.chat_template (needs --tokenizer)")
     parser.add_argument(
         "--max-prompt-tokens", type=number(int, AT_LEAST_1), help="count longer prompts (needs --tokenizer)"
     )
@@ -233,7 +234,7 @@ def _command(
 def _validate(options: Namespace) -> int:
     from rl_plugins.data.validation import validate
 
-    keys = DataConfig(**{key.name: getattr(options, key.name) for key in _KEYS})
+    keys = DataConfig(**{key.name: getattr(options, key.name) for key in _KEYS}, chat_template=options.chat_template)
     findings = validate(
         options.train,
         options.test,
@@ -241,7 +242,7 @@ def _validate(options: Namespace) -> int:
         keys=keys,
         tokenizer=None
         if options.tokenizer is None
-        else _load_chat_tokenizer(options.tokenizer, options.trust_remote_code),
+        else _load_chat_tokenizer(options.tokenizer, options.trust_remote_code, keys.chat_template),
         max_prompt_tokens=options.max_prompt_tokens,
     )
     if options.json:
@@ -251,11 +252,11 @@ def _validate(options: Namespace) -> int:
     return 0 if findings.good else 1
 
 
-def _load_chat_tokenizer(name: str, trust_remote_code: bool) -> Processor:
+def _load_chat_tokenizer(name: str, trust_remote_code: bool, chat_template: str | None) -> Processor:
     from rl_plugins.data.chat_template import check_chat_template
     from rl_plugins.data.image_prompts import load_tokenizer_or_processor, tokenizer_of
 
-    processor = load_tokenizer_or_processor(name, trust_remote_code=trust_remote_code)
+    processor = load_tokenizer_or_processor(name, trust_remote_code=trust_remote_code, chat_template=chat_template)
     check_chat_template(tokenizer_of(processor))
     return processor
 

@@ -354,6 +354,7 @@ def parse_config(values: object) -> RecipeConfig:
     config.tracking.uri = tracking_address(config.tracking.uri)
     config.make_paths_absolute()
     options = asdict(config)
+    expressions.pop(("data", "chat_template"), None)  # Its value is the text of a file by now.
     config.from_environment = {path: (text, value_at(options, path)) for path, text in expressions.items()}
     return config
 

@@ -92,8 +92,8 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         name = repr(tokenizer.name_or_path) if tokenizer.name_or_path else f"({type(tokenizer).__name__})"
         raise ConfigError(
             f"the tokenizer {name} has no chat template, which messages need: use the tokenizer of an "
-            "instruction-tuned model, set its `chat_template`, or wrap the tokenizer of a policy of plain texts with "
-            "rl.with_plain_template(tokenizer)"
+            "instruction-tuned model, set its `chat_template` (in a recipe: data.chat_template), or wrap the "
+            "tokenizer of a policy of plain texts with rl.with_plain_template(tokenizer)"
         )
 
 

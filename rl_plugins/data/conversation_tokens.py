@@ -206,8 +206,8 @@ class ConversationTokenizer:
         return RowError(
             location,
             _COLUMN,
-            f"the chat template of {name!r} writes message {number} {reason}, or use another template "
-            "(chat_template_kwargs.chat_template)",
+            f"the chat template of {name!r} writes message {number} {reason}, or set another "
+            "`chat_template` (in a recipe: data.chat_template)",
         )
 
     def _encode(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[int]]]:

@@ -128,6 +128,8 @@ def recipe_with_conversations(file: Path) -> RecipeConfig:
             f"--recipe {file}: its policy has no conversations: leave --recipe out, and score single responses with "
             "`rl-plugins evaluate`"
         )
+    # The command samples, also with the recipe of a run of SFT that measured given responses.
+    config.data.validate_on = "prompts"
     if repr(REMOVED) in repr(_used(config)):
         raise ConfigError(
             f"--recipe {file}: files of a run have {REMOVED} in place of a secret: copy the file, and name the "
@@ -143,11 +145,12 @@ def digest(config: RecipeConfig) -> str:
 
 def _used(config: RecipeConfig) -> Mapping[str, Any]:
     options = written(config)
+    template = options["data"]["chat_template"]
     return {
         "environment": options["environment"],
         "reward": options["reward"],
         "chat_template_kwargs": options["data"]["chat_template_kwargs"],
-        "chat_template": options["data"]["chat_template"],
+        **({} if template is None else {"chat_template": template}),
         "stop": options["sampling"]["stop"],
         "stop_token_ids": options["sampling"]["stop_token_ids"],
     }

@@ -157,11 +157,8 @@ class RewardPool:
         try:
             results = worker.receive()
         except WorkerLost as lost:
-            if lost.machine_lost and not rows:
-                # Ray asks any machine for a place for an actor without CPUs, also a lost machine before Ray notices
-                # the loss. The next start is after the notice.
+            if lost.machine_lost and not rows and worker.try_again():
                 logger.warning("Reward worker started again: %s", without_controls(lost.reason))
-                worker.start()
                 return []
             return self._replace(worker, "died", lost.reason, scores, suspects)
         except ConfigError as error:

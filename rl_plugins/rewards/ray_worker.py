@@ -14,7 +14,7 @@ from rl_plugins.rewards.worker import LoadedRewards, RewardWorker, WorkerLost
 
 _FETCH_S = 60.0
 _MACHINE_LOST = "its node has died"
-"""Words in the error of an actor whose machine ended. The error has no attribute for the reason."""
+"""Words in the error of an actor whose machine ended, and is known to have ended."""
 
 
 class RayWorker(RewardWorker):
@@ -55,7 +55,8 @@ class RayWorker(RewardWorker):
             raise WorkerLost(f"the scores did not arrive within {_FETCH_S:g} s") from None
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             reason = " ".join(str(error).split())
-            raise WorkerLost(reason, machine_lost=_MACHINE_LOST in reason) from None
+            unreachable = isinstance(error, ray.exceptions.ActorUnavailableError)
+            raise WorkerLost(reason, machine_lost=unreachable or _MACHINE_LOST in reason) from None
 
     def kill(self) -> None:
         """End the actor."""

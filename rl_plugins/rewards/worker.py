@@ -55,6 +55,9 @@ class LoadedRewards:
         return self.router.score(requests, deadline_s, CHUNK_BUDGET_S)
 
 
+_MOST_LOST_MACHINES = 3
+
+
 class WorkerLost(Exception):
     """The process of a worker ended.
 
@@ -80,7 +83,7 @@ class RewardWorker(ABC):
 
     def __init__(self, task: WorkerTask, start_timeout_s: float) -> None:
         self.task, self.start_timeout_s = task, start_timeout_s
-        self.starts = 0
+        self.starts, self._lost_machines = 0, 0
         self.start()
 
     def start(self) -> None:
@@ -90,6 +93,20 @@ class RewardWorker(ABC):
         self.starts += 1
         self.busy, self.rows = True, range(0)
         self.expires = time.monotonic() + self.start_timeout_s
+
+    def try_again(self) -> bool:
+        """Start a process again whose machine ended before the rewards were loaded; False after too many such ends.
+
+        Ray asks any machine for a place for an actor without CPUs, also a lost machine before Ray notices the loss.
+        """
+        self._lost_machines += 1
+        if self._lost_machines > _MOST_LOST_MACHINES:
+            return False
+        # The process that ended says nothing about the rewards, so it does not count.
+        self.starts -= 1
+        self.kill()
+        self.start()
+        return True
 
     def send(self, rows: range, requests: Sequence[ScoringRequest], deadline_s: float, wait_s: float) -> None:
         """Let the process score some of the requests, within `wait_s` seconds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,20 @@ def test_best_checkpoints_consider_a_step_whose_validation_was_killed(tmp_path: 
     fit(folder, resumed, every=2, resume=newest)
     assert resumed.step == 4 and steps_of(folder.bests()) == [2, 4]
     assert os.path.samefile(folder.best(killed_step) / "state", newest / "state")
+
+
+def test_best_checkpoints_leave_a_copied_best_checkpoint_intact(tmp_path: Path) -> None:
+    """A new run continues from the best checkpoint of another run."""
+    first, branch = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "branch")
+    fit(first, build_stage(2), every=2)
+    shutil.copytree(first.best(2), branch.checkpoint(2))
+    resumed = build_stage(4, seed=9)
+    resumed.validate_first = True
+    fit(branch, resumed, every=2, resume=branch.checkpoint(2))
+    assert steps_of(branch.bests()) == [2, 4]
+    names = branch.best(2), branch.checkpoint(2)
+    assert os.path.samefile(*(folder / "state" for folder in names))
+    assert not os.path.samefile(*(folder / "metric.json" for folder in names))
 
 
 def test_best_checkpoints_leave_out_the_step_of_the_start(tmp_path: Path) -> None:

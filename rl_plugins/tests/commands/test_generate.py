@@ -170,6 +170,12 @@ def test_recipe_with_conversations_refuses_a_file_in_one_line(tmp_path: Path, gr
     assert str(refused.value).startswith(f"--recipe {tmp_path / 'config.yaml'}: ")
 
 
+def test_recipe_with_conversations_of_sft_on_responses_has_scores(tmp_path: Path) -> None:
+    data = {"messages_key": "messages", "validate_on": "responses"}
+    recipe = recipe_with_conversations(write_recipe(tmp_path, stage="sft", data=data, environment={"max_turns": 2}))
+    assert recipe.scores
+
+
 def test_recipe_with_conversations_names_a_missing_or_damaged_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\(No such file or directory\): name the config\.yaml of a run"):
         recipe_with_conversations(tmp_path / "none.yaml")

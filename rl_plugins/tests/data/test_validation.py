@@ -155,6 +155,17 @@ def test_prepare_validate_measures_prompts_in_tokens(row, write_rows, tokenizer,
     assert "longer than 20 tokens: 1 prompts" in capsys.readouterr().out
 
 
+def test_prepare_validate_measures_prompts_with_another_chat_template(row, write_rows, tokenizer, tmp_path, capsys):
+    without = deepcopy(tokenizer)
+    without.chat_template = None
+    without.save_pretrained(tmp_path)
+    file = tmp_path / "long.jinja"
+    file.write_text("{{ '9' * 20 }}{{ messages[0]['content'] }}")
+    path = write_rows([row(1)])
+    found = problems(capsys, path, "--tokenizer", tmp_path, "--chat-template", file)
+    assert found["prompt_tokens"]["min"] > 20
+
+
 def test_prepare_validate_reports_prompts_refused_by_the_chat_template(row, write_rows, tokenizer, tmp_path, capsys):
     tokenizer.save_pretrained(tmp_path)
     template = (

@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from rl_plugins.errors import RewardError
+from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.rewards import pool as pool_module
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.rewards.pool import RewardPool
@@ -41,7 +41,7 @@ def test_ray_worker_without_a_share_of_a_gpu_sees_no_gpu(gpus: float, variables:
 def test_score_starts_a_worker_again_whose_machine_ended_before_the_rewards_were_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Any other loss of a worker that loads its rewards is a fault of the reward."""
+    """Any other loss of a worker that loads its rewards is a fault of the reward, and so is the fourth such loss."""
     monkeypatch.setattr(pool_module, "_kind_of_workers", lambda: RayWorker)
     monkeypatch.setattr(RayWorker, "launch", lambda worker: setattr(worker, "_result", "loaded"))
     monkeypatch.setattr(RayWorker, "submit", lambda worker, requests, s: setattr(worker, "_result", [Score(1.0)]))
@@ -53,7 +53,8 @@ def test_score_starts_a_worker_again_whose_machine_ended_before_the_rewards_were
         context: Any = import_module("ray.core.generated.common_pb2").ActorDiedErrorContext
         return ActorDiedError(context(error_message=message, actor_id=bytes(16), never_started=True))
 
-    losses = [died("The actor died because its node has died.")] * 2
+    machine_lost = died("The actor died because its node has died.")
+    losses: list[Exception] = [machine_lost] * 2
 
     def get(result: object, timeout: float) -> object:
         if result == "loaded" and losses:
@@ -65,7 +66,11 @@ def test_score_starts_a_worker_again_whose_machine_ended_before_the_rewards_were
     target = {"_target_": "rl_plugins.tests.rewards.sample_rewards.obey"}
     with RewardPool(target, num_workers=1, deadline_s=1.0) as pool:
         assert [score.value for score in pool.score([request])] == [1.0] and losses == []
-    losses.append(died("The actor's process was killed."))
     died_loading = pytest.raises(RewardError, match="died while it loaded")
-    with RewardPool(target, num_workers=1, deadline_s=1.0) as pool, died_loading:
+    for fatal in ([died("The actor's process was killed.")], [machine_lost] * 4):
+        losses += fatal
+        with RewardPool(target, num_workers=1, deadline_s=1.0) as pool, died_loading:
+            pool.score([request])
+    losses += [ConfigError("there is no such reward"), machine_lost]
+    with RewardPool(target, num_workers=1, deadline_s=1.0) as pool, pytest.raises(ConfigError, match="no such reward"):
         pool.score([request])
