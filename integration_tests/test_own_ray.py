@@ -19,7 +19,7 @@ from rl_plugins.tests.patience import patient, wait_until
 # process, the listening sockets of Ray, and those of each rank.
 PROGRAM = """
 from rl_plugins.launch.own_ray import start_own_ray
-start_own_ray(num_cpus=4, include_dashboard=True, object_store_memory=10**8)
+start_own_ray(num_cpus=4, object_store_memory=10**8)
 import contextlib, ctypes, os, psutil, ray, sys, tempfile
 from pathlib import Path
 from ray.train import RunConfig, ScalingConfig

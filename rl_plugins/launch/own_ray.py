@@ -13,8 +13,7 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import psutil
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError, RayLost
-from rl_plugins.owned_folder import owned_folder, remove_ownerless
+from rl_plugins.owned_folder import remove_ownerless
 from rl_plugins.rollout.vllm.engine_files import ENGINE_FOLDERS
 
 _TOKEN_BYTES = 32
@@ -41,12 +40,10 @@ _END_S = 5.0
 """Seconds for the workers of Ray to end."""
 _SOCKET_BYTES = 107
 """Longest path of a socket, in bytes."""
-_LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_{}/sockets/dash_MetricsHead"
+_LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_{}/sockets/plasma_store"
 """Path of Ray's socket with the longest name in the folder of sessions, with a place for the number of this process."""
 _CLOSED = f"ray-{os.geteuid()}"
 """Name of the folder around the sessions of Ray."""
-_HELPERS = "helpers-"
-"""Beginning of the names of folders for the temporary files of Ray's own processes."""
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARE_OF_SHARED, _SHARE_OF_MEMORY = 0.8, 0.3
 
@@ -66,7 +63,7 @@ def set_own_ray_up() -> None:
 
 
 def start_own_ray(**options: Any) -> None:
-    """Start Ray on this machine.
+    """Start Ray on this machine, without a dashboard.
 
     Args:
         options: further arguments of `ray.init`.
@@ -79,20 +76,18 @@ def start_own_ray(**options: Any) -> None:
     import ray
 
     protect_token()
-    sessions = session_folder()
-    environment = options.setdefault("runtime_env", {}).setdefault("env_vars", {})
-    with _temporary_files_in(sessions.parent) as usual:
-        environment.setdefault("TMPDIR", usual)
-        # Without the address, Ray would connect to a cluster that already runs on this machine.
-        try:
-            ray.init(address="local", _temp_dir=str(sessions), logging_level=logging.ERROR, **options)
-        except Exception as error:
-            # Ray raises a plain Exception if its processes do not answer in time.
-            reason = " ".join(str(error).split())
-            raise RayLost(
-                f"Ray did not start ({reason}): end other programs on this machine, or see the logs in "
-                f"{sessions}/session_latest/logs"
-            ) from error
+    sessions = str(session_folder())
+    # Without the address, Ray would connect to a cluster that already runs on this machine.
+    fixed: dict[str, Any] = {"address": "local", "include_dashboard": False, "logging_level": logging.ERROR}
+    try:
+        ray.init(**fixed, _temp_dir=sessions, **options)
+    except Exception as error:
+        # Ray raises a plain Exception if its processes do not answer in time.
+        reason = " ".join(str(error).split())
+        raise RayLost(
+            f"Ray did not start ({reason}): end other programs on this machine, or see the logs in "
+            f"{sessions}/session_latest/logs"
+        ) from error
     # Exit handlers run in reverse order, so this one runs before the handler of Ray.
     atexit.register(_end_own_ray)
 
@@ -117,29 +112,8 @@ def _end_own_ray() -> None:
 
 
 def remove_left_folders() -> None:
-    """Remove the temporary folders that killed runs have left on this machine."""
+    """Remove the temporary folders of engines that killed runs have left on this machine."""
     remove_ownerless(ENGINE_FOLDERS)
-    remove_ownerless(_HELPERS, _temporary_folder() / _CLOSED)
-
-
-@contextmanager
-def _temporary_files_in(closed: Path) -> Iterator[str]:
-    """Give processes that start in the block a folder for temporary files that is removed at the end of this process.
-
-    Ray kills its dashboard, which then leaves a folder `pymp-...`.
-
-    Yields:
-        Usual folder of temporary files, for Ray's workers.
-    """
-    usual, before = tempfile.gettempdir(), os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(owned_folder(_HELPERS, closed))
-    try:
-        yield usual
-    finally:
-        if before is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = before
 
 
 def session_folder() -> Path:

@@ -387,7 +387,7 @@ def start_ray(environment: dict[str, str], object_store: int = LEAST_BYTES) -> N
     environment["RAY_TRAIN_ENABLE_STATE_ACTOR_RECONCILIATION"] = "0"
     # A local Ray has no nodes that could be preempted, and Ray reports an error for the watcher.
     environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-    start_own_ray(include_dashboard=False, object_store_memory=object_store, **options)
+    start_own_ray(object_store_memory=object_store, **options)
 
 
 def wait_until_project_is_unpacked(folder: Path, nodes: Sequence[Mapping[str, Any]]) -> None:

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,7 +18,6 @@ from rl_plugins.launch.own_ray import (
     GCS_WAIT,
     LEAST_BYTES,
     TASK_REPORTS,
-    _temporary_files_in,
     object_store_bytes,
     path_of_sessions,
     protect_token,
@@ -86,9 +85,7 @@ def test_session_folder_refuses_a_path_too_long_for_the_sockets_of_ray(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The names of sockets, with the number of this process.
-    most = 107 - len(
-        f"/ray-{os.geteuid()}/ray/session_2026-11-28_01-02-03_123456_{os.getpid()}/sockets/dash_MetricsHead"
-    )
+    most = 107 - len(f"/ray-{os.geteuid()}/ray/session_2026-11-28_01-02-03_123456_{os.getpid()}/sockets/plasma_store")
     # Letters beyond ASCII have several bytes.
     longest = home / ("ä" + "a" * (most - len(f"{home}/ä") - 1))
     for variable in ("RAY_TMPDIR", "TMPDIR"):
@@ -166,27 +163,15 @@ def test_start_own_ray_tells_in_one_line_that_ray_did_not_start(home: Path) -> N
             start_own_ray()
 
 
-def test_temporary_files_in_removes_folders_of_ended_processes(home: Path) -> None:
-    ended = home / "helpers-ended"
-    (ended / "pymp-x").mkdir(parents=True)
-    before = os.environ.get("TMPDIR")
-    with _temporary_files_in(home) as usual:
-        assert os.environ["TMPDIR"].startswith(str(home / "helpers-"))
-        assert usual == gettempdir()
-    assert os.environ.get("TMPDIR") == before
-    assert not ended.exists()
-
-
-def test_remove_left_folders_removes_folders_of_engines_and_rays_of_killed_runs(
+def test_remove_left_folders_removes_folders_of_engines_of_killed_runs(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(home))
-    left = [home / "rl-vllm-x", home / f"ray-{os.geteuid()}" / "helpers-y"]
-    sessions = home / f"ray-{os.geteuid()}" / "ray"
-    for folder in (*left, sessions):
+    left, sessions = home / "rl-vllm-x", home / f"ray-{os.geteuid()}" / "ray"
+    for folder in (left, sessions):
         folder.mkdir(parents=True)
     remove_left_folders()
-    assert [folder.exists() for folder in (*left, sessions)] == [False, False, True]
+    assert not left.exists() and sessions.exists()
 
 
 def test_set_own_ray_up_bounds_memory_and_wait_of_the_gcs_and_leaves_variables_of_the_user(
