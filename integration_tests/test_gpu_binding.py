@@ -181,10 +181,12 @@ def test_engines_on_8_machines_of_8_gpus_see_the_gpus_that_ray_gives_to_their_ra
                 placed_s = time.monotonic() - start
                 training, gpus = started(own)
                 ranks = in_order_of_ranks([gpu for (gpu,) in gpus])
-                seen = {}
-                # The workers end before the engines of the second size start, because this machine has little memory.
-                for size in (SIZE, 1):
-                    engines, seen[size] = started(engine_places(ranks, size))
+                seen = []
+                # One machine is enough for engines of one GPU. The workers end before these engines start, because
+                # this machine has little memory.
+                for size, of_ranks in ((SIZE, ranks), (1, ranks[:GPUS])):
+                    engines, shown = started(engine_places(of_ranks, size))
+                    seen.append((size, of_ranks, shown))
                     end(engines + training)
                     training = []
         finally:
@@ -192,6 +194,6 @@ def test_engines_on_8_machines_of_8_gpus_see_the_gpus_that_ray_gives_to_their_ra
     # Nine nodes of Ray share the cores of this machine.
     assert placed_s < PLACED_S * slowdown()
     assert len({rank.node for rank in ranks}) == NODES and len(set(ranks)) == NODES * GPUS
-    for size, of_engines in seen.items():
-        assert [len(shown) for shown in of_engines] == [size] * (NODES * GPUS // size)
-        assert [gpu for shown in of_engines for gpu in shown] == ranks
+    for size, of_ranks, of_engines in seen:
+        assert [len(shown) for shown in of_engines] == [size] * (len(of_ranks) // size)
+        assert [gpu for shown in of_engines for gpu in shown] == of_ranks

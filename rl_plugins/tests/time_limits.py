@@ -58,7 +58,7 @@ ALLOWED: dict[str, tuple[float, str]] = {
     "integration_tests/test_gpu_binding.py::"
     "test_engines_on_8_machines_of_8_gpus_see_the_gpus_that_ray_gives_to_their_ranks": (
         240.0,
-        "64 training workers and 96 engines start, each in a process",
+        "64 training workers and 40 engines start, each in a process",
     ),
     "integration_tests/test_images.py::test_ppo_trains_resumes_and_exports_a_vision_language_model": (
         120.0,
