@@ -39,6 +39,7 @@ _FOREIGN = {
     "curl",
     "export",
     "docker",
+    "mkdir",
     "kubectl",
     "mlflow",
     "pip",
