@@ -16,7 +16,7 @@ from rl_plugins.callbacks.checkpoint import finish_checkpoint, load_rank_states
 from rl_plugins.config.run import Bounds
 from rl_plugins.errors import ConfigError, TrainingDiverged
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.stages.clock import clock
+from rl_plugins.stages.clock import clock, stage_of
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import strategy_of
 
@@ -90,7 +90,8 @@ class DivergenceGuard(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        # Lightning's `callback_metrics` have the norm of an earlier step if this step has none.
+        metrics = {name: float(value) for name, value in stage_of(pl_module).step_metrics.items()}
         violations = list(self._violations(metrics))
         # Metrics are equal on all ranks. If they differ on one rank all the same, all ranks still act together.
         if not strategy_of(trainer).ranks.any(bool(violations)):

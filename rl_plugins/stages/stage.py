@@ -53,6 +53,7 @@ class Stage(LightningModule):
 
     Attributes:
         step: number of finished steps.
+        step_metrics: metrics of the last finished step, without metrics that only earlier steps had.
         own_model: the model to train, as the user passed the model.
         passes: forward passes of the stage's models, since `setup`.
         sampling_setup: builder of sampler and scorer, in stages with validation by generation.
@@ -60,8 +61,7 @@ class Stage(LightningModule):
         shown_samples: samples for callbacks.
         loading: options for models loaded by name.
         reference: frozen reference, in stages with a reference.
-        validate_first: True if the next fit begins with a validation, because a killed run has saved the step before
-            the validation of the step ended.
+        validate_first: True if the next fit begins with a validation, which a killed run has not finished.
         further_metrics: functions of the metrics of a step, called on every rank; the results are added.
         further_losses: functions whose results are added to the loss of each micro-batch.
 
@@ -119,7 +119,8 @@ class Stage(LightningModule):
         self.max_steps, self.packing = max_steps, packing
         self.tokens_per_micro_batch, self.patches_per_micro_batch = tokens_per_micro_batch, patches_per_micro_batch
         self.tokens_per_log_prob_batch = tokens_per_log_prob_batch or tokens_per_micro_batch
-        self.step, self.validate_first = 0, False
+        self.step, self.validate_first, self._has_reference = 0, False, False
+        self.step_metrics: Mapping[str, float] = {}
         self.reference: Any = None
         self.sampling_setup: SamplingSetup | None = None
         self.validation: GenerationValidation | None = None
@@ -131,7 +132,6 @@ class Stage(LightningModule):
             attention=attention,
             trust_remote_code=trust_remote_code,
         )
-        self._has_reference = False
         self._reference_path: str | None = None
         self._model_of_optimizer: dict[int, str] = {}
         self._stepped: set[str] = set()
@@ -319,6 +319,7 @@ class Stage(LightningModule):
         for further in self.further_metrics:
             metrics = {**metrics, **further(metrics)}
         self._stop_after_last_step()
+        self.step_metrics = metrics
         self.track(metrics)
 
     @override
@@ -381,8 +382,7 @@ class Stage(LightningModule):
         """
         folder = local_path("folder", folder)
         if self._parts_of is None:
-            name = type(self).__name__
-            raise ConfigError(f"{name}.export: nothing is trained yet: call trainer.fit(stage, ...) first")
+            raise ConfigError(f"{type(self).__name__}.export: nothing is trained yet: call trainer.fit(stage) first")
         check_finite_weights(self.strategy, {self.trained: getattr(self, self.trained)}, self.step, folder)
         model, source = getattr(self, self.trained), self.strategy.weight_source(self.trained)
         if adapter and isinstance(source, MergedWeightSource):

@@ -38,12 +38,8 @@ class AfterStep(Callback):
 
 def alter(stage: Any, values: Mapping[int, Mapping[str, float]]) -> None:
     """Replace metrics of a stage at the first end of each step."""
-    track, left = stage.track, dict(values)
-
-    def altered(metrics: Mapping[str, float]) -> None:
-        track({**metrics, **left.pop(stage.step)} if "time/step" in metrics and stage.step in left else metrics)
-
-    stage.track = altered
+    left = dict(values)
+    stage.further_metrics.append(lambda metrics: left.pop(stage.step, {}))
 
 
 def build_policy(seed: int = 5) -> nn.Module:
