@@ -88,10 +88,15 @@ class AutogradSteps(LightningStrategy):
         Autograd finds the parameters from the loss. Therefore `model_name`, which ZeRO needs, only names the scale.
 
         Raises:
-            ConfigError: a module that is no stage trains in float16.
+            ConfigError: in float16, a module that is no stage trains, or `model_name` is missing.
         """
         if model_name is None and self._is_float16:
-            raise ConfigError("precision=16-mixed: only stages scale their losses: use bf16-mixed")
+            way_out = (
+                "pass model_name=... to manual_backward, which names the scale of the loss"
+                if isinstance(self.lightning_module, HasNamedModels)
+                else "only stages scale their losses: use bf16-mixed"
+            )
+            raise ConfigError(f"precision=16-mixed: {way_out}")
         scale = None if model_name is None else self.scale_of_loss(model_name)
         if scale is not None:
             closure_loss = scale.scaled(closure_loss)
@@ -134,6 +139,5 @@ class AutogradSteps(LightningStrategy):
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             scale.unscale(one.to_local() if isinstance(one, DTensor) else one for one in gradients)
         norm = self.clip_gradients(parameters, limit)
-        is_finite = scale is None or scale.update(norm)
         self._gradient_norms[name] = norm if scale is None else scale.known_norm(norm)
-        return is_finite
+        return scale is None or scale.update(norm)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,8 @@ class LossScale:
     ranks that share the first gradient, so with expert or tensor parallelism some ranks could step alone. The norm for
     clipping is equal on all ranks, and is not finite if any gradient is not finite.
 
-    At a scale of 1, a gradient that is not finite is no fault of the scale, and its norm counts as in other precisions.
+    In a step with the scale 1, a gradient that is not finite is no fault of the scale, and its norm counts as in other
+    precisions.
 
     Attributes:
         value: factor of the next loss, a power of two.
@@ -64,31 +66,72 @@ class LossScale:
             self.value, self.good_steps = self.value * 2, 0
         return True
 
-    def known_norm(self, norm: float) -> float | None:
-        """Return the norm for metrics, after `update`; None after an overflow that a smaller scale may prevent."""
-        return norm if math.isfinite(norm) or self.value <= _SMALLEST else None
+    def known_norm(self, norm: float, smallest: float = _SMALLEST) -> float | None:
+        """Return the norm for metrics, before `update`; None after an overflow that a smaller scale may prevent.
+
+        Args:
+            norm: global norm of the gradients.
+            smallest: smallest scale.
+        """
+        return norm if math.isfinite(norm) or self.value <= smallest else None
 
 
-def scale_of_engine(engine: Any) -> LossScale | None:
-    """Return the scale that an engine of DeepSpeed keeps by itself; None without float16."""
-    if not engine.fp16_enabled():
-        return None
-    return LossScale(float(engine.optimizer.loss_scale), skipped=engine.skipped_steps)
+class EngineScale:
+    """Scale of the loss that an engine of DeepSpeed keeps by itself.
 
+    Args:
+        engine: engine of a trained model, in any precision.
+    """
 
-def norm_of_engine(engine: Any) -> float | None:
-    """Return the norm of the last gradient of an engine of DeepSpeed, for metrics; see `LossScale.known_norm`."""
-    norm, scale = engine.get_global_grad_norm(), scale_of_engine(engine)
-    if norm is None:
-        return None
-    return float(norm) if scale is None else scale.known_norm(float(norm))
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._norm: float | None = None
 
+    def allow_smallest(self) -> None:
+        """Let the engine train on at the smallest scale, as `LossScale` does, in place of ending the run."""
+        if self._engine.fp16_enabled():
+            self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
-def allow_smallest_scale(engine: Any) -> Any:
-    """Let an engine of DeepSpeed train on at the smallest scale, as `LossScale` does, in place of ending the run."""
-    if engine.fp16_enabled():
-        engine.optimizer.loss_scaler.raise_error_at_min_scale = False
-    return engine
+    @property
+    def scale(self) -> LossScale | None:
+        """The scale of the next loss; None without float16."""
+        if not self._engine.fp16_enabled():
+            return None
+        return LossScale(float(self._engine.optimizer.loss_scale), skipped=self._engine.skipped_steps)
+
+    @property
+    def norm(self) -> float | None:
+        """The global norm of the last step's gradient before clipping, for metrics; see `LossScale.known_norm`."""
+        return self._norm if self._engine.fp16_enabled() else self._norm_of_engine()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Let the engine take an optimizer step in this context, and set the scale of the next step afterwards.
+
+        In float16, DeepSpeed sets the next scale before it divides the gradients by the scale. In a step that doubles
+        the scale, the gradients would be divided by two times the scale of the loss.
+        """
+        scale = self.scale
+        if scale is None:
+            yield
+            return
+        optimizer, overflows = self._engine.optimizer, list[bool]()
+        # The attribute hides the method, which DeepSpeed calls once in a step. Other calls of `step` take no step.
+        optimizer._update_scale = overflows.append
+        try:
+            yield
+        finally:
+            del optimizer._update_scale
+        norm = self._norm_of_engine()
+        # A scale that does not change cannot become smaller.
+        smallest = getattr(optimizer.loss_scaler, "min_scale", scale.value)
+        self._norm = None if norm is None else scale.known_norm(norm, smallest)
+        for overflow in overflows:
+            optimizer._update_scale(overflow)
+
+    def _norm_of_engine(self) -> float | None:
+        norm = self._engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
 
 
 def precision_of_deepspeed(plugin: Precision) -> DeepSpeedPrecision:

@@ -45,14 +45,7 @@ from rl_plugins.strategies.checkpoint_folder import (
 )
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.host_waits import HostWaits
-from rl_plugins.strategies.loss_scale import (
-    GOOD_STEPS,
-    LossScale,
-    allow_smallest_scale,
-    norm_of_engine,
-    precision_of_deepspeed,
-    scale_of_engine,
-)
+from rl_plugins.strategies.loss_scale import GOOD_STEPS, EngineScale, LossScale, precision_of_deepspeed
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.offload import Offload
 from rl_plugins.strategies.optimizers import check_optimizer_of_zero, optimizer_states, optimizers_of
@@ -115,6 +108,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory(self._optimizer_tensors, self._model_tensors))
         self._model_engines: dict[str, Any] = {}
         self._trained: dict[str, Any] = {}
+        self._scales: dict[str, EngineScale] = {}
         self._saved_states: dict[str, str] = {}
         self._blended = BlendedModels()
 
@@ -198,11 +192,13 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         models = module.named_models()
         self._sequences = share_sequences(models, self._sequence_parallel)
         own = optimizers_of(models, optimizers)
-        self._trained = {}
+        self._trained, self._scales = {}, {}
         for name, model in models.items():
             if name in own:
                 engine = self._train_engine(name, model, own[name], module.gradient_clip(name))
                 self._model_engines[name] = self._trained[name] = engine
+                self._scales[name] = EngineScale(engine)
+                self._scales[name].allow_smallest()
                 self._saved_states[name] = restored_states(model, own[name], self.lr_scheduler_configs)
             else:
                 self._model_engines[name] = self._frozen_engine(name, model)
@@ -213,17 +209,19 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
     def _train_engine(self, name: str, model: nn.Module, optimizer: Optimizer, gradient_clip: float) -> Any:
         check_optimizer_of_zero(optimizer)
         assert isinstance(self.config, dict)
+        zero = self.config["zero_optimization"]
+        in_float32 = zero["stage"] > 1 or self.config.get("fp16", {}).get("enabled", False)
         config = {
             **self.config,
             "gradient_clipping": gradient_clip,
-            "zero_optimization": {**self.config["zero_optimization"], **self._offload.of_trained(name)},
+            "zero_optimization": {**zero, **self._offload.of_trained(name)},
             # Keep the stage's optimizer, also if DeepSpeed offloads the optimizer states.
             "zero_force_ds_cpu_optimizer": False,
-            # By itself, DeepSpeed adds up the gradients of micro-batches in bfloat16.
-            "data_types": {"grad_accum_dtype": "fp32" if self.config["zero_optimization"]["stage"] > 1 else None},
+            # By itself, DeepSpeed adds up the gradients of micro-batches in the dtype of the passes.
+            "data_types": {"grad_accum_dtype": "fp32" if in_float32 else None},
         }
         parameters = [p for p in model.parameters() if p.requires_grad]
-        return allow_smallest_scale(self._engine(model, config, model_parameters=parameters, optimizer=optimizer))
+        return self._engine(model, config, model_parameters=parameters, optimizer=optimizer)
 
     def _frozen_engine(self, name: str, model: nn.Module) -> Any:
         assert self.lightning_module is not None
@@ -277,11 +275,11 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
 
     def gradient_norm(self, name: str) -> float | None:
         """Return the global norm of the last step's gradient before clipping; None after an overflow of float16."""
-        return norm_of_engine(self._model_engines[name])
+        return self._scales[name].norm
 
     def scale_of_loss(self, name: str) -> LossScale | None:
         """Return the scale of the loss of model `name`, which DeepSpeed keeps; None without float16."""
-        return scale_of_engine(self._model_engines[name])
+        return self._scales[name].scale
 
     @override
     def backward(
@@ -314,8 +312,10 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         of the DeepSpeed engine, which clips the gradients, updates the shards of this rank, and clears the gradients.
         """
         self.rollout_phases.memory.wait_for_optimizer()
-        stepped: Any = next((engine for engine in self._trained.values() if engine.optimizer is optimizer), self.model)
-        with self._as_model(stepped):
+        name = next((name for name, engine in self._trained.items() if engine.optimizer is optimizer), None)
+        stepped: Any = self.model if name is None else self._trained[name]
+        scale = EngineScale(stepped) if name is None else self._scales[name]
+        with self._as_model(stepped), scale.step():
             result = super().optimizer_step(optimizer, closure, model or self.lightning_module, **kwargs)
         if self.zero_stage_3 and not stepped.optimizer.offload_optimizer:
             # A parameter that the next step does not use would take its gradient of this step.

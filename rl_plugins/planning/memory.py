@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rl_plugins.config.precision import MIXED
+from rl_plugins.config.precision import FLOAT16, MIXED
 from rl_plugins.planning.devices import Device
 from rl_plugins.planning.shape import ModelShape
 from rl_plugins.planning.workload import MicroBatchSizes, Plan, Workload, micro_batch_sizes
@@ -284,11 +284,12 @@ def _update(work: Workload, plan: Plan, device: Device, sizes: MicroBatchSizes, 
         gradients = (trained - elsewhere) * 4 if is_whole else shard * summed
         bucket, in_step = 0.0, shard * summed
     else:
-        bucket = min(trained, REDUCE_BUCKET) * width
         # ZeRO-1 accumulates whole gradients until the last pass; ZeRO-2 accumulates shards in float32.
-        gradients = shard * (width if plan.zero_stage == 1 else 4)
+        summed = width if plan.zero_stage == 1 and work.precision != FLOAT16 else 4
+        bucket = min(trained, REDUCE_BUCKET) * (summed if plan.zero_stage == 1 else width)
+        gradients = shard * summed
         if plan.zero_stage == 1 and sizes.passes > work.updates:
-            gradients += trained * width
+            gradients += trained * summed
         if plan.zero_stage == 3:
             gradients = buffers
             # ZeRO-3 copies a bucket before sending, and gathers parameters into one buffer before splitting.

@@ -249,6 +249,7 @@ class CriticLearner:
             scale.unscale([self._gradients])
         norm = float(nn.utils.clip_grad_norm_(list(self._trained.values()), training.gradient_clip or float("inf")))
         rate = float(self._optimizer.param_groups[0]["lr"])
+        known_norm = norm if scale is None else scale.known_norm(norm)
         if scale is None or scale.update(norm):
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)
@@ -257,9 +258,7 @@ class CriticLearner:
             self._schedule.step()
         measured = TokenMetrics()
         measured.take_in(metrics)
-        if scale is None:
-            return Learnt(measured, norm, rate, None)
-        return Learnt(measured, scale.known_norm(norm), rate, replace(scale))
+        return Learnt(measured, known_norm, rate, None if scale is None else replace(scale))
 
     def has_finite_weights(self) -> bool:
         """Return True if no trained weight is NaN or infinite."""

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, MixedPrecision
 from torch import nn
 
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.divergence_guard import DivergenceGuard
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.run import Bounds
@@ -24,11 +25,9 @@ from rl_plugins.stages.sft import SFT
 from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.loss_scale import (
     GOOD_STEPS,
+    EngineScale,
     LossScale,
-    allow_smallest_scale,
-    norm_of_engine,
     precision_of_deepspeed,
-    scale_of_engine,
 )
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.strategies.zero import ZeroStrategy
@@ -74,11 +73,11 @@ def test_state_of_a_scale_continues_in_a_count_of_good_steps() -> None:
     ]  # fmt: skip
 
 
-def test_scale_does_not_fall_below_1_and_norms_at_1_are_known() -> None:
+def test_scale_does_not_fall_below_1_and_norms_of_steps_at_1_are_known() -> None:
     scale = LossScale(4.0)
-    known = [(scale.update(OVERFLOW), scale.value, scale.known_norm(OVERFLOW)) for _ in range(3)]
-    assert known == [(False, 2.0, None), (False, 1.0, OVERFLOW), (False, 1.0, OVERFLOW)]
-    assert scale.update(GOOD) and scale.known_norm(GOOD) == GOOD
+    known = [(scale.value, scale.known_norm(OVERFLOW), scale.update(OVERFLOW)) for _ in range(4)]
+    assert known == [(4.0, None, False), (2.0, None, False), (1.0, OVERFLOW, False), (1.0, OVERFLOW, False)]
+    assert scale.known_norm(GOOD) == GOOD and scale.update(GOOD)
 
 
 def test_scaled_loss_of_float16_is_finite_and_gradients_are_divided_exactly() -> None:
@@ -91,37 +90,90 @@ def test_scaled_loss_of_float16_is_finite_and_gradients_are_divided_exactly() ->
     assert gradient == 3
 
 
-def engine(*, float16: bool, norm: float | None = OVERFLOW, scale: float = 2.0**5) -> Any:
+class Optimizer:
+    """The parts of an optimizer of DeepSpeed that change the scale, in the order of DeepSpeed."""
+
+    def __init__(self, scale: float, min_scale: float | None) -> None:
+        self.loss_scale, self.divided_by = scale, 0.0
+        self.loss_scaler = SimpleNamespace(raise_error_at_min_scale=True)
+        if min_scale is not None:
+            self.loss_scaler.min_scale = min_scale
+
+    def _update_scale(self, has_overflow: bool) -> None:
+        self.loss_scale *= 0.5 if has_overflow else 2.0
+
+    def step(self, norm: float) -> None:
+        self._update_scale(norm == OVERFLOW)
+        self.divided_by = self.loss_scale
+
+
+def engine(
+    *, float16: bool, norm: float | None = OVERFLOW, scale: float = 2.0**5, min_scale: float | None = 1.0
+) -> Any:
     """Return an object with the attributes of an engine of DeepSpeed."""
-    scaler = SimpleNamespace(raise_error_at_min_scale=True)
     return SimpleNamespace(
         fp16_enabled=lambda: float16,
         get_global_grad_norm=lambda: norm,
-        optimizer=SimpleNamespace(loss_scale=scale, loss_scaler=scaler),
+        optimizer=Optimizer(scale, min_scale),
         skipped_steps=7,
     )
 
 
-def test_scale_of_engine_is_the_scale_of_deepspeed() -> None:
-    assert scale_of_engine(engine(float16=False)) is None
-    assert scale_of_engine(engine(float16=True)) == LossScale(2.0**5, skipped=7)
+def test_scale_of_an_engine_is_the_scale_of_deepspeed() -> None:
+    assert EngineScale(engine(float16=False)).scale is None
+    assert EngineScale(engine(float16=True)).scale == LossScale(2.0**5, skipped=7)
 
 
-def test_norm_of_engine_is_unknown_after_an_overflow_of_float16_alone() -> None:
-    for float16, norm, scale, expected in (
-        (True, OVERFLOW, 2.0**5, None),
-        (True, OVERFLOW, 1.0, OVERFLOW),
-        (True, GOOD, 2.0**5, GOOD),
-        (False, OVERFLOW, 1.0, OVERFLOW),
-        (True, None, 2.0**5, None),
-    ):
-        assert norm_of_engine(engine(float16=float16, norm=norm, scale=scale)) == expected
+@pytest.mark.parametrize(
+    ("options", "norm", "expected"),
+    [
+        ({"scale": 2.0**5}, OVERFLOW, None),
+        # The next step has the scale 1.
+        ({"scale": 2.0}, OVERFLOW, None),
+        ({"scale": 1.0}, OVERFLOW, OVERFLOW),
+        ({"scale": 64.0, "min_scale": 64.0}, OVERFLOW, OVERFLOW),
+        # A scale that does not change.
+        ({"scale": 64.0, "min_scale": None}, OVERFLOW, OVERFLOW),
+        ({"scale": 2.0**5}, GOOD, GOOD),
+        ({"scale": 2.0**5}, None, None),
+        ({"float16": False}, OVERFLOW, OVERFLOW),
+    ],
+)
+def test_norm_of_an_engine_is_unknown_after_an_overflow_of_float16(
+    options: dict[str, Any], norm: float | None, expected: float | None
+) -> None:
+    scale = EngineScale(engine(norm=norm, **{"float16": True, **options}))
+    with scale.step():
+        pass
+    assert scale.norm == expected
 
 
-def test_allow_smallest_scale_changes_engines_of_float16_alone() -> None:
+def test_scale_of_an_engine_changes_after_the_gradients_are_divided_by_the_scale() -> None:
+    for float16, overflow in ((True, False), (True, True), (False, False)):
+        one = engine(float16=float16)
+        with EngineScale(one).step():
+            one.optimizer.step(OVERFLOW if overflow else GOOD)
+        assert one.optimizer.loss_scale == 2.0**5 * (0.5 if overflow else 2)
+        assert one.optimizer.divided_by == (2.0**5 if float16 else 2.0**6)
+
+
+def test_scale_of_an_engine_stays_without_a_step() -> None:
+    one = engine(float16=True)
+    with pytest.raises(ZeroDivisionError), EngineScale(one).step():
+        one.optimizer.step(GOOD)
+        raise ZeroDivisionError
+    assert one.optimizer.loss_scale == 2.0**5
+    with EngineScale(one).step():
+        pass
+    assert one.optimizer.loss_scale == 2.0**5
+    one.optimizer._update_scale(False)
+    assert one.optimizer.loss_scale == 2.0**6
+
+
+def test_smallest_scale_is_allowed_for_engines_of_float16_alone() -> None:
     for float16 in (True, False):
         one = engine(float16=float16)
-        assert allow_smallest_scale(one) is one
+        EngineScale(one).allow_smallest()
         assert one.optimizer.loss_scaler.raise_error_at_min_scale is not float16
 
 
@@ -198,16 +250,53 @@ def test_overflow_leaves_out_a_step_and_does_not_trip_the_divergence_guard() -> 
     assert strategy.scale_of_loss("policy") == LossScale(2.0**15, 0, 1)
     assert metrics["train/skipped_updates"] == 1 and metrics["train/loss_scale"] == 2.0**15
     assert "train/gradient_norm" in metrics, "the norm of the step before stays in Lightning's metrics"
-    assert strategy.gradient_norm("policy") is None and metrics["train/gradient_norm"] > 0
+    assert "train/gradient_norm" not in stage.step_metrics and strategy.gradient_norm("policy") is None
     assert all(bool(parameter.isfinite().all()) for parameter in stage.policy.parameters())
     assert {parameter.dtype for parameter in stage.policy.parameters()} == {torch.float32}
 
 
 def test_overflow_in_all_steps_trips_the_divergence_guard_at_the_smallest_scale() -> None:
     stage = sft(overflows_in=tuple(range(30)))
-    with pytest.raises(TrainingDiverged, match=r"step 16: train/gradient_norm is inf \(finite=True\)|is nan"):
+    with pytest.raises(TrainingDiverged, match=r"step 17: train/gradient_norm is inf \(finite=True\)|is nan"):
         fit(stage, [ROWS] * 30, callbacks=[DivergenceGuard(Bounds())])
-    assert stage.step == 16 and all(bool(parameter.isfinite().all()) for parameter in stage.policy.parameters())
+    assert stage.step == 17 and all(bool(parameter.isfinite().all()) for parameter in stage.policy.parameters())
+
+
+class Enlarged(SFT):
+    """A stage with a factor of the loss in each update, and a small scale.
+
+    Attributes:
+        factors: factors of the next updates.
+    """
+
+    factors: list[float]
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        strategy: Any = self.trainer.strategy
+        strategy._loss_scales = {"policy": LossScale(2.0**4)}
+
+    def optimize(self, losses: Iterable[MicroBatchLoss], name: str | None = None) -> None:
+        factor = self.factors.pop(0)
+        super().optimize(((loss * factor, last) for loss, last in losses), name)
+
+
+def test_overflow_after_a_roll_back_keeps_the_step_and_has_no_norm_in_reports_to_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[dict[str, float]] = []
+    monkeypatch.setattr(PolicyCheckpoint, "_report", lambda self, trainer, metrics, final: reports.append(metrics))
+    stage = Enlarged(build_model(hidden_size=32), tokenizer=canned.tokenizer)
+    stage.factors = [1.0, 100.0, 1e30, 1.0]
+    guard = DivergenceGuard(Bounds(gradient_norm=100.0), action="roll_back", folder=tmp_path)
+    strategy, _ = fit(
+        stage, [ROWS] * 4, callbacks=[guard, PolicyCheckpoint(tmp_path, every=1, keep_last=9, report_to_ray=True)]
+    )
+    assert (guard.rollbacks, stage.step, stage.factors) == (1, 3, [])
+    assert strategy.scale_of_loss("policy") == LossScale(2.0**3, 1, 1)
+    # Step 2 is the step that the overflow left out.
+    assert ["train/gradient_norm" in report for report in reports] == [True, False, True]
+    assert all("train/loss" in report and report["step"] == step for step, report in enumerate(reports, 1))
 
 
 def test_resume_on_a_single_device_continues_with_the_same_bits_and_the_same_scale(tmp_path: Path) -> None:
@@ -268,6 +357,18 @@ def test_module_without_a_stage_is_refused_in_float16() -> None:
 
     with pytest.raises(ConfigError, match="precision=16-mixed: only stages scale their losses: use bf16-mixed"):
         fit(Plain(), [ROWS])
+
+
+def test_backward_pass_of_a_stage_in_float16_needs_the_name_of_the_model() -> None:
+    class Own(SFT):
+        def optimize(self, losses: Iterable[MicroBatchLoss], name: str | None = None) -> None:
+            for loss, _ in losses:
+                self.manual_backward(loss)
+
+    with pytest.raises(
+        ConfigError, match=r"precision=16-mixed: pass model_name=\.\.\. to manual_backward, which names"
+    ):
+        fit(Own(build_model(hidden_size=32), tokenizer=canned.tokenizer), [ROWS])
 
 
 def test_fsdp_strategy_knows_the_plugin_of_float16() -> None:

@@ -178,6 +178,15 @@ def test_float16_trains_like_float32_and_resumes_with_the_saved_scale(
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("stage", STAGES)
+def test_float16_trains_with_optimizer_states_on_the_host(results: Callable[[str], Results], stage: int) -> None:
+    got, expected = (results(f"float16-{place}")["steps"] for place in (f"host-{stage}", stage))
+    for step, metrics in got.items():
+        assert metrics["skipped_updates"] == 0
+        assert [metrics[name] for name in METRICS] == pytest.approx([expected[step][name] for name in METRICS], rel=0.1)
+
+
+@pytest.mark.extended
 def test_float16_resumes_with_the_saved_scale_under_another_stage(results: Callable[[str], Results]) -> None:
     (metrics,) = results("float16-3-one-2")["steps"].values()
     assert (metrics["loss_scale"], metrics["critic/loss_scale"], metrics["skipped_updates"]) == (2.0**8, 2.0**8, 0)
@@ -194,6 +203,26 @@ def test_overflow_of_float16_leaves_out_the_step_on_all_ranks(
     start = load_file(folder / "policy" / "model.safetensors")
     weights = got["weights"]["policy"]
     assert all(torch.equal(weights[name], weight.half()) for name, weight in start.items())
+
+
+@pytest.mark.parametrize("stage", SOME_STAGES)
+def test_doubled_scale_of_float16_begins_with_the_next_step(
+    folder: Path, results: Callable[[str], Results], stage: int
+) -> None:
+    got, exact = results(f"doubled-{stage}"), results("sgd-single")
+    assert got["steps"][STEPS]["loss_scale"] == 2.0**11 and got["steps"][STEPS]["skipped_updates"] == 0
+    for step, metrics in got["steps"].items():
+        names = ("gradient_norm", "critic/gradient_norm")
+        assert [metrics[name] for name in names] == pytest.approx(
+            [exact["steps"][step][name] for name in names], rel=0.1
+        )
+    start = load_file(folder / "policy" / "model.safetensors")
+    step, got_step = (
+        torch.cat([(run["weights"]["policy"][name].float() - weight).flatten() for name, weight in start.items()])
+        for run in (exact, got)
+    )
+    # A gradient divided by two times its scale would be half a step.
+    assert float((got_step - step).norm()) < 0.1 * float(step.norm())
 
 
 @pytest.mark.extended

@@ -51,6 +51,7 @@ class Run:
         precision: precision of the trainer.
         optimizer: optimizer of policy and critic.
         lora: adapter of policy and critic.
+        clip: bounds on the gradient norms of policy and critic.
     """
 
     strategy: Callable[[Path], Any]
@@ -62,6 +63,7 @@ class Run:
     precision: Any = "32-true"
     optimizer: str | dict[str, str] = "AdamW"
     lora: LoraConfig = field(default_factory=no_adapter)
+    clip: tuple[float, float] = 0.5, 0.3
 
 
 class Record(Callback):
@@ -78,7 +80,8 @@ class Record(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         source: Any = trainer.strategy
-        if isinstance(source, ZeroStrategy) and source.config["zero_optimization"]["stage"] > 1:  # type: ignore[index]
+        is_float16 = trainer.precision == "16-mixed"
+        if isinstance(source, ZeroStrategy) and (is_float16 or source.config["zero_optimization"]["stage"] > 1):  # type: ignore[index]
             for name in pl_module.optimizer_configs():
                 optimizer: Any = source.model_engine(name).optimizer
                 assert optimizer.gradient_accumulation_dtype == torch.float32
@@ -105,8 +108,10 @@ def _train(folder: Path, name: str, run: Run) -> None:
         scorer=canned.CannedScorer(),
         sampling=SamplingConfig(max_tokens=20, num_samples=3, temperature=canned.TEMPERATURE),
         algorithm=Algorithm(advantage="gae", kl=KLConfig(0.1)),
-        critic=CriticConfig(model, OptimizerConfig(2 * run.lr, run.optimizer, gradient_clip=0.3), lora=run.lora),
-        optimizer=OptimizerConfig(run.lr, run.optimizer, gradient_clip=0.5, warmup_steps=1),
+        critic=CriticConfig(
+            model, OptimizerConfig(2 * run.lr, run.optimizer, gradient_clip=run.clip[1]), lora=run.lora
+        ),
+        optimizer=OptimizerConfig(run.lr, run.optimizer, gradient_clip=run.clip[0], warmup_steps=1),
         lora=run.lora,
         tokens_per_micro_batch=50,
         updates_per_step=2,
@@ -138,10 +143,10 @@ def zero(stage: int, **options: Any) -> Callable[[Path], ZeroStrategy]:
     return lambda _: ZeroStrategy(stage=stage, timeout_s=100, rollout=canned.CannedRollout(), **options)
 
 
-def on_host(stage: int) -> Callable[[Path], ZeroStrategy]:
+def on_host(stage: int, **options: Any) -> Callable[[Path], ZeroStrategy]:
     """Optimizer states are offloaded to the host, and under stage 3 the weights of the reference."""
     reference = {"reference": "cpu"} if stage == 3 else {}
-    return zero(stage, offload={"policy": "cpu", "critic": "stay", **reference})
+    return zero(stage, offload={"policy": "cpu", "critic": "stay", **reference}, **options)
 
 
 def moved(stage: int) -> Callable[[Path], Any]:
@@ -160,6 +165,9 @@ def in_files(name: str) -> Callable[[Path], ZeroStrategy]:
 SMALL: dict[str, Any] = {"world_size": 2, "lr": 1e-5, "precision": "bf16-true"}
 
 FLOAT16: dict[str, Any] = {"world_size": 2, "precision": "16-mixed"}
+
+# The step has the size of the gradient.
+SGD: dict[str, Any] = {"optimizer": {"_target_": "torch.optim.SGD"}, "clip": (0.0, 0.0)}
 
 TORCHAO = {"_target_": "torchao.optim.AdamW8bit"}
 BITSANDBYTES = {"_target_": "bitsandbytes.optim.AdamW8bit"}
@@ -186,8 +194,15 @@ RUNS: dict[str, Run] = {
     "bf16-2-3": Run(zero(3), resume="bf16-2", **SMALL),
     **{f"float16-{stage}": Run(zero(stage, initial_scale_power=8), **FLOAT16) for stage in STAGES},
     **{f"float16-{stage}-resumed": Run(zero(stage), resume=f"float16-{stage}", **FLOAT16) for stage in STAGES},
+    **{f"float16-host-{stage}": Run(on_host(stage, initial_scale_power=8), **FLOAT16) for stage in STAGES},
     "float16-3-one-2": Run(zero(2), resume="float16-3", precision="16-mixed"),
     **{f"overflow-{stage}": Run(zero(stage, initial_scale_power=40), **FLOAT16) for stage in STAGES},
+    "sgd-single": Run(single, **SGD),
+    # The scale is doubled in each step but the first.
+    **{
+        f"doubled-{stage}": Run(zero(stage, initial_scale_power=8, loss_scale_window=1), precision="16-mixed", **SGD)
+        for stage in STAGES
+    },
     "bf16-2-float16": Run(zero(2), resume="bf16-2", **FLOAT16),
     "two-3-float16": Run(zero(3), resume="two-3", **FLOAT16),
     "float16-2-bf16": Run(zero(2), resume="float16-2", **SMALL),
