@@ -123,6 +123,17 @@ def test_kernel_of_torch_2_11_is_called_without_enable_gqa() -> None:
     assert found == (False, ("query", (-1, 0)))
 
 
+def train_at_too_large_a_scale(rank: int) -> list[Result]:
+    """Run a training in float16 whose gradients overflow in all steps."""
+    with patch("integration_tests.gpu.without_vllm.training.SCALE_POWER", 60):
+        return run_on_cpu(rank, ["single_device"], {"single_device": ["16-mixed"]})
+
+
+def test_training_in_float16_without_a_step_fails() -> None:
+    [([result], _)] = run_ranks(train_at_too_large_a_scale, world_size=1)
+    assert result.status == FAILED and "3 optimizer steps were left out" in result.message
+
+
 @pytest.mark.extended
 def test_cases_of_all_sections_run_on_cpu() -> None:
     [(results, _)] = run_ranks(run_on_cpu, list(SECTIONS), SOME, world_size=1, timeout_s=540)

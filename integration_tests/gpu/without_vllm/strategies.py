@@ -12,7 +12,7 @@ import torch
 
 from integration_tests.gpu.without_vllm.cases import Case, Place, Skipped, need
 from integration_tests.gpu.without_vllm.kernel import use_kernel_of_this_torch
-from integration_tests.gpu.without_vllm.training import Variant, train, train_on_host
+from integration_tests.gpu.without_vllm.training import SCALE_POWER, Variant, train, train_on_host
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.strategies.offload import HOST
 
@@ -72,7 +72,13 @@ def _zero(place: Place, stage: int) -> Iterable[Case]:
             raise Skipped("DeepSpeed trains in float16 on GPUs")
         from rl_plugins.strategies.zero import ZeroStrategy
 
-        return ZeroStrategy(stage=stage, rollout=engine, offload={"policy": variant.place}, timeout_s=_TIMEOUT_S)
+        return ZeroStrategy(
+            stage=stage,
+            rollout=engine,
+            offload={"policy": variant.place},
+            timeout_s=_TIMEOUT_S,
+            initial_scale_power=SCALE_POWER,
+        )
 
     return _cases(place, make, {**VARIANTS, **(ON_HOST if stage == 3 else {})})
 

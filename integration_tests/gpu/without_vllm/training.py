@@ -43,6 +43,8 @@ _SIZES: dict[str, dict[str, Any]] = {
 _LARGEST_DIFFERENCE = {torch.float32: 0.05, torch.float16: 0.3, torch.bfloat16: 0.3}
 _LARGEST_GAP = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 _LARGEST_GAP_OF_FLOAT8 = 1.0
+# In float16: small enough for the gradients. At the scale of a run, overflows may leave out all three steps.
+SCALE_POWER = 8
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,10 @@ class _Interrupted(PolicyOptimization):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        scale = self.strategy.scale_of_loss(POLICY)
+        if scale is not None:
+            # DeepSpeed has begun with this scale.
+            scale.value = 2.0**SCALE_POWER
         self.first_step = self._weights()
 
     @override
@@ -159,7 +165,8 @@ def train(
         Seconds of phases, GiB of memory, and the largest gap between the log-probs of policy and rollout engine.
 
     Raises:
-        AssertionError: a checkpoint, an export or a gap is wrong. The strategy has errors of its own.
+        AssertionError: a checkpoint, an export or a gap is wrong, or an optimizer step was left out. The strategy has
+            errors of its own.
     """
     return _checked(_fit(place, strategy_of, variant), variant, place.folder)
 
@@ -239,7 +246,10 @@ def _fit(place: Place, strategy_of: Callable[[TransformersRollout, Variant], Any
 
 
 def _checked(stage: _Interrupted, variant: Variant, folder: Path) -> Mapping[str, Any]:
-    """Check gaps and exports, and return the figures of `train`."""
+    """Check steps, gaps and exports, and return the figures of `train`."""
+    if variant.dtype == torch.float16:
+        assert not (left_out := stage.rows[-1]["train/skipped_updates"]), f"{left_out:g} optimizer steps were left out"
+    assert any(change.any() for change in stage.first_step.values()), "the first step changed no weight"
     gap = max(row["train/rollout_gap_max"] for row in stage.rows)
     assert gap < variant.largest_gap, f"the log-probs of policy and rollout engine differ by {gap:.2g}"
     _check_exports(stage, variant, folder)

@@ -238,6 +238,16 @@ def test_critic_learner_in_float16_leaves_out_a_step_and_continues_with_the_save
     assert learn(too_large, steps[:1])[0].loss_scale == LossScale(2.0**9, STEPS * UPDATES + 1)
 
 
+def test_critic_learner_reports_an_overflow_of_a_step_at_the_smallest_scale_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learner = CriticLearner(training(computes_in=torch.float16))
+    learner._loss_scale = LossScale(2.0)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, limit: torch.tensor(torch.inf))
+    left_out = [(one.gradient_norm, one.loss_scale) for one in learn(learner, trained_in_workers().trained_on[:1])]
+    assert left_out == [(None, LossScale(1.0, skipped=1)), (torch.inf, LossScale(1.0, skipped=2))]
+
+
 def test_save_of_a_critic_pool_with_a_full_disk_is_a_failure_of_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
