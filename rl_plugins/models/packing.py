@@ -212,6 +212,11 @@ def _test_rows(model: nn.Module, device: torch.device) -> _RowSupport:
 
     with torch.no_grad(), _without_dropout(model), plain_products(model):
         whole = outputs([reversed_ids, ids], [ids, ids], _TEST_TOKENS)
+        if not all(output.isfinite().all() for output in whole):
+            raise ConfigError(
+                f"{type(_without_engine(model)).__name__} computes outputs that are not finite: a weight is NaN or "
+                "infinite, or activations exceed 65,504 in float16 (model.precision=16-mixed): use bf16-mixed"
+            )
         after_zeros = outputs([torch.zeros_like(ids), ids], [ids, ids], _TEST_TOKENS)
         if not (separates_samples := _are_close(whole, after_zeros)) or not has_packed_attention(model):
             return _RowSupport(separates_samples, shares_prompts=False)

@@ -262,6 +262,19 @@ def test_overflow_in_all_steps_trips_the_divergence_guard_at_the_smallest_scale(
     assert stage.step == 17 and all(bool(parameter.isfinite().all()) for parameter in stage.policy.parameters())
 
 
+def test_overflow_of_a_forward_pass_trips_the_guard_by_the_loss_or_the_check_of_packing() -> None:
+    model: Any = build_model(hidden_size=32)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1e9)
+    for packing, error, message in (
+        (False, TrainingDiverged, r"step 1: train/loss is nan \(finite=True\)\."),
+        (True, ConfigError, r"Qwen2ForCausalLM computes outputs that are not finite: .* use bf16-mixed"),
+    ):
+        stage = SFT(model, tokenizer=canned.tokenizer, packing=packing)
+        with pytest.raises(error, match=message):
+            fit(stage, [ROWS], callbacks=[DivergenceGuard(Bounds())])
+
+
 class Enlarged(SFT):
     """A stage with a factor of the loss in each update, and a small scale.
 
