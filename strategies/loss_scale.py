@@ -115,7 +115,8 @@ class EngineScale:
         if scale is None:
             yield
             return
-        optimizer, overflows = self._engine.optimizer, list[bool]()
+        optimizer = self._engine.optimizer
+        overflows: list[bool] = []
         # The attribute hides the method, which DeepSpeed calls once in a step. Other calls of `step` take no step.
         optimizer._update_scale = overflows.append
         try:

@@ -382,7 +382,7 @@ class Stage(LightningModule):
         """
         folder = local_path("folder", folder)
         if self._parts_of is None:
-            raise ConfigError(f"{type(self).__name__}.export: nothing is trained yet: call trainer.fit(stage) first")
+            raise ConfigError(f"{type(self).__name__}.export: nothing is trained: call trainer.fit(stage, ...) first")
         check_finite_weights(self.strategy, {self.trained: getattr(self, self.trained)}, self.step, folder)
         model, source = getattr(self, self.trained), self.strategy.weight_source(self.trained)
         if adapter and isinstance(source, MergedWeightSource):

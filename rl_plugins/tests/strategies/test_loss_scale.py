@@ -262,7 +262,7 @@ def test_overflow_in_all_steps_trips_the_divergence_guard_at_the_smallest_scale(
     assert stage.step == 17 and all(bool(parameter.isfinite().all()) for parameter in stage.policy.parameters())
 
 
-def test_overflow_of_a_forward_pass_trips_the_guard_by_the_loss_or_the_check_of_packing() -> None:
+def test_overflow_of_a_forward_pass_ends_training_by_the_guard_or_the_check_of_packing() -> None:
     model: Any = build_model(hidden_size=32)
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(1e9)
