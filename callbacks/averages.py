@@ -26,7 +26,8 @@ from rl_plugins.strategies.expert_parallel import divides_experts
 class PolicyAverage(Callback):
     """Keep an exponential moving average of the trained weights, in float32. Each rank has the average of its shards.
 
-    The average is often better than the trained policy. Validation uses the average; training does not.
+    The average is often better than the trained policy. Validation uses the average; training does not. With a schedule
+    that samples ahead, responses in flight during a validation go on with the average, and count as fresh samples.
     `PolicyCheckpoint`, placed behind this callback, saves the average. The average continues if as many ranks resume as
     have saved it, and starts again from the current weights otherwise.
 

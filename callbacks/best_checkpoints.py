@@ -16,12 +16,13 @@ from rl_plugins.callbacks.checkpoint_files import old_files_may_stay, put_in_pla
 from rl_plugins.errors import ConfigError, StorageError
 from rl_plugins.manifest import CheckpointWriter, read_manifest
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.stages.clock import clock
+from rl_plugins.stages.clock import clock, stage_of, step_metrics
 from rl_plugins.text_file import read_json_object
 from rl_plugins.whole_file import cannot_write, link_or_copy
 
 _METRIC_FILE = "metric.json"
 _SIGNS = {"max": 1, "min": -1}
+_NORM_AND_SCALE = ("gradient_norm", "loss_scale")
 
 
 class BestCheckpoints(Callback):
@@ -67,13 +68,16 @@ class BestCheckpoints(Callback):
             self._consider(trainer, pl_module)
 
     def _consider(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._metric not in trainer.callback_metrics:
-            known = ", ".join(sorted(map(str, trainer.callback_metrics)))
+        metrics, step = step_metrics(trainer, pl_module), clock(pl_module)
+        if self._metric not in metrics:
+            # A step that an overflow in float16 left out has a scale of the loss, and no gradient norm.
+            if self._metric in stage_of(pl_module).stale_metrics or self._metric.replace(*_NORM_AND_SCALE) in metrics:
+                return
             raise ConfigError(
                 f"BestCheckpoints(metric={self._metric!r}) (in a recipe: run.best_metric): there is no such metric; "
-                f"the metrics are {known}"
+                f"the metrics are {', '.join(sorted(metrics))}"
             )
-        value, step = float(trainer.callback_metrics[self._metric]), clock(pl_module)
+        value = metrics[self._metric]
         # Rank 0 decides for all ranks.
         if not trainer.strategy.broadcast(trainer.is_global_zero and self._is_wanted(value, step)):
             return
@@ -100,8 +104,11 @@ class BestCheckpoints(Callback):
         trainer.strategy.barrier("best checkpoints")
 
     def _is_wanted(self, value: float, step: int) -> bool:
-        if math.isnan(value) or self._folder.best(step).is_dir():
+        if math.isnan(value):
             return False
+        if (same := self._folder.best(step)).is_dir():
+            # A run that was killed after a validation repeats the step.
+            return self._sign * value > _score(same, self._metric, self._sign)
         ranked = self._ranked()
         return len(ranked) < self._keep or self._sign * value > _score(ranked[-1], self._metric, self._sign)
 
@@ -140,12 +147,12 @@ def _link_checkpoint(checkpoint: Path, best: Path, metric: str) -> str | None:
     partial = best.with_name(f".{best.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        shutil.copytree(checkpoint, partial, copy_function=link_or_copy)
+        # A best checkpoint of another run has a file with its metric, and a write into the link would change the file.
+        without_metric = shutil.ignore_patterns(_METRIC_FILE)
+        shutil.copytree(checkpoint, partial, ignore=without_metric, copy_function=link_or_copy)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         return cannot_write(best, error)
     writer = CheckpointWriter(partial)
-    # A best checkpoint of another run has such a file, and a write would change the file of the checkpoint, too.
-    (partial / _METRIC_FILE).unlink(missing_ok=True)
     writer.save_text(metric, partial / _METRIC_FILE)
     return writer.failure or put_in_place(partial, read_manifest(partial) | writer.files, best)

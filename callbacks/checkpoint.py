@@ -34,7 +34,7 @@ from rl_plugins.models.remote import RemoteLearner
 from rl_plugins.plain_file import load_plain
 from rl_plugins.rewards.trajectory import RECORDS
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.stages.clock import clock, stage_of
+from rl_plugins.stages.clock import clock, step_metrics
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.stage import Stage
 from rl_plugins.storage import local_path
@@ -115,7 +115,6 @@ class PolicyCheckpoint(Callback):
         self._keep_models = dict(keep_models or {})
         self.files = CheckpointFiles(background_deadline_s)
         self.saved_step = -1
-        self._of_steps: set[str] = set()
 
     @classmethod
     def of(cls, trainer: Trainer) -> PolicyCheckpoint:
@@ -153,7 +152,6 @@ class PolicyCheckpoint(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         self.files.advance()
-        self._of_steps |= stage_of(pl_module).step_metrics.keys()
         if clock(pl_module) % self._every == 0:
             self._save(trainer, pl_module)
         self._log_wait(trainer, pl_module)
@@ -178,13 +176,8 @@ class PolicyCheckpoint(Callback):
         if step == self.saved_step:
             return
         final = self._folder.checkpoint(step)
-        metrics: dict[str, float] = {"step": step}
-        if self._report_to_ray:
-            # When the checkpoint is in place, the metrics may be those of a later step.
-            known, ended = trainer.callback_metrics.items(), stage_of(pl_module).step_metrics
-            # Lightning also keeps the metrics of earlier steps that this step does not have.
-            current = {name: float(value) for name, value in known if name in ended or name not in self._of_steps}
-            metrics = current | metrics
+        # When the checkpoint is in place, the metrics may be those of a later step.
+        metrics = step_metrics(trainer, pl_module) | {"step": step} if self._report_to_ray else {}
 
         def then() -> None:
             if trainer.is_global_zero:

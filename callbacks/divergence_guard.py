@@ -16,7 +16,7 @@ from rl_plugins.callbacks.checkpoint import finish_checkpoint, load_rank_states
 from rl_plugins.config.run import Bounds
 from rl_plugins.errors import ConfigError, TrainingDiverged
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.stages.clock import clock, stage_of
+from rl_plugins.stages.clock import clock, step_metrics
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import strategy_of
 
@@ -84,15 +84,22 @@ class DivergenceGuard(Callback):
         self._folder = None if folder is None else RunFolder(folder)
         self._reward_average = BestAverage(bounds.reward_window)
         self._warned = False
+        self._undone_steps = 0
         self.rollbacks = 0
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
+        # Lightning validates after every so many batches. After a roll-back, validations stay on the stage's clock.
+        undone, self._undone_steps = self._undone_steps, 0
+        counts = trainer.fit_loop.epoch_loop.batch_progress.total
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(counts, name, getattr(counts, name) - undone)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        # Lightning's `callback_metrics` have the norm of an earlier step if this step has none.
-        metrics = {name: float(value) for name, value in stage_of(pl_module).step_metrics.items()}
-        violations = list(self._violations(metrics))
+        violations = list(self._violations(step_metrics(trainer, pl_module)))
         # Metrics are equal on all ranks. If they differ on one rank all the same, all ranks still act together.
         if not strategy_of(trainer).ranks.any(bool(violations)):
             self._warned = False
@@ -141,7 +148,9 @@ class DivergenceGuard(Callback):
             raise TrainingDiverged(
                 f"training diverges at {description}, and there is no checkpoint yet to roll back to. {_ADVICE}"
             )
+        step = stage.step
         stage.restore(checkpoint / "state")
+        self._undone_steps = step - stage.step
         load_rank_states(trainer, checkpoint)
         self._reward_average = BestAverage(self._bounds.reward_window)
         self.rollbacks += 1

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rl_plugins.stages.clock import clock
+from rl_plugins.stages.clock import clock, step_metrics
 from rl_plugins.strategies.contract import strategy_of
 
 LINE_INTERVAL_S = 10.0
@@ -93,8 +93,8 @@ class StepProgress(Callback):
         self._ends.append((now, clock(pl_module)))
         # Lightning computes all metrics at every access, so short steps do not read the metrics each time.
         if last or now - self._metrics_read_at >= (self._every_s or 1.0):
-            metrics, self._metrics_read_at = trainer.callback_metrics, now
-            shown = [f"{short} {float(metrics[name]):.3g}" for name, short in _SHOWN_METRICS.items() if name in metrics]
+            metrics, self._metrics_read_at = step_metrics(trainer, pl_module), now
+            shown = [f"{short} {metrics[name]:.3g}" for name, short in _SHOWN_METRICS.items() if name in metrics]
             self._metrics = ", ".join(shown)
 
     def _show(self, trainer: Trainer, view: View) -> None:

@@ -54,10 +54,10 @@ class RolloutDump(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         stage = _policy_optimization(pl_module)
         if trainer.is_global_zero:
-            # An interrupted run of this step can have written more draws.
-            shutil.rmtree(_step_folder(self._folder, stage.step + 1), ignore_errors=True)
-            steps = _steps(self._folder)
-            for old in steps[: max(0, len(steps) + 1 - self._keep_last)]:
+            this, steps = _step_folder(self._folder, stage.step + 1), _steps(self._folder)
+            # An interrupted run, or a roll-back, leaves this step and later steps, which are repeated.
+            earlier = [step for step in steps if step.name < this.name]
+            for old in {*steps} - {*earlier[max(0, len(earlier) + 1 - self._keep_last) :]}:
                 shutil.rmtree(old, ignore_errors=True)
         trainer.strategy.barrier("rollout dump")
 

@@ -115,7 +115,7 @@ def run_command(
     cwd: Path,
     env: Mapping[str, str] | None = None,
     input: str = "",
-    timeout_s: float = 240,
+    timeout_s: float = 600,
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command as `subprocess.run(args, capture_output=True, text=True)` does, in a fork of the server."""

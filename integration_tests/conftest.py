@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 # The processes of tests and Ray's workers find the rewards of this folder by the name of the module.
 ROOT = Path(__file__).parent.parent
+RUN_DEADLINE_S = 900.0
+"""Deadline of a run or of one of its steps, for a run that hangs. With busy cores a run takes eight times as long."""
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
@@ -84,7 +86,7 @@ class Recipe:
         """The rows of training steps."""
         return [row for row in self.metrics() if "train/loss" in row]
 
-    def wait(self, timeout_s: float = 420) -> int:
+    def wait(self, timeout_s: float = RUN_DEADLINE_S) -> int:
         """Wait for the exit status."""
         try:
             return self.process.wait(patient(timeout_s))
@@ -92,7 +94,7 @@ class Recipe:
             self.kill()
             raise AssertionError(f"{self.name} did not end in {patient(timeout_s):g} s:\n{self.tail()}") from None
 
-    def wait_until(self, holds: Callable[[], object], awaited: str, timeout_s: float = 420) -> None:
+    def wait_until(self, holds: Callable[[], object], awaited: str, timeout_s: float = RUN_DEADLINE_S) -> None:
         """Wait until the recipe fulfils a condition; fail if the recipe ends before."""
 
         def held() -> bool:
@@ -105,10 +107,10 @@ class Recipe:
 
         wait_until(held, awaited, timeout_s, self.tail)
 
-    def wait_for_step(self, step: int, timeout_s: float = 420) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = RUN_DEADLINE_S) -> None:
         self.wait_until(lambda: any(row["step"] >= step for row in self.trained()), f"step {step}", timeout_s)
 
-    def wait_for_words(self, words: str, timeout_s: float = 420) -> None:
+    def wait_for_words(self, words: str, timeout_s: float = RUN_DEADLINE_S) -> None:
         self.wait_until(lambda: words in self.tail(1_000_000), f"the words {words!r}", timeout_s)
 
     def processes(self, name: str = "") -> list[psutil.Process]:

@@ -43,7 +43,7 @@ METRICS = {
     *(f"throughput/{kind}_tokens_per_s" for kind in ("trained", "sampled")),
     *("idle/trainer", "idle/engine", "rollout/engines", "rollout/engines_lost"),
 }
-VALIDATION = {"val/reward", *(f"val/addition/mean_at_1{end}" for end in ("", "_low", "_high"))}
+VALIDATION = {"val/reward", "val/reward_failures", *(f"val/addition/mean_at_1{end}" for end in ("", "_low", "_high"))}
 # In a step with a validation, the validation updates the weights of the engine.
 SOMETIMES = {"time/update_weights", "memory/update_weights"}
 

@@ -39,7 +39,7 @@ def run(folder: Path, workplace: Path, *overrides: str) -> subprocess.CompletedP
         ),
         *overrides,
     ]  # fmt: skip
-    return run_command(command, cwd=folder, timeout_s=400)
+    return run_command(command, cwd=folder, timeout_s=900)
 
 
 @pytest.fixture(scope="module")

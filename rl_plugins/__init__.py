@@ -18,6 +18,7 @@ PUBLIC: dict[str, dict[str, str]] = {
         "RewardModeling": "stages.reward_modeling",
         "Stage": "stages.stage",
         "clock": "stages.clock",
+        "step_metrics": "stages.clock",
         "OptimizerConfig": "config.models",
         "LoraConfig": "config.models",
         "CriticConfig": "config.models",

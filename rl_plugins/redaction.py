@@ -1,8 +1,8 @@
 """Text and options without secrets, for files, logs, error lines and MLflow.
 
-Three forms of a secret are known: the user and the password in an address, the signature in the query of an address,
-and the value of a name such as `api_key`. An expression such as `${oc.env:TOKEN}` is no secret: the value stays in the
-environment. The default in `${oc.env:TOKEN,abc}` is a secret.
+Four forms of a secret are known: the user and the password in an address, the signature in the query of an address,
+the value of a name such as `api_key`, and in code and diffs the text of a private key. An expression such as
+`${oc.env:TOKEN}` is no secret: the value stays in the environment. The default in `${oc.env:TOKEN,abc}` is a secret.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ _IN_CODE = re.compile(
     rf"""|(^[-+ ]?\s*(?:export\s+)?(?:[\w.-]*(?:{_NAME})[\w-]*(?:=|:\s+)|\w*{_VARIABLE}=))(?!["'])[^\s(),]+$""",
     re.IGNORECASE | re.MULTILINE,
 )
+_PRIVATE_KEY = re.compile(
+    r"(?s)(-----BEGIN [A-Z ]*PRIVATE KEY-----|PuTTY-User-Key-File-\d:).*?"
+    r"(-----END [A-Z ]*PRIVATE KEY-----|Private-MAC: *\w+|\Z)"
+)
 
 SECRET_FILES = (
     ".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".git-credentials", ".pypirc", ".npmrc", ".htpasswd",
@@ -89,8 +93,9 @@ def without_password(text: str) -> str:
 
 
 def redacted_code(text: str) -> str:
-    """Return source code or a diff without secrets: quoted values and lines `NAME=value`, and addresses."""
-    return _IN_CODE.sub(lambda match: f"{match[1] or match[2]}{REMOVED}", without_password(text))
+    """Return source code or a diff without secrets: quoted values and lines `NAME=value`, addresses, private keys."""
+    without_keys = _PRIVATE_KEY.sub(rf"\1{REMOVED}\2", text)
+    return _IN_CODE.sub(lambda match: f"{match[1] or match[2]}{REMOVED}", without_password(without_keys))
 
 
 def redacted_value(value: object, name: str = "") -> Any:

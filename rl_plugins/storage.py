@@ -100,6 +100,11 @@ class Storage:
             raise ConfigError(f"{option}={shown}: pyarrow does not open this address ({_reason(error)})") from None
         return cls(shown, files, path.rstrip("/"))
 
+    @property
+    def name(self) -> str:
+        """Name of the file or the folder, without characters of an address such as `%20`."""
+        return PurePosixPath(self._path).name
+
     def inside(self, name: str) -> Storage:
         """Return a file or a folder inside this folder."""
         return Storage(f"{self.shown.rstrip('/')}/{name}", self._files, self._full(name))
@@ -149,7 +154,7 @@ class Storage:
         from pyarrow.fs import LocalFileSystem, copy_files
 
         def fetch_one(name: str) -> None:
-            target = folder / (name or PurePosixPath(self._path).name)
+            target = folder / (name or self.name)
             target.parent.mkdir(parents=True, exist_ok=True)
             with self._answering(f"does not give {name}"):
                 copy_files(
@@ -205,11 +210,10 @@ def fetch_copy(option: str, address: str, cache: Path) -> Path:
             raise ConfigError(f"{option}={storage.shown}: there is no such file or folder")
         state = sorted((name, info.size, info.mtime_ns) for name, info in files.items())
         digest = sha256(f"{storage.shown} {state}".encode()).hexdigest()[:_DIGEST_LENGTH]
-        name = PurePosixPath(storage.shown).name
-        copy = cache / f"{name}-{digest}"
+        copy = cache / f"{storage.name}-{digest}"
         if not copy.is_dir():
             cache.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=cache) as partial:
+            with tempfile.TemporaryDirectory(prefix=f".{storage.name}.", dir=cache) as partial:
                 # The temporary folder itself can be read by its user only.
                 new = Path(partial, "copy")
                 storage.fetch(files, new)
@@ -221,7 +225,7 @@ def fetch_copy(option: str, address: str, cache: Path) -> Path:
                         raise
     except (StorageError, OSError) as error:
         raise ConfigError(f"{option}={storage.shown}: {error}") from None
-    return copy / name if "" in files else copy
+    return copy / storage.name if "" in files else copy
 
 
 def _reason(error: BaseException) -> str:

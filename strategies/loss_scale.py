@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from torch import Tensor
@@ -79,6 +79,8 @@ class LossScale:
 class EngineScale:
     """Scale of the loss that an engine of DeepSpeed keeps by itself.
 
+    At the smallest scale the engine trains on, as with `LossScale`; by itself, DeepSpeed ends the run.
+
     Args:
         engine: engine of a trained model, in any precision.
     """
@@ -86,11 +88,8 @@ class EngineScale:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._norm: float | None = None
-
-    def allow_smallest(self) -> None:
-        """Let the engine train on at the smallest scale, as `LossScale` does, in place of ending the run."""
-        if self._engine.fp16_enabled():
-            self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+        if engine.fp16_enabled():
+            engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     @property
     def scale(self) -> LossScale | None:
@@ -152,4 +151,4 @@ def precision_of_deepspeed(plugin: Precision) -> DeepSpeedPrecision:
             )
     if isinstance(plugin, DeepSpeedPrecision):
         return plugin
-    return DeepSpeedPrecision(plugin.precision)  # type: ignore[arg-type]  # checks the precision itself
+    return DeepSpeedPrecision(cast(Any, plugin.precision))

@@ -23,6 +23,20 @@ def layer_of(name: str) -> str:
     return match.group(1) if match else name
 
 
+def keep_shards_alone(engine: Any) -> None:
+    """Wait for the parameters that DeepSpeed gathers ahead, and release all gathered parameters.
+
+    A pass without gradient is the beginning of a recorded training step, so DeepSpeed already gathers parameters for
+    the backward pass, which does not follow. Such a parameter cannot be read or partitioned.
+
+    Args:
+        engine: engine of a model. Only an engine of ZeRO-3 gathers parameters.
+    """
+    optimizer: Any = getattr(engine, "optimizer", None)
+    if hasattr(optimizer, "empty_partition_cache"):
+        optimizer.empty_partition_cache()
+
+
 class ZeroWeightSource:
     """Weights of a model under ZeRO-3.
 
@@ -30,9 +44,11 @@ class ZeroWeightSource:
         module: model with parameters partitioned by DeepSpeed (`ds_tensor`, `ds_shape`).
         rank: number of this rank.
         world_size: number of training ranks.
+        engine: engine of the model, which may gather parameters ahead; see `keep_shards_alone`.
     """
 
-    def __init__(self, module: nn.Module, rank: int, world_size: int) -> None:
+    def __init__(self, module: nn.Module, rank: int, world_size: int, engine: Any = None) -> None:
+        self._engine = engine
         # DeepSpeed adds ds_shape, ds_numel and ds_tensor to partitioned parameters.
         self._named: list[tuple[str, Any]] = list(module.named_parameters())
         self._rank, self._world_size = rank, world_size
@@ -45,6 +61,7 @@ class ZeroWeightSource:
         """Yield full tensors. One layer is gathered at a time. Collective."""
         import deepspeed
 
+        keep_shards_alone(self._engine)
         for _, members in groupby(self._named, key=lambda named: layer_of(named[0])):
             layer = list(members)
             with deepspeed.zero.GatheredParameters([p for _, p in layer]):

@@ -53,7 +53,7 @@ from rl_plugins.strategies.phase_log import PhaseLog
 from rl_plugins.strategies.rank_groups import check_divides
 from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards, share_sequences, stop_sharing
-from rl_plugins.strategies.weight_sources import ZeroWeightSource
+from rl_plugins.strategies.weight_sources import ZeroWeightSource, keep_shards_alone
 from rl_plugins.strategies.zero_release import release_with
 from rl_plugins.strategies.zero_shards import TAG, WEIGHTS_FILE, ZeroShards, check_shards, copy_weights, weights_in
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource
@@ -198,7 +198,6 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
                 engine = self._train_engine(name, model, own[name], module.gradient_clip(name))
                 self._model_engines[name] = self._trained[name] = engine
                 self._scales[name] = EngineScale(engine)
-                self._scales[name].allow_smallest()
                 self._saved_states[name] = restored_states(model, own[name], self.lr_scheduler_configs)
             else:
                 self._model_engines[name] = self._frozen_engine(name, model)
@@ -336,9 +335,10 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
 
     def weight_source(self, name: str = POLICY) -> WeightSource:
         """Return the weights of a model, for a rollout engine or an export."""
-        module = self._module_of(name)
-        source_type = ZeroWeightSource if self.zero_stage_3 else ModuleWeightSource
-        return plain_weights(source_type(module, self.global_rank, self.world_size), module)
+        module, place = self._module_of(name), (self.global_rank, self.world_size)
+        if not self.zero_stage_3:
+            return plain_weights(ModuleWeightSource(module, *place), module)
+        return plain_weights(ZeroWeightSource(module, *place, self._model_engines[name]), module)
 
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this rank's shard of each parameter. Collective."""
@@ -346,9 +346,8 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         if not self.zero_stage_3:
             yield from ((key, parameter.data) for key, parameter in module.named_parameters())
             return
-        for parameter in module.parameters():
-            # Small parameters stay gathered. After `partition`, the next gather reads the written shards.
-            parameter.partition()  # type: ignore[attr-defined]
+        # The next pass gathers the written shards, also of small parameters, which stay gathered between passes.
+        keep_shards_alone(self._model_engines[name])
         # The padding of the last shard is memory that DeepSpeed has not initialized: any number, also NaN.
         for key, _, shard in ZeroWeightSource(module, self.global_rank, self.world_size).shards():
             yield key, shard
@@ -372,6 +371,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
 
     def _model_tensors(self) -> Iterable[Tensor]:
         for name in self._on_host_while_sampling():
+            keep_shards_alone(self._model_engines[name])
             for parameter in self._module_of(name).parameters():
                 yield parameter.data
                 if self.zero_stage_3:

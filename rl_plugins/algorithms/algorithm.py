@@ -233,7 +233,9 @@ class Algorithm(Settings):
             kl_coefficient: weight of the KL penalty in the reward.
             sum_over_ranks: element-wise sum of a tensor over ranks.
         """
-        mask_BT, scores_B = inputs["response_mask_BT"], inputs["scores_B"]
+        # In float32, the rewards of tokens would not add up to the score, and a group with equal scores would get
+        # advantages of the rounding errors.
+        mask_BT, dtype, scores_B = inputs["response_mask_BT"], inputs["scores_B"].dtype, inputs["scores_B"].double()
         positions_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
         last_B1 = (mask_BT.bool() * positions_T).amax(dim=-1, keepdim=True) if mask_BT.shape[1] else None
         rewards_BT = torch.zeros_like(mask_BT, dtype=scores_B.dtype)
@@ -253,7 +255,7 @@ class Algorithm(Settings):
             )
         given = {**inputs, "token_level_rewards_BT": rewards_BT, "sum_over_ranks": sum_over_ranks}
         advantages_BT, returns_BT = call_with(self.advantage_function, given, self.advantage_options)
-        return rewards_BT, advantages_BT, returns_BT
+        return rewards_BT.to(dtype), advantages_BT.to(dtype), returns_BT.to(dtype)
 
     def kl_to_reference(self, log_probs_BT: Tensor, ref_log_probs_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
         """Estimate each token's KL to the reference, [B, T]; 0 where masked."""

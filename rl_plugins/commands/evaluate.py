@@ -18,11 +18,13 @@ or in a module, or the config.yaml of a run, which has rewards for each data sou
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -231,6 +233,18 @@ def _answer_function(name: str | None) -> Callable[[str], str]:
     return final_answer if name is None else load_reward(_function(name))[1]
 
 
+def _sample_names(inputs: Sequence[str]) -> dict[str, str]:
+    """Return the name of the file of samples of each input, without its ending.
+
+    The names have the last three parts of the inputs. Two inputs with the same parts also have a digest.
+    """
+    parts = {name: [part for part in name.replace(":", "/").split("/")[-3:] if part.strip(".")] for name in inputs}
+    names = {name: "-".join(last) for name, last in parts.items()}
+    if len(set(names.values())) == len(names):
+        return names
+    return {name: f"{stem}-{sha256(os.path.abspath(name).encode()).hexdigest()[:8]}" for name, stem in names.items()}
+
+
 def _sampled_file(name: str, arguments: Namespace) -> Path:
     """Sample from a policy, and return the file of samples.
 
@@ -240,8 +254,7 @@ def _sampled_file(name: str, arguments: Namespace) -> Path:
     """
     from rl_plugins.launch.environment import config_of_policy
 
-    stem = "-".join(part for part in name.replace(":", "/").split("/")[-3:] if part not in ("", ".", ".."))
-    path: Path = arguments.output / f"{stem}.parquet"
+    path: Path = arguments.output / f"{_sample_names(arguments.inputs)[name]}.parquet"
     with storing(arguments.output):
         arguments.output.mkdir(parents=True, exist_ok=True)
     options = [

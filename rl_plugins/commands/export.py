@@ -130,12 +130,13 @@ def export_checkpoint(
         as_adapter = lora == "adapter"
     if lora == "adapter" and lora_config is None:
         raise ConfigError(f"{checkpoint} is of a run without an adapter (model.lora.rank=0): leave --lora out")
-    target = None if push is None else PushTarget.open(push, public=public)
-    _write_folder(checkpoint, out, trained, lora_config, as_adapter=as_adapter)
-    if target is None:
+    if push is None:
+        _write_folder(checkpoint, out, trained, lora_config, as_adapter=as_adapter)
         return None
-    is_adapter = lora_config is not None and as_adapter
-    card = model_card(target.name.repository, checkpoint, is_adapter=is_adapter)
+    # Before hours of work: a file of the run may be damaged, or name a variable of another shell.
+    card = model_card(push, checkpoint, is_adapter=lora_config is not None and as_adapter)
+    target = PushTarget.open(push, public=public)
+    _write_folder(checkpoint, out, trained, lora_config, as_adapter=as_adapter)
     write_whole_text(out / "README.md", card)
     return target.push(out, f"{checkpoint.name} of {checkpoint.absolute().parent.name}")
 
@@ -219,7 +220,8 @@ def _read_trained_model(checkpoint: Path, model: str | None, trust_remote_code: 
 
     file = RunFolder(checkpoint.absolute().parent).config
     config: Any = read_yaml(file, REPLACE) if file.is_file() else OmegaConf.create()
-    path = model or OmegaConf.select(config, "model.path")
+    # config.yaml may have an expression with a variable of another shell.
+    path = model or OmegaConf.select(config, "model.path", throw_on_resolution_failure=False)
     if path is None:
         raise ConfigError(f"{file} does not name the model that was trained: name its folder with --model")
     if path.startswith(("/", ".", "~")) and not Path(path).is_dir():

@@ -216,7 +216,7 @@ def _command(
     """Return the command that trains with a recipe.
 
     Args:
-        recipe: module of the recipe.
+        recipe: module of the recipe, and options of the recipe.
         model: value of `model.path`.
         splits: file of the split `train`, and of `test` if there is one.
         config_name: name of the recipe's file; None for the name of the module.
@@ -228,12 +228,16 @@ def _command(
     overrides = [override(option, [splits[split]]) for option, split in files if split in splits]
     overrides += [override(option, value) for option, value in (options or {}).items()]
     named = [] if config_name is None else ["--config-name", config_name]
-    return shlex.join(["python", "-m", f"rl_plugins.recipes.{recipe}", *named, f"model.path={model}", *overrides])
+    module, *words = recipe.split()
+    command = ["python", "-m", f"rl_plugins.recipes.{module}", *named, f"model.path={model}", *words, *overrides]
+    return shlex.join(command)
 
 
 def _validate(options: Namespace) -> int:
     from rl_plugins.data.validation import validate
 
+    if options.chat_template is not None and options.tokenizer is None:
+        raise ConfigError("--chat-template needs a tokenizer: add --tokenizer MODEL, or leave the template out")
     keys = DataConfig(**{key.name: getattr(options, key.name) for key in _KEYS}, chat_template=options.chat_template)
     findings = validate(
         options.train,

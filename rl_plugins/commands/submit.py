@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def job_command(words: Sequence[str]) -> str:
-    """Return the shell command of the job. The name of a recipe becomes `python -m` and the module of the recipe.
+    """Return the shell command of the job. A recipe becomes `python -m` and the module of the recipe.
 
     Raises:
         ConfigError: there is no command, the first word is neither a recipe nor a program, or a word has a secret.
@@ -143,6 +143,8 @@ def job_command(words: Sequence[str]) -> str:
     recipes = sorted(path.stem for path in _recipes_folder().glob("[a-z]*.py"))
     if words[0] in recipes:
         words[:1] = ["python", "-m", f"rl_plugins.recipes.{words[0]}"]
+    elif words[0].endswith(".yaml"):
+        words[:0] = ["python", "-m", "rl_plugins"]
     elif "/" not in words[0] and shutil.which(words[0]) is None:
         near = difflib.get_close_matches(words[0], recipes, n=1)
         hint = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(recipes)}"
@@ -240,9 +242,11 @@ def submit_job(client: JobSubmissionClient, command: str, runtime_env: dict[str,
         Id of the job.
 
     Raises:
-        ConfigError: the job server refuses the job.
+        ConfigError: the job server refuses the job, or ends the connection.
         DeadlineExceeded: the upload takes too long.
     """
+    from requests import RequestException
+
     submit = partial(client.submit_job, entrypoint=command, runtime_env=runtime_env)
     deadline = time.monotonic() + _START_S
     while True:
@@ -253,6 +257,8 @@ def submit_job(client: JobSubmissionClient, command: str, runtime_env: dict[str,
             if "No available agent" not in str(error) or time.monotonic() > deadline:
                 raise ConfigError(f"the job server refuses the job: {error}") from None
             time.sleep(_POLL_S)
+        except RequestException as error:
+            raise ConfigError(f"the job server does not take the project ({error}): repeat the command") from None
 
 
 def follow_job(client: JobSubmissionClient, job: str) -> int:
@@ -334,7 +340,8 @@ def _wait_for_end(client: JobSubmissionClient, job: str) -> JobDetails:
             if details.status.is_terminal():
                 return details
             last_answer = time.monotonic()
-        except (RequestException, DeadlineExceeded) as error:
+        # Ray raises a RuntimeError for an answer such as 502 of a proxy.
+        except (RequestException, DeadlineExceeded, RuntimeError) as error:
             if time.monotonic() - last_answer > _UNREACHABLE_S:
                 raise DeadlineExceeded(
                     f"the job server has not answered for {_UNREACHABLE_S:g} s ({error}); {job} may still run: look "

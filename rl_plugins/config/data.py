@@ -128,11 +128,6 @@ class DataConfig(Settings):
             ConfigError: a setting is out of range, or the chat template is no template or no readable file.
         """
         super().__post_init__()
-        if "chat_template" in self.chat_template_kwargs:
-            raise ConfigError(
-                "chat_template_kwargs.chat_template: an exported policy would have another template: give the template "
-                "as data.chat_template"
-            )
         if self.chat_template is not None:
             self.chat_template = _template_text(self.chat_template)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -30,11 +29,11 @@ from rl_plugins.config.models import (
 from rl_plugins.config.placement import CRITIC_POOLS, FROZEN, PlacementConfig, StrategyConfig
 from rl_plugins.config.precision import dtype_of_passes
 from rl_plugins.config.rollout import RolloutConfig, default_gpu_share, default_sleep
-from rl_plugins.config.run import AverageConfig, DebugConfig, GuardConfig, RunConfig, TrackingConfig
+from rl_plugins.config.run import AverageConfig, DebugConfig, GuardConfig, RunConfig, TrackingConfig, tracking_address
 from rl_plugins.config.sampling import EnvironmentOptions, SamplingOptions, Schedule, ValidationConfig
 from rl_plugins.config.settings import AT_LEAST_1, Settings, one_of, shown
 from rl_plugins.errors import ConfigError
-from rl_plugins.redaction import redacted_value, without_password
+from rl_plugins.redaction import redacted_value
 from rl_plugins.storage import is_address, local_path
 from rl_plugins.text_file import REPLACE, read_yaml
 from rl_plugins.whole_file import write_whole_text
@@ -392,19 +391,6 @@ def _check_groups(schema: object, values: object, names: Sequence[str]) -> None:
     for name, value in values.items():
         if name in schema and not OmegaConf.is_missing(schema, name):
             _check_groups(schema[name], value, [*names, str(name)])
-
-
-def tracking_address(uri: str | None) -> str | None:
-    """Return the URI of a tracking store with the user and the password of MLFLOW_TRACKING_URI.
-
-    Files of a run have no passwords, so a command that reads a file takes the password from the environment.
-
-    Args:
-        uri: URI of the store. None stands for MLFLOW_TRACKING_URI.
-    """
-    of_environment = os.environ.get("MLFLOW_TRACKING_URI") or None
-    same = of_environment is not None and uri == without_password(of_environment)
-    return of_environment if same or not uri else uri
 
 
 def written(config: RecipeConfig) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from omegaconf import MISSING
@@ -20,6 +22,7 @@ from rl_plugins.config.settings import (
     Settings,
     one_of,
 )
+from rl_plugins.redaction import without_password
 from rl_plugins.storage import is_address
 
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
@@ -210,3 +213,19 @@ class DebugConfig(Settings):
     dump_rollouts: Annotated[int, NOT_NEGATIVE] = 0
     replay: str | None = None
     profiler: Annotated[Any, NODE_OR_NULL] = None
+
+
+def tracking_address(uri: str | None) -> str | None:
+    """Return the URI of a tracking store with the user and the password of MLFLOW_TRACKING_URI.
+
+    Files of a run have no passwords, so a command that reads a file takes the password from the environment. The path
+    of an SQLite file becomes absolute, because Ray's workers have other working directories.
+
+    Args:
+        uri: URI of the store. None stands for MLFLOW_TRACKING_URI.
+    """
+    of_environment = os.environ.get("MLFLOW_TRACKING_URI") or None
+    same = of_environment is not None and uri == without_password(of_environment)
+    address = of_environment if same or not uri else uri
+    scheme, mark, file = (address or "").partition(":///")
+    return f"{scheme}{mark}{Path(file).absolute()}" if scheme == "sqlite" else address

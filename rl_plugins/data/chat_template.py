@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 _PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _NAMES = re.compile(r"[A-Za-z_]\w*")
-_TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "chat_template"})
-"""Arguments of `apply_chat_template` for variables of the template, or for the template itself."""
+_TEMPLATE_VARIABLES = frozenset({"tools", "documents"})
+"""Arguments of `apply_chat_template` for variables of the template."""
 
 
 class TemplateRefusal(ConfigError):
@@ -101,15 +101,20 @@ def check_template_options(tokenizer: PreTrainedTokenizerBase, template_options:
     """Check the names of further variables of the chat template.
 
     Raises:
-        ConfigError: the package itself sets an argument, or the template has no variable of a name.
+        ConfigError: the package itself sets an argument, the template has no variable of a name, or the options have
+            another template.
     """
     if not template_options:
         return
+    if "chat_template" in template_options:
+        raise ConfigError(
+            "chat_template_kwargs.chat_template: an exported policy would have another template: set `chat_template` "
+            "of the tokenizer (in a recipe: data.chat_template)"
+        )
     arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"kwargs"}
-    template = tokenizer.get_chat_template(template_options.get("chat_template"), template_options.get("tools"))
-    words = set(_NAMES.findall(template)) | _TEMPLATE_ARGUMENTS
+    words = set(_NAMES.findall(tokenizer.get_chat_template(tools=template_options.get("tools")))) | _TEMPLATE_VARIABLES
     for name in template_options:
-        if name in arguments - _TEMPLATE_ARGUMENTS:
+        if name in arguments - _TEMPLATE_VARIABLES:
             raise ConfigError(
                 f"chat_template_kwargs.{name}: the package sets this argument of apply_chat_template: leave it out"
             )

@@ -75,15 +75,18 @@ def with_texts(row: Row) -> Row:
     """
     if all(isinstance(message["content"], str) for message in row["prompt"]):
         return row
-    messages, images = [], []
+    messages, images, column = [], [], iter(row.get(IMAGES) or ())
     for message in row["prompt"]:
         content = message["content"]
         if not isinstance(content, str):
-            images += [part["image"] for part in content if part["type"] == "image" and part.get("image") is not None]
+            parts = [part for part in content if part["type"] == "image"]
+            own = [part.get("image") for part in parts]
+            images += [image if image is not None else next(column, None) for image in own]
             content = "".join(PLACEHOLDER if part["type"] == "image" else part["text"] for part in content)
         messages.append({**message, "content": content})
     changed = {**row, "prompt": messages}
-    return {**changed, IMAGES: [*images, *(row.get(IMAGES) or ())]} if images else changed
+    images = [image for image in [*images, *column] if image is not None]
+    return {**changed, IMAGES: images} if images else changed
 
 
 class RowsWithTexts(SequenceWithSlices["Row"]):

@@ -168,7 +168,7 @@ class ConversationTokenizer:
                     check_shows_tools(self._tokenizer, options)
                 except ConfigError as error:
                     raise RowError(location, _COLUMN, f"the row has tools, and {error}") from None
-            template = self._tokenizer.get_chat_template(options.get("chat_template"), tools)
+            template = self._tokenizer.get_chat_template(tools=tools)
             self._words[bool(tools)] = set(_NAMES.findall(template))
         return self._words[bool(tools)]
 

@@ -199,7 +199,9 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
 
-    if (asked := _asks_for_difference(sys.argv[1:])) is not None:
+    asked = _arguments_of_hydra(sys.argv[1:])
+    _check_name_of_own_recipe(asked)
+    if asked.cfg == "diff":
         name = asked.config_name or config_name
         folders = [CONFIG_FOLDER, *([Path(asked.config_dir).absolute()] if asked.config_dir else [])]
         folder = next((folder for folder in folders if (folder / f"{name}.yaml").is_file()), CONFIG_FOLDER)
@@ -271,15 +273,24 @@ def _ends_of_names(jobs: Sequence[Sequence[str]]) -> list[str]:
     return ["".join(f"-{_NOT_IN_NAMES.sub('_', _GROUPS.sub('', text))}" for text in texts) for texts in own]
 
 
-def _asks_for_difference(arguments: list[str]) -> argparse.Namespace | None:
-    """Return the other arguments beside `--cfg diff`, which Hydra does not know; None without `--cfg diff`."""
+def _arguments_of_hydra(arguments: list[str]) -> argparse.Namespace:
+    """Return the arguments that name a recipe and a way to print the recipe, and the other arguments as `overrides`."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--cfg", "-c")
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd")
     asked, overrides = parser.parse_known_args(arguments)
     asked.overrides = overrides
-    return asked if asked.cfg == "diff" else None
+    return asked
+
+
+def _check_name_of_own_recipe(asked: argparse.Namespace) -> None:
+    """Raise a ConfigError if a recipe of the user has the name of a recipe of the package, which Hydra finds first."""
+    if not asked.config_dir or not asked.config_name:
+        return
+    own, packaged = (Path(folder) / f"{asked.config_name}.yaml" for folder in (asked.config_dir, CONFIG_FOLDER))
+    if own.is_file() and packaged.is_file() and not own.samefile(packaged):
+        raise ConfigError(f"{own}: a recipe of the package has this name: rename the file")
 
 
 def difference(recipe: object, config: object) -> str:
@@ -322,7 +333,10 @@ def check_all_options(config: RecipeConfig) -> None:
 
 @exits_refused()
 def run_recipe(
-    config: RecipeConfig, recipe: str | None = None, when_checked: Callable[[RecipeConfig], None] | None = None
+    config: RecipeConfig,
+    recipe: str | None = None,
+    when_checked: Callable[[RecipeConfig], None] | None = None,
+    pinned: Mapping[str, str] | None = None,
 ) -> RunFolder:
     """Check the configuration and train. With `run.dry_run`, only check the configuration.
 
@@ -334,6 +348,7 @@ def run_recipe(
         recipe: name of the recipe, to write the difference from the recipe into the run's folder.
         when_checked: function of the configuration. It is called after all checks, before a file is written into the
             run's folder.
+        pinned: versions of names that a pipeline has looked up; see `PinnedVersions`.
 
     Returns:
         Folder of the run.
@@ -365,6 +380,7 @@ def run_recipe(
         check_all_options(config)
     stored = stored_run(config, folder)
     versions = PinnedVersions.of_run(folder, stored) if config.run.resume else PinnedVersions()
+    versions.known |= pinned or {}
     fetch_data(config, versions)
     set_steps(config)
     if stored is not None and config.run.resume:

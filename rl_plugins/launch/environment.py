@@ -96,6 +96,8 @@ class ResponseOptions:
             return cls._of(OmegaConf.to_object(options.data), OmegaConf.to_object(options.sampling))
         except OmegaConfBaseException as error:
             raise ConfigError(f"{file}: {explain(error)}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from None
 
     @classmethod
     def _of(cls, data: Any, sampling: Any) -> ResponseOptions:

@@ -28,10 +28,13 @@ class PinnedVersions:
     Args:
         known: commit by name on the hub, such as `models/OWNER/NAME@main`, and URI with the version or the id by URI
             in MLflow, such as `models:/NAME@ALIAS`.
+
+    Attributes:
+        used: versions of the names that were asked for.
     """
 
     def __init__(self, known: Mapping[str, str] | None = None) -> None:
-        self.known = dict(known or {})
+        self.known, self.used = dict(known or {}), dict[str, str]()
 
     @classmethod
     def of_run(cls, folder: RunFolder, stored: StoredRun | None = None) -> PinnedVersions:
@@ -58,6 +61,7 @@ class PinnedVersions:
         key = f"{name.kind}s/{replace(name, revision=name.revision or 'main')}"
         if key not in self.known:
             self.known[key] = str(pin(name, option).revision)
+        self.used[key] = self.known[key]
         return replace(name, revision=self.known[key])
 
     def pin_model(self, option: str, uri: str, store: str) -> str:

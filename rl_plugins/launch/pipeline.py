@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,8 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 from rl_plugins.config.environment_variables import resolved_without_environment
 from rl_plugins.config.hydra_errors import explain
 from rl_plugins.config.pipeline import PipelineConfig, PipelineStage
-from rl_plugins.config.recipe import RecipeConfig, options_of, parse_config, read_config, tracking_address
-from rl_plugins.config.run import LOCAL_FOLDER
+from rl_plugins.config.recipe import RecipeConfig, options_of, parse_config, read_config
+from rl_plugins.config.run import LOCAL_FOLDER, tracking_address
 from rl_plugins.config.settings import FOLDER_NAME
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped, UserError
 from rl_plugins.launch.command_line import (
@@ -98,8 +99,7 @@ def run_pipeline(composed: DictConfig) -> Path:
     resolved = _resolve(composed)
     configs = stage_configs(composed)
     folder = Path(next(iter(configs.values())).run.output_dir)
-    versions = PinnedVersions.of_run(RunFolder(folder)) if resolved.resume else PinnedVersions()
-    _check_stages(configs, folder, versions, resume=resolved.resume)
+    pinned = _check_stages(configs, folder, resume=resolved.resume)
     if resolved.dry_run:
         left = (name for name in configs if RunFolder(folder / name).exported() is None)
         for name in islice(left, 1):
@@ -108,16 +108,16 @@ def run_pipeline(composed: DictConfig) -> Path:
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with owned(RunFolder(folder), "pipeline"):
-        _run_stages(resolved, configs, folder, versions)
+        _run_stages(resolved, configs, folder, pinned)
     return folder
 
 
 def _run_stages(
-    resolved: PipelineConfig, configs: Mapping[str, RecipeConfig], folder: Path, versions: PinnedVersions
+    resolved: PipelineConfig, configs: Mapping[str, RecipeConfig], folder: Path, pinned: Mapping[str, dict[str, str]]
 ) -> None:
     """Run all incomplete stages. The process owns the folder."""
     first = next(iter(configs.values()))
-    versions.write(RunFolder(folder).versions)
+    PinnedVersions(ChainMap(*pinned.values())).write(RunFolder(folder).versions)
     if first.tracking.enabled:
         check_store(str(first.tracking.uri))
     resolved.tracking_uri = first.tracking.uri
@@ -138,7 +138,8 @@ def _run_stages(
                 # Folders of models of earlier stages exist now.
                 config.make_paths_absolute()
                 when_checked = parent.add_stage if parent else None
-                _name_stage(name, partial(run_recipe, config, resolved.stages[name].recipe, when_checked))
+                recipe = resolved.stages[name].recipe
+                _name_stage(name, partial(run_recipe, config, recipe, when_checked, pinned[name]))
             if parent:
                 parent.log_validation(name)
 
@@ -188,22 +189,38 @@ def _check_own_options(group: str, options: DictConfig) -> None:
 
 
 def _check_stages(
-    configs: Mapping[str, RecipeConfig], folder: Path, versions: PinnedVersions, *, resume: bool | str
-) -> None:
-    """Check all stages. Names on the hub get the commits of the pipeline."""
+    configs: Mapping[str, RecipeConfig], folder: Path, *, resume: bool | str
+) -> dict[str, dict[str, str]]:
+    """Check all stages, and return the versions of the names of each stage. Names on the hub get their commits."""
     if resume not in (True, False, "auto"):
         raise ConfigError(f"resume={resume}: use true, false or auto")
     if any(RunFolder(folder / name).has_results() for name in configs) and not resume:
         raise ConfigError(f"the pipeline {folder} exists: continue it with resume=true, or give another name")
     for name, config in configs.items():
         _name_stage(name, partial(check_all_options, config))
+    known = _known_versions(configs, folder) if resume else {}
+    pinned = {}
     for name, config in configs.items():
+        versions = PinnedVersions(known)
         _name_stage(name, partial(fetch_data, config, versions))
         _name_stage(name, partial(config.replace_model_paths, partial(pinned_model, versions)))
+        known |= versions.used
+        pinned[name] = versions.used
         if not resume:
             _name_stage(name, partial(stored_run, config, RunFolder(folder / name)))
         if RunFolder(folder / name).exported() is None:
             _name_stage(name, partial(check_stage_ahead, config, folder))
+    return pinned
+
+
+def _known_versions(configs: Mapping[str, RecipeConfig], folder: Path) -> dict[str, str]:
+    """Return the versions of an earlier start of a pipeline. Another machine finds them with the stored stages."""
+    if known := PinnedVersions.of_run(RunFolder(folder)).known:
+        return known
+    for name, config in configs.items():
+        run = RunFolder(folder / name)
+        known |= PinnedVersions.of_run(run, _name_stage(name, partial(stored_run, config, run))).known
+    return known
 
 
 def _resolve(composed: DictConfig) -> Any:

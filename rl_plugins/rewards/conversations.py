@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rl_plugins.config.sampling import SamplingConfig
-from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
+from rl_plugins.rewards.records import FailureRate, Score, ScoringRequest
 from rl_plugins.rewards.trajectory import Ending, EnvironmentAnswer, Reply, ScoreWithMessages, Start, Trajectory, Turn
 from rl_plugins.rollout.engine import (
     Generations,
@@ -44,7 +44,7 @@ class Environment(Protocol):
     A reply may reward the turn. The score of a conversation is the sum of all its rewards.
 
     Attributes:
-        max_failure_rate: share of failed scores above which the run ends.
+        max_failure_rate: share of failed scores above which the run ends; see `FailureRate`.
         counted: names of the events that replies count.
     """
 
@@ -132,6 +132,7 @@ class Conversations:
 
     def __init__(self, environment: Environment, tokenizer: PreTrainedTokenizerBase, max_turns: int) -> None:
         self._environment, self._tokenizer, self._max_turns = environment, tokenizer, max_turns
+        self._failure_rate = FailureRate(environment.max_failure_rate)
         self._groups: dict[int, list[Trajectory]] = {}
         # Turns that the engine samples, by the engine's tickets.
         self._asked: dict[int, _Asked] = {}
@@ -223,7 +224,7 @@ class Conversations:
             RewardError: too many scores are failures.
         """
         scores = [ending.score for ending in endings]
-        check_failure_rate(scores, self._environment.max_failure_rate)
+        self._failure_rate.add(scores)
         return scores
 
     def _trajectory(self, opening: Opening, sampling: SamplingConfig) -> Trajectory:

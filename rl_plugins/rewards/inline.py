@@ -13,7 +13,7 @@ from typing import Any
 from rl_plugins.config.models import RewardConfig
 from rl_plugins.rewards.calling import Router, check_requests
 from rl_plugins.rewards.pool import RewardPool
-from rl_plugins.rewards.records import Score, ScoringRequest, check_failure_rate
+from rl_plugins.rewards.records import FailureRate, Score, ScoringRequest
 from rl_plugins.user_code import debugging
 
 Reward = Callable[..., Any] | Mapping[str, Any]
@@ -34,13 +34,14 @@ class InlineScorer:
         Args:
             reward_config: one reward, or a mapping from data source to reward (see `calling`).
             deadline_s: seconds for one call of a reward function. None sets no limit.
-            max_failure_rate: share of failed samples (0 to 1) above which `score` raises an error.
+            max_failure_rate: share of failed samples (0 to 1) above which `score` raises an error; see `FailureRate`.
 
         Raises:
             ConfigError: the configuration is wrong or a reward cannot be loaded.
         """
         self.reward_config = reward_config
         self.deadline_s, self.max_failure_rate = deadline_s, max_failure_rate
+        self._failure_rate = FailureRate(max_failure_rate)
         self._router = Router(reward_config)
 
     def score(self, requests: Sequence[ScoringRequest]) -> list[Score]:
@@ -51,7 +52,7 @@ class InlineScorer:
             RewardError: more than `max_failure_rate` of the samples failed.
         """
         scores = self.answer(requests)
-        check_failure_rate(scores, self.max_failure_rate)
+        self._failure_rate.add(scores)
         return scores
 
     def answer(self, requests: Sequence[ScoringRequest]) -> list[Score]:

@@ -32,7 +32,7 @@ from rl_plugins.errors import ConfigError, DeadlineExceeded, RewardError
 from rl_plugins.rewards.calling import check_requests, check_routes
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.rewards.loading import plain
-from rl_plugins.rewards.records import Failure, Score, ScoringRequest, check_failure_rate, failed
+from rl_plugins.rewards.records import Failure, FailureRate, Score, ScoringRequest, failed
 from rl_plugins.rewards.worker import CHUNK_BUDGET_S, RewardWorker, WorkerLost, WorkerTask
 from rl_plugins.user_code import REPEAT_S
 
@@ -63,7 +63,7 @@ class RewardPool:
             reward_config: one reward, or a mapping from data source to reward (see `calling`).
             num_workers: number of worker processes.
             deadline_s: seconds for one call of a reward function: one sample, or one chunk for a batched function.
-            max_failure_rate: share of failed samples (0 to 1) above which `score` raises an error.
+            max_failure_rate: share of failed samples (0 to 1) above which `score` raises an error; see `FailureRate`.
             chunk_size: largest number of samples sent to a worker at once. The number limits the batch of a batched
                 function, and the concurrent coroutines of an async function.
             grace_s: seconds between the soft deadline and the kill.
@@ -85,6 +85,7 @@ class RewardPool:
         self.reward_config = plain(reward_config)
         check_routes(self.reward_config, ())
         self.deadline_s, self.max_failure_rate, self.chunk_size = deadline_s, max_failure_rate, chunk_size
+        self._failure_rate = FailureRate(max_failure_rate)
         self.hard_deadline_s = CHUNK_BUDGET_S + deadline_s + REPEAT_S + grace_s
         limits = WorkerLimits.of(pass_env, memory_mb, keys=key_variables(self.reward_config))
         task = WorkerTask(self.reward_config, limits, gpus_per_worker)
@@ -103,16 +104,18 @@ class RewardPool:
                 rewards.
             RuntimeError: the pool is closed.
         """
-        return self._scores(requests, self.max_failure_rate)
+        scores = self._scores(requests, self._failure_rate)
+        self._failure_rate.add(scores)
+        return scores
 
     def answer(self, requests: Sequence[ScoringRequest]) -> list[Score]:
         """Score or reply to requests in order, and leave the check of the failure rate to the caller.
 
         The errors are the errors of `score`, except for too many failed samples.
         """
-        return self._scores(requests, 1.0)
+        return self._scores(requests, FailureRate(1.0))
 
-    def _scores(self, requests: Sequence[ScoringRequest], max_failure_rate: float) -> list[Score]:
+    def _scores(self, requests: Sequence[ScoringRequest], failure_rate: FailureRate) -> list[Score]:
         if not self._workers:
             raise RuntimeError("the reward pool is closed")
         check_requests(self.reward_config, requests)
@@ -134,7 +137,7 @@ class RewardPool:
             again = [row for worker in done for row in self._collect(worker, scores, suspects)]
             again += [row for worker in late for row in self._replace(worker, "timeout", _LATE, scores, suspects)]
             todo.extend(range(row, row + 1) for row in again)
-            check_failure_rate(scores, max_failure_rate)
+            failure_rate.check(scores)
         return [score for score in scores if score is not None]
 
     def close(self) -> None:
@@ -162,7 +165,7 @@ class RewardPool:
                 return []
             return self._replace(worker, "died", lost.reason, scores, suspects)
         except ConfigError as error:
-            if worker.starts == 1:
+            if not worker.has_loaded:
                 raise
             raise RewardError(
                 f"a reward worker was replaced, and the new worker cannot load the rewards: {error}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -20,6 +20,8 @@ from rl_plugins.user_code import describe
 Message = Mapping[str, Any]
 Failure = Literal["raised", "timeout", "not_finite", "died", "memory", "image"]
 
+_ALLOWED_FAILURES = 10
+"""Number of failures in a few samples that say nothing about their share."""
 JUDGE_DETAILS = "judge/"
 """Start of the names of details about a judge."""
 AGENT_DETAILS = "agent/"
@@ -254,14 +256,56 @@ def check_failure_rate(
         RewardError: more than `max_failure_rate` of the requests failed. The message has both numbers, and the most
             frequent failure with one example.
     """
-    failures = [score for score in scores if score is not None and score.failure is not None]
+    failures = _failures_among(scores)
     total = len(scores) if num_requests is None else num_requests
-    if len(failures) <= max_failure_rate * total:
-        return
-    kind, count = Counter(score.failure for score in failures).most_common(1)[0]
+    if len(failures) > max_failure_rate * total:
+        raise _too_many(failures, len(failures), total, max_failure_rate)
+
+
+class FailureRate:
+    """Share of failed samples over the calls of a scorer.
+
+    One call of one rank can have a few samples, of which one failure may be a tenth. So a call is judged together with
+    the calls before, over at least `10 / max_failure_rate` samples. Ten failures are allowed, but none if
+    `max_failure_rate` is 0.
+
+    Args:
+        max_failure_rate: largest allowed share of failed samples, 0 to 1.
+    """
+
+    def __init__(self, max_failure_rate: float) -> None:
+        self._largest, self._allowed = max_failure_rate, _ALLOWED_FAILURES if max_failure_rate else 0
+        # Failures and samples of each call.
+        self._calls: deque[tuple[int, int]] = deque()
+
+    def check(self, scores: Sequence[Score | None]) -> None:
+        """Raise a RewardError if too many samples failed in this call and the calls before.
+
+        Args:
+            scores: one entry per sample of this call. None for a sample without a score, which counts as not failed.
+        """
+        failures = _failures_among(scores)
+        count = len(failures) + sum(failed for failed, _ in self._calls)
+        total = len(scores) + sum(size for _, size in self._calls)
+        if failures and count > max(self._largest * total, self._allowed):
+            raise _too_many(failures, count, total, self._largest)
+
+    def add(self, scores: Sequence[Score]) -> None:
+        """Check the scores of a finished call, and keep their numbers for the next calls."""
+        self.check(scores)
+        self._calls.append((len(_failures_among(scores)), len(scores)))
+        while sum(size for _, size in self._calls) - self._calls[0][1] >= _ALLOWED_FAILURES / (self._largest or 1):
+            self._calls.popleft()
+
+
+def _failures_among(scores: Sequence[Score | None]) -> list[Score]:
+    return [score for score in scores if score is not None and score.failure is not None]
+
+
+def _too_many(failures: Sequence[Score], count: int, total: int, max_failure_rate: float) -> RewardError:
+    kind, of_kind = Counter(score.failure for score in failures).most_common(1)[0]
     example = next(score.message for score in failures if score.failure == kind)
-    raise RewardError(
-        f"{len(failures)} of {total} rewards failed, more than max_failure_rate={max_failure_rate:g} "
-        f"allows; most often: {kind} ({count} times), for example: {example}. Correct the reward, or raise "
-        "max_failure_rate"
+    return RewardError(
+        f"{count} of {total} rewards failed, more than max_failure_rate={max_failure_rate:g} allows; most often: "
+        f"{kind} ({of_kind} times), for example: {example}. Correct the reward, or raise max_failure_rate"
     )

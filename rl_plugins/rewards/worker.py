@@ -76,34 +76,33 @@ class RewardWorker(ABC):
 
     Attributes:
         rows: numbers of the requests in progress; empty while the rewards are loaded.
-        starts: number of processes so far.
+        has_loaded: True if a process of the worker has loaded the rewards.
         busy: True while the process loads rewards or scores.
         loading: name of the reward in loading, as far as known.
     """
 
     def __init__(self, task: WorkerTask, start_timeout_s: float) -> None:
         self.task, self.start_timeout_s = task, start_timeout_s
-        self.starts, self._lost_machines = 0, 0
+        self.has_loaded, self._lost_machines = False, 0
         self.start()
 
     def start(self) -> None:
         """Start a process, which then loads the rewards."""
         self.loading = ""
         self.launch()
-        self.starts += 1
         self.busy, self.rows = True, range(0)
         self.expires = time.monotonic() + self.start_timeout_s
 
     def try_again(self) -> bool:
-        """Start a process again whose machine ended before the rewards were loaded; False after too many such ends.
+        """Start a process again whose machine ended before the rewards were loaded.
+
+        Return False after too many such ends in a row.
 
         Ray asks any machine for a place for an actor without CPUs, also a lost machine before Ray notices the loss.
         """
         self._lost_machines += 1
         if self._lost_machines > _MOST_LOST_MACHINES:
             return False
-        # The process that ended says nothing about the rewards, so it does not count.
-        self.starts -= 1
         self.kill()
         self.start()
         return True
@@ -122,6 +121,7 @@ class RewardWorker(ABC):
             WorkerLost: the process ended.
         """
         scores = self.take()
+        self.has_loaded, self._lost_machines = True, 0
         self.busy, self.rows = False, range(0)
         return scores
 

@@ -1,8 +1,8 @@
-"""Stage and clock of a callback."""
+"""Stage, clock and metrics of a step, for callbacks."""
 
 from __future__ import annotations
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.stages.stage import Stage
@@ -26,3 +26,16 @@ def clock(module: LightningModule) -> int:
         ConfigError: the module is not a stage.
     """
     return stage_of(module).step
+
+
+def step_metrics(trainer: Trainer, module: LightningModule) -> dict[str, float]:
+    """Return the metrics of the last step, of validations, and metrics that a user logs.
+
+    Lightning's `callback_metrics` also have metrics that only earlier steps had, such as the gradient norm after a step
+    that an overflow in float16 left out.
+
+    Raises:
+        ConfigError: the module is not a stage.
+    """
+    stale = stage_of(module).stale_metrics
+    return {str(name): float(value) for name, value in trainer.callback_metrics.items() if name not in stale}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -120,13 +120,14 @@ Details = dict[str, tuple[float, int]]
 """Sum and count of each detail: a named number that rewards return beside their score."""
 
 
-def sum_details(scores: Iterable[Score], before: Details | None = None) -> Details:
-    """Return the details of `scores`, added to the details `before`."""
+def sum_details(scores: Iterable[Score], before: Details | None = None, names: Container[str] | None = None) -> Details:
+    """Return the details of `scores`, all or those in `names`, added to the details `before`."""
     sums = dict(before or {})
     for score in scores:
         for name, value in score.details.items():
-            total, count = sums.get(name, (0.0, 0))
-            sums[name] = total + value, count + 1
+            if names is None or name in names:
+                total, count = sums.get(name, (0.0, 0))
+                sums[name] = total + value, count + 1
     return sums
 
 
@@ -187,10 +188,18 @@ class SampleMetrics:
             self._batches[-1] |= {"turns": (turns_B, everything_B), "observations_cut": (cut_B, everything_B)}
             for ending in endings:
                 self._events.update(ending.counts)
-        counts = failure_counts(scores)
-        self._failed += torch.tensor([float(counts.get(kind, 0)) for kind in _FAILURES])
+        self._add_failures(scores)
         self._size += torch.stack([torch.tensor(len(scores)), experience.sequence_lengths.sum()])
         self._details = sum_details(scores, self._details)
+
+    def add_greedy(self, scores: list[Score]) -> None:
+        """Add the failures, counts and costs of greedy responses, which are no samples to train on."""
+        self._add_failures(scores)
+        self._details = sum_details(scores, self._details, SUMMED_DETAILS)
+
+    def _add_failures(self, scores: list[Score]) -> None:
+        counts = failure_counts(scores)
+        self._failed += torch.tensor([float(counts[kind]) for kind in _FAILURES])
 
     def group_results(self) -> list[GroupResult]:
         """Return the mean reward and the variance of each group of this rank with at least two valid samples."""

@@ -179,7 +179,7 @@ class Rollouts:
     def _add_greedy_baseline(self, samples: Experience, prompts: PromptBatch, step: int) -> None:
         """Fill `baseline_scores` with the shaped score of a greedy response to each prompt. Collective."""
         baseline = self._sampler.sample(prompts, greedy(self._sampling), step)
-        self._score(baseline)
+        self.sample_metrics.add_greedy(self._score(baseline))
         shape_rewards(baseline, self._algorithm)
         # Without a score of the greedy response there is no baseline for the group.
         samples.valid = samples.valid & baseline.valid.repeat_interleave(self._sampling.num_samples)

@@ -53,7 +53,7 @@ class Stage(LightningModule):
 
     Attributes:
         step: number of finished steps.
-        step_metrics: metrics of the last finished step, without metrics that only earlier steps had.
+        stale_metrics: names of metrics that earlier steps had, and the last finished step does not have.
         own_model: the model to train, as the user passed the model.
         passes: forward passes of the stage's models, since `setup`.
         sampling_setup: builder of sampler and scorer, in stages with validation by generation.
@@ -120,7 +120,7 @@ class Stage(LightningModule):
         self.tokens_per_micro_batch, self.patches_per_micro_batch = tokens_per_micro_batch, patches_per_micro_batch
         self.tokens_per_log_prob_batch = tokens_per_log_prob_batch or tokens_per_micro_batch
         self.step, self.validate_first, self._has_reference = 0, False, False
-        self.step_metrics: Mapping[str, float] = {}
+        self._metric_names, self.stale_metrics = set[str](), set[str]()
         self.reference: Any = None
         self.sampling_setup: SamplingSetup | None = None
         self.validation: GenerationValidation | None = None
@@ -133,8 +133,7 @@ class Stage(LightningModule):
             trust_remote_code=trust_remote_code,
         )
         self._reference_path: str | None = None
-        self._model_of_optimizer: dict[int, str] = {}
-        self._stepped: set[str] = set()
+        self._model_of_optimizer, self._stepped = dict[int, str](), set[str]()
         self._trainers_clip: float | None = None
         self._parts_of: Strategy | None = None
         self.further_metrics: list[Callable[[Mapping[str, float]], Mapping[str, float]]] = []
@@ -319,7 +318,8 @@ class Stage(LightningModule):
         for further in self.further_metrics:
             metrics = {**metrics, **further(metrics)}
         self._stop_after_last_step()
-        self.step_metrics = metrics
+        self._metric_names |= metrics.keys()
+        self.stale_metrics = self._metric_names - metrics.keys()
         self.track(metrics)
 
     @override

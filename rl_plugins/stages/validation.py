@@ -74,6 +74,8 @@ class GenerationValidation:
         values = torch.tensor([score.value or 0.0 for score in self._scores], dtype=torch.float64)
         valid = torch.tensor([score.failure is None for score in self._scores], dtype=torch.bool)
         metrics = mean_over_ranks({"reward": (values, valid)}, strategy.ranks.sum)
+        # The mean says nothing about samples without a reward.
+        metrics["reward_failures"] = float(strategy.ranks.sum((~valid).sum().double()))
         gathered = strategy.ranks.gather((self._measures, sum_details(self._scores)))
         # In the order of the rows, because the intervals must not depend on the number of ranks.
         measured = [entry for _, entry in sorted(item for measures, _ in gathered for item in measures.items())]

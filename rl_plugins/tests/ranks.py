@@ -70,7 +70,7 @@ def _nothing() -> None:
 
 
 def run_ranks(
-    function: Callable[..., Any], *arguments: Any, world_size: int = 2, timeout_s: float = 250
+    function: Callable[..., Any], *arguments: Any, world_size: int = 2, timeout_s: float = 600
 ) -> list[tuple[Any, str]]:
     """Run `function(rank, *arguments)` in `world_size` processes of one thread; return each result and output.
 

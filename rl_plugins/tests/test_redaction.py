@@ -77,6 +77,15 @@ def test_redacted_code_removes_literals_and_keeps_variables() -> None:
     )
 
 
+@for_each("kind", ["OPENSSH ", "RSA ", ""])
+def test_redacted_code_removes_private_keys(kind: str) -> None:
+    begin, end = f"+-----BEGIN {kind}PRIVATE KEY-----\n", f"-----END {kind}PRIVATE KEY-----\n+a = 1\n"
+    assert redacted_code(f"{begin}+b3BlbnNz\n+aC1rZXk\n+{end}") == f"{begin[:-1]}***{end}"
+    assert redacted_code(f"{begin}+b3BlbnNz\n+aC1rZXk") == f"{begin[:-1]}***", "a diff may end in the key"
+    putty = "PuTTY-User-Key-File-3: ssh-ed25519\nPrivate-Lines: 1\nc2VjcmV0\nPrivate-MAC: 12ab\n"
+    assert "c2VjcmV0" not in redacted_code(putty)
+
+
 def test_redacted_value_removes_secrets_at_all_depths_and_keeps_expressions() -> None:
     options = {
         "reward": {"functions": {"judge": {"api_key": "sk-1", "password": 1234, "url": "http://me:word@host/v1"}}},

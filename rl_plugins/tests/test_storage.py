@@ -102,5 +102,7 @@ def test_fetch_copy_copies_a_file_or_a_folder_once_for_each_state(tmp_path: Path
     (there / "rows.parquet").write_text("other rows")
     assert fetch_copy("data.train_files", f"file://{there}/rows.parquet", cache).read_text() == "other rows"
     assert len(list(cache.iterdir())) == 3
+    (there / "two words").write_text("found")
+    assert fetch_copy("data.train_files", f"file://{there}/two%20words", cache).read_text() == "found"
     with pytest.raises(ConfigError, match=r"data.train_files=file://\S+/none: there is no such file or folder"):
         fetch_copy("data.train_files", f"file://{there}/none", cache)

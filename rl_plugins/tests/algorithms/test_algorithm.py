@@ -90,6 +90,22 @@ def test_rewards_of_turns_stay_on_learned_tokens_and_the_rest_goes_to_the_last()
     torch.testing.assert_close(advantages_BT[0], torch.tensor([2.5, 2.5, 0, 2, 2, 0]))
 
 
+@for_each("advantage", ["grpo", "grpo_passk"])
+def test_equal_scores_of_a_group_have_no_advantage_whatever_the_rewards_of_tokens(advantage: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens_BT = torch.rand(8, 12, generator=generator) * (torch.rand(8, 12, generator=generator) < 0.5)
+    inputs = {
+        "scores_B": torch.full((8,), 10.3),
+        "token_level_scores_BT": tokens_BT,
+        "response_mask_BT": torch.ones(8, 12),
+        "response_lengths_B": torch.full((8,), 12),
+        "groups_B": torch.zeros(8, dtype=torch.int64),
+        "valid_B": torch.ones(8, dtype=torch.bool),
+    }
+    rewards_BT, advantages_BT, _ = Algorithm(advantage=advantage).advantages(inputs, kl_coefficient=0.0)
+    assert advantages_BT.abs().max() < 1e-6 and advantages_BT.dtype == rewards_BT.dtype == torch.float32
+
+
 def test_algorithm_advantages_count_empty_responses_in_the_group() -> None:
     algorithm = Algorithm(advantage_options={"scale": "none"})
 

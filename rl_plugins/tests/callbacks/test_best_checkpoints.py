@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -112,6 +113,19 @@ def test_best_checkpoints_consider_a_step_whose_validation_was_killed(tmp_path: 
     assert os.path.samefile(folder.best(killed_step) / "state", newest / "state")
 
 
+def test_best_checkpoints_replace_a_step_that_a_resumed_run_repeats_with_a_better_metric(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    best = folder.best(2)
+    best.mkdir()
+    for earlier, kept in ((0.6, 0.6), (0.4, 0.5)):
+        (best / "metric.json").write_text(json.dumps({"train/reward": earlier}))
+        keeper = BestCheckpoints(tmp_path, metric="train/reward", keep=9)
+        train(rewarded(2), [PolicyCheckpoint(tmp_path, every=2), keeper])
+        assert json.loads((best / "metric.json").read_text()) == {"train/reward": kept}
+        shutil.rmtree(folder.checkpoint(2))
+    assert (best / "state").exists()
+
+
 def test_best_checkpoints_leave_a_copied_best_checkpoint_intact(tmp_path: Path) -> None:
     """A new run continues from the best checkpoint of another run."""
     first, branch = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "branch")
@@ -148,6 +162,22 @@ def test_best_checkpoints_leave_out_the_metrics_of_a_step_that_was_rolled_back(t
     with pytest.raises(InterruptedError):
         train(rewarded(), [guard, PolicyCheckpoint(tmp_path, every=2), keeper])
     assert steps_of(folder.checkpoints()) == [2, 4] and steps_of(folder.bests()) == [2]
+
+
+def test_best_checkpoints_leave_out_steps_without_the_metric(tmp_path: Path) -> None:
+    """An overflow of float16 leaves out a step and its gradient norm, also in the first step."""
+    norms = [None, 0.3, None, 0.2]
+
+    class Overflowing(SingleDeviceRolloutStrategy):
+        def gradient_norm(self, name: str) -> float | None:
+            return norms.pop(0)
+
+    stage = build_stage(4)
+    alter(stage, {step: {"train/loss_scale": 2.0} for step in range(1, 5)})
+    keeper = BestCheckpoints(tmp_path, metric="train/gradient_norm", mode="min", keep=9)
+    strategy = Overflowing(rollout=canned.CannedRollout())
+    train(stage, [PolicyCheckpoint(tmp_path, every=1), keeper], strategy=strategy)
+    assert norms == [] and steps_of(RunFolder(tmp_path).bests()) == [2, 4]
 
 
 def test_best_checkpoints_refuse_an_unknown_metric_by_name(tmp_path: Path) -> None:

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.divergence_guard import BestAverage, DivergenceGuard
 from rl_plugins.config.run import Bounds
 from rl_plugins.errors import TrainingDiverged
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.callbacks.training import AfterStep, alter, build_stage, sharded, train, weights
 from rl_plugins.tests.ranks import run_ranks
+from rl_plugins.tests.stages import canned
 
 STEPS = 6
 
@@ -86,6 +89,13 @@ def test_guard_stops_on_nan_before_a_checkpoint_is_saved(tmp_path: Path) -> None
     assert RunFolder(tmp_path).checkpoints() == [newest]
 
 
+def test_guard_judges_a_norm_that_a_callback_logs() -> None:
+    stage = build_stage(STEPS)
+    log = AfterStep([2], lambda trainer, module: module.log("train/head_gradient_norm", math.inf))
+    with pytest.raises(TrainingDiverged, match=r"step 2: train/head_gradient_norm is inf \(finite=True\)"):
+        train(stage, [log, DivergenceGuard(Bounds())])
+
+
 def test_guard_warns_once_for_consecutive_steps(caplog: pytest.LogCaptureFixture) -> None:
     stage = build_stage(STEPS)
     alter(stage, {step: {"train/entropy": 50.0} for step in (2, 3, 5)})
@@ -133,6 +143,25 @@ def test_guard_roll_back_restores_weights_and_optimizer_and_skips_the_data(tmp_p
     epoch = [row for rows in seen[:4] for row in rows]
     assert sorted(epoch) == sorted(2 * list(range(4)))
     assert [row["guard/rollbacks"] for _, row in log.rows if "guard/rollbacks" in row] == [1.0]
+
+
+def test_guard_keeps_validations_on_the_clock_of_the_stage_after_a_roll_back(tmp_path: Path) -> None:
+    class Steps(Callback):
+        def __init__(self) -> None:
+            self.validated: list[int] = []
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            self.validated.append(pl_module.step)
+
+    guard, steps = DivergenceGuard(Bounds(), action="roll_back", folder=tmp_path), Steps()
+    trainer = canned.quiet_trainer(
+        SingleDeviceRolloutStrategy(rollout=canned.CannedRollout()), max_epochs=-1,
+        callbacks=[guard, PolicyCheckpoint(tmp_path, every=2), steps], val_check_interval=2, limit_val_batches=1,
+        check_val_every_n_epoch=None, num_sanity_val_steps=0,
+    )  # fmt: skip
+    batch = canned.prompt_batch(canned.PROMPTS)
+    trainer.fit(bad_at(3), canned.loader([batch] * 9), canned.loader([batch]))
+    assert guard.rollbacks == 1 and steps.validated == [2, 4, 6]
 
 
 def test_guard_rolls_back_a_diverging_last_step(tmp_path: Path) -> None:

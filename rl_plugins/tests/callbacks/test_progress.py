@@ -20,7 +20,7 @@ from rl_plugins.tests.patience import wait_until
 class Clock(Stage):
     def __init__(self) -> None:
         LightningModule.__init__(self)
-        self.step = 0
+        self.step, self.stale_metrics = 0, set()
 
 
 def trainer_of(**metrics: float) -> Any:

@@ -65,6 +65,13 @@ def test_rollout_replay_of_one_step_and_retention_of_rollout_dump(tmp_path: Path
         train(build_stage(STEPS), [RolloutReplay(folder.rollouts)], strategy=no_engine())
 
 
+def test_rollout_dump_removes_later_steps_of_a_killed_run(tmp_path: Path) -> None:
+    for step in range(5, 9):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    train(build_stage(STEPS), [RolloutDump(tmp_path, keep_last=3)])
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"step_0000000{step}" for step in (2, 3, 4)]
+
+
 def test_rollout_dump_file_holds_texts_scores_and_versions(tmp_path: Path) -> None:
     train(build_stage(1), [RolloutDump(tmp_path, keep_last=1)])
     experience = Experience.load(tmp_path / "step_00000001" / "draw_0_rank_0_of_1.pt", RECORDS)

@@ -144,6 +144,13 @@ def test_evaluate_samples_a_policy_without_a_run_like_the_other_policy(tmp_path,
     assert sampled_like("base", trained, "--like", "a.yaml") == ["a.yaml"]
 
 
+def test_evaluate_samples_two_policies_with_equal_ends_of_their_paths_into_two_files():
+    one, two = "/a/outputs/first/policy", "/b/outputs/first/policy"
+    names = evaluate._sample_names([one, two])
+    assert len(set(names.values())) == 2 and all(name.startswith("outputs-first-policy-") for name in names.values())
+    assert evaluate._sample_names(["../policy", one]) == {"../policy": "policy", one: "outputs-first-policy"}
+
+
 def test_evaluate_refuses_a_data_source_of_prompts_before_sampling(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "_sampled_file", lambda name, _: pytest.fail(f"{name} is sampled"))
     rows = addition_rows(below=9, num_train=2, num_test=2, seed=0)

@@ -245,3 +245,6 @@ def test_generate_takes_chat_template_and_stops_from_the_run_of_the_policy(
     write_recipe(policy.parent, sampling={"stop_token_ids": "x"})
     assert main(["generate", str(policy), *command, "--output", str(tmp_path / "end.parquet")]) == 2
     assert f"error: {policy.parent / 'config.yaml'}: option 'sampling.stop_token_ids'" in capsys.readouterr().err
+    write_recipe(policy.parent, data={"chat_template": "chatml"})
+    assert main(["generate", str(policy), *command, "--output", str(tmp_path / "end.parquet")]) == 2
+    assert f"error: {policy.parent / 'config.yaml'}: chat_template='chatml': a Jinja" in capsys.readouterr().err

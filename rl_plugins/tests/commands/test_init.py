@@ -32,6 +32,19 @@ def test_init_writes_a_project_whose_recipe_passes_all_checks(
     assert "run.steps: 3  # recipe: 100" in differing and "launcher: local  # recipe: ray" in differing
 
 
+@for_each("options", [[], ["--cfg", "diff"]])
+def test_recipe_of_the_user_with_the_name_of_a_packaged_recipe_is_refused(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hydra would find the packaged file first, and leave out all options of the user."""
+    file = tmp_path / "gsm8k_grpo.yaml"
+    file.write_text("defaults: [grpo, _self_]\nrun: {steps: 7}\n")
+    monkeypatch.setattr(sys, "argv", ["rl-plugins"])
+    with pytest.raises(SystemExit, match="2"):
+        main([str(file), *options])
+    assert f"error: {file}: a recipe of the package has this name: rename the file" in capsys.readouterr().err
+
+
 def test_init_refuses_a_folder_with_content(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", str(project)]) == 2
     assert f"error: {project} exists and is not empty: name a new folder" in capsys.readouterr().err

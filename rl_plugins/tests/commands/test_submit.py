@@ -44,6 +44,7 @@ def no_cluster(monkeypatch):
         (["--", "grpo", "run.name=a b"], "python -m rl_plugins.recipes.grpo 'run.name=a b'"),
         (["--no-wait", "--", "python", "-m", "mine", "--flag"], "python -m mine --flag"),
         (["sft_rm_ppo", "resume=true"], "python -m rl_plugins.recipes.sft_rm_ppo resume=true"),
+        (["--", "recipe.yaml", "run.steps=3"], "python -m rl_plugins recipe.yaml run.steps=3"),
     ],
 )
 def test_job_command_of_a_recipe_runs_the_module(words, command):
@@ -172,6 +173,16 @@ def test_follow_job_names_a_stop_that_the_server_does_not_take(monkeypatch, caps
         assert f"the job server does not stop job_1 ({error}): use ray job stop job_1" in capsys.readouterr().err
 
 
+def test_follow_job_waits_while_a_proxy_answers_for_the_job_server(monkeypatch):
+    monkeypatch.setattr(submit, "_print_logs", lambda client, job: None)
+    monkeypatch.setattr(submit, "_POLL_S", 0.0)
+    status = SimpleNamespace(is_terminal=lambda: True)
+    ended = SimpleNamespace(status=status, message="killed", driver_exit_code=3)
+    busy = RuntimeError("Request failed with status code 502: Bad Gateway")
+    client: Any = SimpleNamespace(get_job_info=mock.Mock(side_effect=[busy, busy, ended]))
+    assert submit.follow_job(client, "job_1") == 3
+
+
 def starting_cluster(*answers: str | Exception) -> Any:
     """Return the client of a cluster whose agents start late."""
     return SimpleNamespace(submit_job=mock.Mock(side_effect=answers))
@@ -183,6 +194,8 @@ def test_submit_job_waits_for_the_agents_of_a_cluster_that_has_just_started(monk
         "Request failed with status code 500: No available agent to submit job, please try again later."
     )
     assert submit.submit_job(starting_cluster(late, late, "raysubmit_1"), "true", {}) == "raysubmit_1"
+    with pytest.raises(ConfigError, match=r"the job server does not take the project \(reset\): repeat the command"):
+        submit.submit_job(starting_cluster(requests.ConnectionError("reset")), "true", {})
     monkeypatch.setattr(submit, "_START_S", -1.0)
     with pytest.raises(ConfigError, match=r"refuses the job: .*No available agent"):
         submit.submit_job(starting_cluster(late), "true", {})

@@ -46,5 +46,3 @@ def test_chat_template_refuses_other_files_and_texts(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as error:
             DataConfig(chat_template=value)
         assert said in str(error.value)
-    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.chat_template: .* as data\.chat_template"):
-        DataConfig(chat_template_kwargs={"chat_template": TEMPLATE})

@@ -9,6 +9,7 @@ import pytest
 from rl_plugins.algorithms.inputs import required_inputs
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES
 from rl_plugins.config.recipe import LOSSES_WITHOUT_REFERENCE
+from rl_plugins.config.run import tracking_address
 from rl_plugins.launch.placement import ENGINES, roles_of
 from rl_plugins.tests.launch.configurations import configured
 from rl_plugins.tests.loops import for_each
@@ -70,6 +71,15 @@ def test_losses_without_reference_are_the_losses_without_inputs_of_a_reference()
         if not any(needed.startswith("ref") for needed in required_inputs(loss, {}))
     ]
     assert sorted(without) == sorted(LOSSES_WITHOUT_REFERENCE)
+
+
+def test_path_of_an_sqlite_store_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///of_shell.db")
+    assert tracking_address(None) == f"sqlite:///{tmp_path}/of_shell.db"
+    for uri in ("sqlite:///outputs/mlflow.db", f"sqlite:///{tmp_path}/outputs/mlflow.db"):
+        assert tracking_address(uri) == f"sqlite:///{tmp_path}/outputs/mlflow.db"
+    assert tracking_address("http://host:5000") == "http://host:5000"
 
 
 def test_paths_of_rewards_in_a_sum_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,11 @@ def test_with_texts_puts_placeholders_into_texts_and_images_into_the_column() ->
             with_parts({"type": "image"}, TEXT, {"type": "image"}, images=[b"1", b"2"]),
             [b"1", b"2"],
         ),
+        (
+            "images in the column and in a part",
+            with_parts({"type": "image"}, TEXT, {**image, "image": b"2"}, images=[b"1"]),
+            [b"1", b"2"],
+        ),
     ):
         with case(name):
             plain = with_texts(found)

@@ -57,7 +57,7 @@ def test_prepare_jsonl_converts_answers_of_any_type(tmp_path, capsys):
 @for_each("response", ["4", [USER, ASSISTANT]])
 def test_prepare_jsonl_converts_responses_for_sft(tmp_path, tokenizer, capsys, prompt, response):
     convert(tmp_path, [{"p": prompt, "r": response}], "--prompt", "p", "--response", "r")
-    assert "recipes.sft data.response_key=response" in capsys.readouterr().out
+    assert "-m rl_plugins.recipes.sft model.path=MODEL data.response_key=response" in capsys.readouterr().out
     path = str(tmp_path / "out" / "train.parquet")
     data = SFTDataModule(path, tokenizer=tokenizer, prompts_per_step=1, response_key="response")
     data.setup("fit")
@@ -110,7 +110,7 @@ def test_prepare_jsonl_converts_pairs_judged_responses_and_steps(tmp_path, token
     path = str(tmp_path / "out" / "train.parquet")
     record = {"p": "2+2?", "good": [USER, ASSISTANT], "bad": "5", "by": 2}
     convert(tmp_path, [record], "--prompt", "p", "--chosen", "good", "--rejected", "bad", "--margin", "by")
-    assert "recipes.preference_optimization data.margin_key=margin" in capsys.readouterr().out
+    assert "recipes.preference_optimization model.path=MODEL data.margin_key=margin" in capsys.readouterr().out
     pairs = PreferenceDataModule(path, margin_key="margin", **options)
     convert(tmp_path, [{"p": "2+2?", "r": "4", "ok": True}], "--prompt", "p", "--response", "r", "--label", "ok")
     assert "loss.name=kto data.response_key=response data.label_key=label" in capsys.readouterr().out

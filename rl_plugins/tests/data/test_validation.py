@@ -164,6 +164,8 @@ def test_prepare_validate_measures_prompts_with_another_chat_template(row, write
     path = write_rows([row(1)])
     found = problems(capsys, path, "--tokenizer", tmp_path, "--chat-template", file)
     assert found["prompt_tokens"]["min"] > 20
+    assert main(["validate", str(path), "--chat-template", str(file)]) == 2
+    assert "--chat-template needs a tokenizer: add --tokenizer MODEL, or leave" in capsys.readouterr().err
 
 
 def test_prepare_validate_reports_prompts_refused_by_the_chat_template(row, write_rows, tokenizer, tmp_path, capsys):

@@ -176,14 +176,14 @@ class Acts(Scripted):
 
 def test_failed_objects_end_one_conversation_each_and_are_counted() -> None:
     acts = {"<|user|>go<|assistant|>": [f"{act}<|end|>" for act in ("die", "raise", "nan", "end")]}
-    with closing(environment_of(f"{HERE}.Obey", max_failure_rate=0.75)) as environment:
+    with closing(environment_of(f"{HERE}.Obey", max_failure_rate=0.9)) as environment:
         talk = talk_with(environment, Acts(acts))
         about = ScoringRequest("s", "", "", {}, [])
         talk.submit([Opening(7, [1], 5, about=about)], SamplingConfig(num_samples=4))
         endings: list[Ending] = talk.collect([7], 0)[7].endings
         of_act = {ending.last: talk.scores(endings)[place] for place, ending in enumerate(endings)}
-        with pytest.raises(RewardError, match=r"1 of 1 rewards failed, more than max_failure_rate=0.75"):
-            talk.scores([ending for ending in endings if ending.last == "die"])
+        with pytest.raises(RewardError, match=r"49 of 52 rewards failed, more than max_failure_rate=0.9"):
+            talk.scores([ending for ending in endings if ending.last == "die"] * 40)
     assert {act: score.failure for act, score in of_act.items()} == {
         "die": "died", "raise": "raised", "nan": "not_finite", "end": None
     }  # fmt: skip

@@ -351,6 +351,10 @@ CHECKS: dict[str, list[Case]] = {
             ["+data.chat_template_kwargs.padding=true"],
             ["data.chat_template_kwargs.padding: the package sets", "leave it out"],
         ),
+        (
+            ["+data.chat_template_kwargs.chat_template=plain"],
+            ["data.chat_template_kwargs.chat_template: an exported policy would have another", "data.chat_template)"],
+        ),
         (["data.dataset={_target_: builtins.iter, _args_: [[1]]}"], ["data.dataset", "list_iterator", "list(...)"]),
         (["data.train_files=[rows.csv]"], ["rows.csv", "rl-plugins prepare jsonl"]),
     ],

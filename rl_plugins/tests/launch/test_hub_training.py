@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,19 @@ def test_export_checkpoint_names_the_fault_of_a_push_before_the_export(trained, 
     hub.failing = 0
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE forbids requests" in refusal("own/new") and "models/own/new" not in hub.repositories
+
+
+def test_export_checkpoint_makes_the_model_card_before_the_export(trained, tmp_path, monkeypatch) -> None:
+    hub, run = trained
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    copy = RunFolder(tmp_path / "run")
+    shutil.copytree(run.path, copy.path)
+    config: Any = OmegaConf.load(copy.config)
+    config.tracking.experiment = "${oc.env:NO_SUCH_NAME}"
+    OmegaConf.save(config, copy.config)
+    message = message_of(lambda: export_checkpoint(copy.checkpoint(2), tmp_path / "out", push="own/new"))
+    assert "NO_SUCH_NAME" in message and not (tmp_path / "out").exists() and "models/own/new" not in hub.repositories
+    config.model.path = "${oc.env:NO_SUCH_MODEL}"
+    OmegaConf.save(config, copy.config)
+    message = message_of(lambda: export_checkpoint(copy.checkpoint(2), tmp_path / "out"))
+    assert message == f"{copy.config} does not name the model that was trained: name its folder with --model"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -186,10 +187,13 @@ def test_model_revision_belongs_to_a_name_on_the_hub(tmp_path, monkeypatch):
     assert path(path="own/here") == str(tmp_path / "own" / "here")
 
 
-def test_run_pipeline_takes_one_commit_for_all_stages(hub: StandIn, check: Check) -> None:
+def test_run_pipeline_takes_one_commit_for_all_stages_and_resumes_on_another_machine(
+    hub: StandIn, check: Check, tmp_path: Path
+) -> None:
     stage = {
         "recipe": "grpo",
         "options": {
+            "run": {"storage": f"file://{tmp_path}/storage"},
             "model": {"path": "own/model"}, "launcher": "local", "rollout": {"engine": "transformers"},
             "reward": {"num_workers": 0}, "tracking": {"enabled": False},
             "placement": {"device": "cpu", "num_workers": 1}, "sampling": {"max_tokens": 6},
@@ -197,10 +201,20 @@ def test_run_pipeline_takes_one_commit_for_all_stages(hub: StandIn, check: Check
         },
     }  # fmt: skip
     pipeline = {"name": "p", "model": "own/model", "folder": "outputs/p", "stages": {"a": stage, "b": stage}}
+    commits = {name: repository.refs["main"] for name, repository in hub.repositories.items()}
+    model, rows = commits["models/own/model"], commits["datasets/own/rows"]
     folder = run_pipeline(OmegaConf.create(pipeline))
-    commit = hub.repositories["models/own/model"].refs["main"]
-    assert json.loads(RunFolder(folder).versions.read_text())["models/own/model@main"] == commit
-    assert {OmegaConf.load(folder / name / "config.yaml").model.path for name in "ab"} == {f"own/model@{commit}"}
+    versions = {f"{name}@main": commit for name, commit in commits.items()}
+    assert json.loads(RunFolder(folder).versions.read_text()) == versions
+    for name in "ab":
+        assert json.loads(RunFolder(folder / name).versions.read_text()).items() >= versions.items()
+        assert OmegaConf.load(folder / name / "config.yaml").model.path == f"own/model@{model}"
+    # Another machine has no folder of the pipeline, and the branch has other rows now.
+    shutil.rmtree(folder)
+    hub.add("datasets/own/rows", {})
+    assert run_pipeline(OmegaConf.create({**pipeline, "resume": "auto"})) == folder
+    for name in "ab":
+        assert f"own--rows-{rows[:12]}" in OmegaConf.load(folder / name / "config.yaml").data.train_files[0]
 
 
 def test_fetch_data_files_takes_the_hubs_own_conversion(hub: StandIn, tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_lost_engine_costs_only_the_turn_in_flight(lost: int) -> None:
 
 def test_scores_checks_the_failure_rate_after_all_conversations() -> None:
     said = {FIRST: ["yes<|end|>", "yes<|end|>"]}
-    talk = conversations(Scripted(said), "mumbles", failures=0.4)
+    talk = conversations(Scripted(said), "mumbles")
     talk.submit([opening()], SAMPLING)
     generations = talk.collect([7], 0)[7]
     with pytest.raises(RewardError, match="2 of 2 rewards failed"):

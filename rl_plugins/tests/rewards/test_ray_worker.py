@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.rewards import pool as pool_module
@@ -54,7 +54,7 @@ def test_score_starts_a_worker_again_whose_machine_ended_before_the_rewards_were
         return ActorDiedError(context(error_message=message, actor_id=bytes(16), never_started=True))
 
     machine_lost = died("The actor died because its node has died.")
-    losses: list[Exception] = [machine_lost] * 2
+    losses: list[Exception] = [ActorUnavailableError("the machine does not answer", None), machine_lost]
 
     def get(result: object, timeout: float) -> object:
         if result == "loaded" and losses:

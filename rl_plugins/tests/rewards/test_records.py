@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rl_plugins.errors import RewardError
-from rl_plugins.rewards.records import Score, check_failure_rate, failure_counts
+from rl_plugins.rewards.records import FailureRate, Score, check_failure_rate, failure_counts
 
 GOOD = Score(value=0.0)
 SLOW = Score(value=None, failure="timeout", message="too slow")
@@ -38,3 +38,30 @@ def test_check_failure_rate_counts_only_scored_samples() -> None:
     check_failure_rate([BAD, None, None, None], 0.25)
     with pytest.raises(RewardError, match="2 of 4"):
         check_failure_rate([BAD, BAD, None, None], 0.25)
+
+
+def test_failure_rate_allows_single_failures_in_small_calls() -> None:
+    rate = FailureRate(0.1)
+    for _ in range(50):
+        rate.add([BAD, *[GOOD] * 10])
+    with pytest.raises(RewardError, match="1 of 8"):
+        FailureRate(0.0).add([BAD, *[GOOD] * 7])
+
+
+def test_failure_rate_ends_a_run_whose_reward_is_broken_in_small_calls() -> None:
+    rate, calls = FailureRate(0.1), 0
+    for _ in range(100):
+        rate.add([GOOD] * 8)
+    with pytest.raises(RewardError, match=r"12 of 104 rewards failed, more than max_failure_rate=0\.1 allows"):
+        while calls < 9:
+            calls += 1
+            rate.add([BAD] * 4 + [GOOD] * 4)
+    assert calls == 3
+
+
+def test_failure_rate_judges_a_large_call_by_its_share() -> None:
+    rate = FailureRate(0.25)
+    rate.check([BAD] * 10 + [None] * 10)
+    rate.add([BAD] * 100 + [GOOD] * 300)
+    with pytest.raises(RewardError, match="11 of 12"):
+        FailureRate(0.25).check([BAD] * 11 + [None])

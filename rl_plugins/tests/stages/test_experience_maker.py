@@ -151,6 +151,20 @@ def test_remax_takes_the_score_of_the_greedy_response_as_baseline() -> None:
     assert all(row["rewards"]["correct"] == row["score"] for row in stage.shown_samples.training if not row["failure"])
 
 
+def test_remax_counts_a_greedy_response_without_a_reward() -> None:
+    class FailsOnGreedy(canned.CannedScorer):
+        def score(self, requests: Any) -> list[Score]:
+            first, *others = super().score(requests)
+            is_greedy = len(others) < len(canned.PROMPTS)
+            failure = Score(None, {"judge/cost": 2.0}, failure="raised", message="no")
+            return [failure if is_greedy else first, *others]
+
+    scorers = canned.CannedScorer(), FailsOnGreedy()
+    plain, failing = (train(Algorithm(advantage="remax"), scorer=scorer).metrics[0] for scorer in scorers)
+    assert failing["train/reward_raised"] == plain["train/reward_raised"] + 1
+    assert failing["train/judge/cost"] == 2.0 and failing["train/reward"] == plain["train/reward"]
+
+
 def save_reward_model(folder: Path) -> Any:
     model: Any = load_scalar_head(canned.other_model(), dtype=torch.float32)
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))

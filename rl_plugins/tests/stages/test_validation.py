@@ -77,6 +77,8 @@ def test_validation_with_several_samples_logs_best_and_majority() -> None:
     assert metrics["val/rewards/format"] == pytest.approx(mean(response.isdigit() for response in counted))
     assert metrics["val/canned/mean_at_3"] == pytest.approx(mean(mean(row) for row in scores(3)))
     assert metrics["val/canned/best_at_3"] == pytest.approx(mean(best_at(row, 3) for row in whole))
+    failures = [score for row in scores(3) for score in row if score is None]
+    assert metrics["val/reward_failures"] == len(failures) > 0
     assert len(stage.shown_samples.validation) == 12
 
 

@@ -26,6 +26,11 @@ def test_zero_strategy_engines_weight_sources_and_checkpoints(tmp_path: Path, st
     run_ranks(zero_worker.train, stage, tmp_path, world_size=1)
 
 
+def test_weights_and_shards_are_read_while_deepspeed_gathers_parameters_ahead(tmp_path: Path) -> None:
+    """With a large model, DeepSpeed has parameters in flight after passes without gradient."""
+    run_ranks(zero_worker.read_after_passes, tmp_path, world_size=1)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_validation_and_resume_of_a_checkpoint_load_trained_and_frozen_weights(tmp_path: Path, stage: int) -> None:
     for seed in (1, 2):

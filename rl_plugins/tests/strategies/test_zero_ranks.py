@@ -111,7 +111,6 @@ def test_offload_to_the_host_does_not_change_training(results: Callable[[str], R
 
 
 # DeepSpeed builds an op first.
-@pytest.mark.timeout(1200)
 def test_offload_to_files_does_not_change_training(folder: Path, results: Callable[[str], Results]) -> None:
     try:
         check_file_op()

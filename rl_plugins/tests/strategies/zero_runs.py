@@ -23,6 +23,7 @@ from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig, 
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.loaders import StepLoader
 from rl_plugins.run_folder import RunFolder
+from rl_plugins.stages.clock import step_metrics
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.strategies.zero import ZeroStrategy
@@ -74,17 +75,19 @@ class Record(Callback):
         self.weights: dict[str, dict[str, Tensor]] = {}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *arguments: Any) -> None:
-        found = trainer.callback_metrics
+        found = step_metrics(trainer, pl_module)
         names = [name for name in (*METRICS, *METRICS_OF_FLOAT16) if f"train/{name}" in found]
-        self.steps[pl_module.step] = {name: float(found[f"train/{name}"]) for name in names}
+        self.steps[pl_module.step] = {name: found[f"train/{name}"] for name in names}
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         source: Any = trainer.strategy
         is_float16 = trainer.precision == "16-mixed"
-        if isinstance(source, ZeroStrategy) and (is_float16 or source.config["zero_optimization"]["stage"] > 1):  # type: ignore[index]
+        if isinstance(source, ZeroStrategy):
+            assert isinstance(source.config, dict)
+            sums_in_float32 = is_float16 or source.config["zero_optimization"]["stage"] > 1
             for name in pl_module.optimizer_configs():
                 optimizer: Any = source.model_engine(name).optimizer
-                assert optimizer.gradient_accumulation_dtype == torch.float32
+                assert not sums_in_float32 or optimizer.gradient_accumulation_dtype == torch.float32
         for engine in pl_module.named_models():
             self.weights[engine] = {name: tensor.clone() for name, tensor in source.weight_source(engine)}
 

@@ -23,6 +23,7 @@ from rl_plugins.errors import CheckpointError, StorageError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.stages.sft import SFT
 from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.strategies.zero_shards import TAG, ZeroShards
 from rl_plugins.tests.stages import canned
@@ -187,6 +188,41 @@ def train(_: int, stage: int, folder: Path) -> None:
     calls = [call for call in rollout.calls if call.split()[0] in ("connect", "update_weights", "close")]
     once = ["connect 0/1", "update_weights 0", "close"]
     assert calls == [*once, *once[:2], "update_weights 1", "close"]
+
+
+class GathersAhead(ZeroStrategy):
+    """Releases all parameters after each use, as DeepSpeed does for the later layers of a large model."""
+
+    def _init_config_if_needed(self) -> None:
+        super()._init_config_if_needed()
+        assert isinstance(self.config, dict)
+        self.config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+
+
+class Reads(SFT):
+    """Reads weights and shards after passes without gradient."""
+
+    def on_train_end(self) -> None:
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, GathersAhead)
+        engine: Any = strategy.model_engine("policy")
+        for read in (lambda: weights_of(strategy, "policy"), lambda: dict(strategy.shards("policy"))):
+            for _ in range(2):
+                with torch.no_grad():
+                    engine(input_ids=torch.arange(6)[None], use_cache=False)
+            statuses = {parameter.ds_status for parameter in engine.module.parameters()}
+            assert ZeroParamStatus.INFLIGHT in statuses
+            assert all(tensor.numel() for tensor in read().values())
+
+
+def read_after_passes(_: int, folder: Path) -> None:
+    """Train, run passes without gradient, and read the weights."""
+    module = Reads(str(save_tiny_policy(folder / "policy")), tokenizer=canned.tokenizer, packing=False)
+    trainer = canned.quiet_trainer(GathersAhead(timeout_s=60), accelerator="cpu", devices=1, precision="32-true")
+    rows = {"prompt_ids": [[5, 6, 7], [8, 9]], "response_ids": [[20, 21], [22, 23, 24]]}
+    trainer.fit(module, canned.loader([rows] * 3))
 
 
 class Kept(Callback):
