@@ -79,6 +79,7 @@ from rl_plugins.sandbox.records import SandboxLimits as SandboxLimits
 from rl_plugins.sandbox.records import SandboxResult as SandboxResult
 from rl_plugins.sandbox.sandbox import CodeSandbox as CodeSandbox
 from rl_plugins.stages.clock import clock as clock
+from rl_plugins.stages.clock import step_metrics as step_metrics
 from rl_plugins.stages.policy_optimization import PolicyOptimization as PolicyOptimization
 from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization as OnlinePreferenceOptimization
 from rl_plugins.stages.preference_optimization import PreferenceOptimization as PreferenceOptimization

@@ -348,7 +348,7 @@ def run_recipe(
         recipe: name of the recipe, to write the difference from the recipe into the run's folder.
         when_checked: function of the configuration. It is called after all checks, before a file is written into the
             run's folder.
-        pinned: versions of names that a pipeline has looked up; see `PinnedVersions`.
+        pinned: versions of names, looked up by a pipeline; see `PinnedVersions`.
 
     Returns:
         Folder of the run.

@@ -30,7 +30,7 @@ class PinnedVersions:
             in MLflow, such as `models:/NAME@ALIAS`.
 
     Attributes:
-        used: versions of the names that were asked for.
+        used: versions of the names in the options.
     """
 
     def __init__(self, known: Mapping[str, str] | None = None) -> None:

@@ -166,18 +166,17 @@ def test_best_checkpoints_leave_out_the_metrics_of_a_step_that_was_rolled_back(t
 
 def test_best_checkpoints_leave_out_steps_without_the_metric(tmp_path: Path) -> None:
     """An overflow of float16 leaves out a step and its gradient norm, also in the first step."""
-    norms = [None, 0.3, None, 0.2]
+    stage = build_stage(4)
 
     class Overflowing(SingleDeviceRolloutStrategy):
         def gradient_norm(self, name: str) -> float | None:
-            return norms.pop(0)
+            return {1: 0.3, 3: 0.2}.get(stage.step)
 
-    stage = build_stage(4)
     alter(stage, {step: {"train/loss_scale": 2.0} for step in range(1, 5)})
     keeper = BestCheckpoints(tmp_path, metric="train/gradient_norm", mode="min", keep=9)
     strategy = Overflowing(rollout=canned.CannedRollout())
     train(stage, [PolicyCheckpoint(tmp_path, every=1), keeper], strategy=strategy)
-    assert norms == [] and steps_of(RunFolder(tmp_path).bests()) == [2, 4]
+    assert steps_of(RunFolder(tmp_path).bests()) == [2, 4]
 
 
 def test_best_checkpoints_refuse_an_unknown_metric_by_name(tmp_path: Path) -> None:

@@ -52,14 +52,14 @@ def test_failure_rate_ends_a_run_whose_reward_is_broken_in_small_calls() -> None
     rate, calls = FailureRate(0.1), 0
     for _ in range(100):
         rate.add([GOOD] * 8)
-    with pytest.raises(RewardError, match=r"12 of 104 rewards failed, more than max_failure_rate=0\.1 allows"):
+    with pytest.raises(RewardError, match=r"12 of 112 rewards failed, more than max_failure_rate=0\.1 allows"):
         while calls < 9:
             calls += 1
             rate.add([BAD] * 4 + [GOOD] * 4)
     assert calls == 3
 
 
-def test_failure_rate_judges_a_large_call_by_its_share() -> None:
+def test_failure_rate_judges_a_large_call_by_the_share_of_failures() -> None:
     rate = FailureRate(0.25)
     rate.check([BAD] * 10 + [None] * 10)
     rate.add([BAD] * 100 + [GOOD] * 300)

@@ -226,7 +226,7 @@ def test_critic_learner_in_float16_leaves_out_a_step_and_continues_with_the_save
     learner._loss_scale = LossScale(2.0**9)
     expected = [one.gradient_norm for one in learn(exact, steps)]
     assert [one.gradient_norm for one in learn(learner, steps)] == pytest.approx(expected, rel=0.02)
-    assert gap(learner.weights, exact.weights) < 0.1 * gap(learner.weights, start)
+    assert gap(learner.weights, exact.weights) < 0.25 * gap(learner.weights, start)
     # A scale at which the gradients overflow.
     too_large = CriticLearner(training(**settings, computes_in=torch.float16))
     too_large._loss_scale = LossScale(2.0**40)

@@ -162,7 +162,7 @@ def test_remax_counts_a_greedy_response_without_a_reward() -> None:
     scorers = canned.CannedScorer(), FailsOnGreedy()
     plain, failing = (train(Algorithm(advantage="remax"), scorer=scorer).metrics[0] for scorer in scorers)
     assert failing["train/reward_raised"] == plain["train/reward_raised"] + 1
-    assert failing["train/judge/cost"] == 2.0 and failing["train/reward"] == plain["train/reward"]
+    assert failing["train/judge/cost"] == 2.0
 
 
 def save_reward_model(folder: Path) -> Any:

@@ -191,12 +191,13 @@ def train(_: int, stage: int, folder: Path) -> None:
 
 
 class GathersAhead(ZeroStrategy):
-    """Releases all parameters after each use, as DeepSpeed does for the later layers of a large model."""
+    """Releases parameters after each use, and gathers a few ahead, as DeepSpeed does in the layers of a large model."""
 
     def _init_config_if_needed(self) -> None:
         super()._init_config_if_needed()
         assert isinstance(self.config, dict)
-        self.config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+        limits = {"param_persistence_threshold": 0, "max_reuse_distance": 0, "prefetch_bucket_size": 10_000}
+        self.config["zero_optimization"] |= {f"stage3_{name}": limit for name, limit in limits.items()}
 
 
 class Reads(SFT):
