@@ -63,9 +63,10 @@ _IN_CODE = re.compile(
     rf"""|(^[-+ ]?\s*(?:export\s+)?(?:[\w.-]*(?:{_NAME})[\w-]*(?:=|:\s+)|\w*{_VARIABLE}=))(?!["'])[^\s(),]+$""",
     re.IGNORECASE | re.MULTILINE,
 )
+# A mark in quotes is code that looks for keys.
 _PRIVATE_KEY = re.compile(
-    r"(?s)(-----BEGIN [A-Z ]*PRIVATE KEY-----|PuTTY-User-Key-File-\d:).*?"
-    r"(-----END [A-Z ]*PRIVATE KEY-----|Private-MAC: *\w+|\Z)"
+    r"(?s)(-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----(?=[ \t\r]*(?:\n|\\n|\Z))|PuTTY-User-Key-File-\d:).*?"
+    r"(-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|Private-MAC: *\w+|\Z)"
 )
 
 SECRET_FILES = (

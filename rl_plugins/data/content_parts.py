@@ -7,6 +7,7 @@ Everything after the files reads texts with `<image>` and the column `images`. A
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from rl_plugins.data.sequence_with_slices import SequenceWithSlices
@@ -78,10 +79,12 @@ def with_texts(row: Row) -> Row:
     messages, images, column = [], [], iter(row.get(IMAGES) or ())
     for message in row["prompt"]:
         content = message["content"]
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            if part["type"] == "image":
+                images.append(part["image"] if part.get("image") is not None else next(column, None))
+            else:
+                images += islice(column, part["text"].count(PLACEHOLDER))
         if not isinstance(content, str):
-            parts = [part for part in content if part["type"] == "image"]
-            own = [part.get("image") for part in parts]
-            images += [image if image is not None else next(column, None) for image in own]
             content = "".join(PLACEHOLDER if part["type"] == "image" else part["text"] for part in content)
         messages.append({**message, "content": content})
     changed = {**row, "prompt": messages}

@@ -218,7 +218,7 @@ def _known_versions(configs: Mapping[str, RecipeConfig], folder: Path) -> dict[s
     if known := PinnedVersions.of_run(RunFolder(folder)).known:
         return known
     for name, config in configs.items():
-        run = RunFolder(folder / name)
+        config.run.resume, run = "auto", RunFolder(folder / name)
         known |= PinnedVersions.of_run(run, _name_stage(name, partial(stored_run, config, run))).known
     return known
 

@@ -88,8 +88,6 @@ def train_on_ray(config: RecipeConfig, folder: RunFolder) -> None:
     write_config(config, folder.config)
     environment = worker_environment(config.placement.device)
     os.environ.update(environment)
-    # Ray Train would give the workers a temporary working directory, where nobody looks for the files of a logger.
-    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
     # Ray would draw the finished progress bar again around every later line.
     os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")
     if not sys.stdout.isatty():

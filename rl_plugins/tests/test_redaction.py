@@ -82,6 +82,9 @@ def test_redacted_code_removes_private_keys(kind: str) -> None:
     begin, end = f"+-----BEGIN {kind}PRIVATE KEY-----\n", f"-----END {kind}PRIVATE KEY-----\n+a = 1\n"
     assert redacted_code(f"{begin}+b3BlbnNz\n+aC1rZXk\n+{end}") == f"{begin[:-1]}***{end}"
     assert redacted_code(f"{begin}+b3BlbnNz\n+aC1rZXk") == f"{begin[:-1]}***", "a diff may end in the key"
+    code = '+if "-----BEGIN PRIVATE KEY-----" in text:\n+    a = 1\n'
+    assert redacted_code(code) == code
+    assert "body" not in redacted_code("-----BEGIN PGP PRIVATE KEY BLOCK-----\n\nbody\n")
     putty = "PuTTY-User-Key-File-3: ssh-ed25519\nPrivate-Lines: 1\nc2VjcmV0\nPrivate-MAC: 12ab\n"
     assert "c2VjcmV0" not in redacted_code(putty)
 

@@ -45,6 +45,9 @@ def test_with_texts_puts_placeholders_into_texts_and_images_into_the_column() ->
         with case(name):
             plain = with_texts(found)
             assert plain["prompt"] == [{"role": "user", "content": "<image>and<image>"}] and plain["images"] == images
+    mixed = with_parts({**image, "image": b"2"}, images=[b"1"])
+    mixed["prompt"].insert(0, {"role": "user", "content": "<image>?"})
+    assert with_texts(mixed)["images"] == [b"1", b"2"]
     assert "images" not in with_texts(with_parts(TEXT))
 
 

@@ -210,6 +210,7 @@ def test_run_pipeline_takes_one_commit_for_all_stages_and_resumes_on_another_mac
         assert json.loads(RunFolder(folder / name).versions.read_text()).items() >= versions.items()
         assert OmegaConf.load(folder / name / "config.yaml").model.path == f"own/model@{model}"
     # Another machine has no folder of the pipeline, and the branch has other rows now.
+    (tmp_path / "storage" / "p" / "a" / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
     shutil.rmtree(folder)
     hub.add("datasets/own/rows", {})
     assert run_pipeline(OmegaConf.create({**pipeline, "resume": "auto"})) == folder
