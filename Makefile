@@ -13,6 +13,8 @@ PY := $(VENV)/bin/python
 PIP = $(PY) -m pip -qq --disable-pip-version-check --log $(VENV)/install.log
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+# The path of the caller: `gpu` runs in the environment in use.
+CALLER_PATH := $(PATH)
 # ninja, which builds DeepSpeed's op, is found by its name.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 # SHUFFLE=1 runs tests in a random order that the seed 1 gives.
@@ -103,6 +105,8 @@ soak: $(INSTALLED)  ## a run of STEPS=2000 steps: growth of memory, descriptors,
 coverage: $(INSTALLED)  ## line coverage of the library by `make test`; with ALL=1 by `make test-all`
 	sh requirements/coverage.sh $(if $(ALL),all-tiers,core)
 
+gpu: export PATH := $(CALLER_PATH)
+gpu: export TORCH_EXTENSIONS_DIR = $(shell PATH="$(CALLER_PATH)" python -c 'import sys; print(sys.prefix)')/torch_extensions
 gpu:  ## the tests that need a GPU, in the environment of the `python` in use (docs/gpus.md says how to install)
 	@python requirements/check_gpu.py
 	python -m integration_tests.gpu.without_vllm

@@ -45,11 +45,11 @@ class BestCheckpoints(Callback):
             raise ConfigError(f"mode={mode!r}: use max or min")
         self._folder, self._metric, self._mode, self._keep = RunFolder(folder), metric, mode, keep
         self._sign = _SIGNS[mode]
-        self._last_step = -1
+        self._last_step, self._is_open = -1, False
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last_step = clock(pl_module)
+        self._last_step, self._is_open = clock(pl_module), False
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -63,8 +63,17 @@ class BestCheckpoints(Callback):
     ) -> None:
         previous, self._last_step = self._last_step, clock(pl_module)
         # After a roll-back the clock shows the step of the checkpoint again, and the metrics are of the bad step.
-        is_candidate = self._last_step > previous and not self._metric.startswith("val/")
-        if is_candidate and PolicyCheckpoint.of(trainer).saved_step == self._last_step:
+        self._is_open = self._last_step > previous and not self._metric.startswith("val/")
+        self._consider_saved(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # `PolicyCheckpoint` saves the last step at the end, and `GracefulStop` a step behind this callback.
+        self._consider_saved(trainer, pl_module)
+
+    def _consider_saved(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_open and PolicyCheckpoint.of(trainer).saved_step == clock(pl_module):
+            self._is_open = False
             self._consider(trainer, pl_module)
 
     def _consider(self, trainer: Trainer, pl_module: LightningModule) -> None:

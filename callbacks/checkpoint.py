@@ -33,7 +33,7 @@ from rl_plugins.manifest import CheckpointWriter
 from rl_plugins.models.remote import RemoteLearner
 from rl_plugins.plain_file import load_plain
 from rl_plugins.rewards.trajectory import RECORDS
-from rl_plugins.run_folder import RunFolder
+from rl_plugins.run_folder import RunFolder, checkpoint_step
 from rl_plugins.stages.clock import clock, step_metrics
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.stage import Stage
@@ -139,6 +139,12 @@ class PolicyCheckpoint(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved_step = clock(pl_module)
+        newest = trainer.strategy.broadcast(self._folder.latest_checkpoint())
+        if newest is not None and checkpoint_step(newest) > self.saved_step:
+            raise ConfigError(
+                f"{self._folder.path} has {newest.name}, and this training starts at step {self.saved_step}: give "
+                "another folder, move later checkpoints away, or continue from the newest one"
+            )
         if trainer.ckpt_path:
             checkpoint = Path(trainer.ckpt_path).parent
             words = [self._load_random_state(trainer, checkpoint, self.saved_step)]

@@ -99,7 +99,8 @@ class BestUpload(Callback):
 
     def __init__(self, folder: str | Path, *, metric: str, mode: str, count: int) -> None:
         self._folder, self._metric, self._mode, self._count = RunFolder(folder), metric, mode, count
-        self._submitted: list[Path] = []
+        # Time of each checkpoint: a repeated step replaces a checkpoint.
+        self._submitted: dict[Path, int] = {}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -117,7 +118,10 @@ class BestUpload(Callback):
         self._submit(trainer)
 
     def _submit(self, trainer: Trainer) -> None:
-        if trainer.is_global_zero and (bests := self._folder.bests()) != self._submitted:
+        if not trainer.is_global_zero:
+            return
+        bests = {path: path.stat().st_mtime_ns for path in self._folder.bests()}
+        if bests != self._submitted:
             self._submitted = bests
             for logger in mlflow_loggers(trainer.loggers):
                 logger.submit(self.send)

@@ -219,7 +219,11 @@ class _RouterPasses:
         mask_M = torch.ones_like(logits_ME[:, 0]) if self._mask_M is None else self._mask_M.to(logits_ME)
         log_probabilities_ME = logits_ME.log_softmax(dim=-1)
         probabilities_ME = log_probabilities_ME.exp() * mask_M[:, None]
-        chosen_MK = logits_ME.detach().topk(router.chosen, dim=-1).indices
+        # A router may choose by other scores than its logits, such as with a bias for an even load.
+        shape = (len(logits_ME), router.chosen)
+        own = (part.flatten(0, -2) for part in output if isinstance(part, Tensor) and part.dtype == torch.int64)
+        by_logits_MK = logits_ME.detach().topk(router.chosen, dim=-1).indices
+        chosen_MK = next((part_MK for part_MK in own if part_MK.shape == shape), by_logits_MK)
         choices_ME = torch.zeros_like(logits_ME).scatter(-1, chosen_MK, 1.0)
         sums = _Sums(
             probabilities_ME.sum(dim=0),

@@ -10,6 +10,7 @@ of 6, because it has no weight gradient.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -17,8 +18,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from typing_extensions import override
 
+from rl_plugins.model_json import expert_count
 from rl_plugins.models.four_bit import CODES, four_bit_layers
 from rl_plugins.ranks import Ranks
 from rl_plugins.stages.clock import clock
@@ -28,6 +31,7 @@ from rl_plugins.vision_language import is_vision_language
 PEAK_TFLOPS = {
     "GB200": 2500.0,  # NVIDIA GB200 NVL72 datasheet: 5 PFLOPS a GPU with sparsity
     "B200": 2250.0,  # NVIDIA DGX B200 datasheet: 4.5 PFLOPS with sparsity
+    "GH200": 989.0,  # NVIDIA GH200 datasheet: 1,979 with sparsity
     "H200": 989.0,  # NVIDIA H200 datasheet: 1,979 with sparsity
     "H100 NVL": 835.0,  # NVIDIA H100 datasheet: 1,671 with sparsity
     "H100 PCIe": 756.0,  # NVIDIA H100 datasheet: 1,513 with sparsity
@@ -41,7 +45,7 @@ PEAK_TFLOPS = {
     "L4": 121.0,  # NVIDIA L4 datasheet: 242 with sparsity
     "4090": 165.2,  # NVIDIA Ada architecture whitepaper, with accumulation in float32
 }
-"""Dense bfloat16 peak of a device in TFLOPS, by a part of its name. The first match counts.
+"""Dense bfloat16 peak of a device in TFLOPS, by a word of its name. The first match counts.
 
 Lightning's table (`lightning.fabric.utilities.throughput`) is not used: in version 2.6 it has no entry for the names
 that an H200 or a B200 reports, takes an L40S for an L4, and has the peak with sparsity for some devices.
@@ -53,7 +57,8 @@ class Throughput(Callback):
 
     - `trained_tokens_per_s`: trained tokens of all ranks, per second of the whole step. A prompt that several samples
       share in a packed row counts once.
-    - `sampled_tokens_per_s`: response tokens per second of sampling and per training device.
+    - `sampled_tokens_per_s`: response tokens, with the observations of conversations, per second of sampling and per
+      training device.
     - `mfu`: operations of the update, as a fraction of the devices' peak in the time of the update.
 
     Args:
@@ -103,7 +108,9 @@ class Throughput(Callback):
         if "samples_per_s" in metrics and metrics.get("time/rollout"):
             samples = metrics["samples_per_s"] * metrics["time/step"]
             sampled = samples * metrics["train/response_length"]
-            rates["sampled_tokens_per_s"] = sampled / metrics["time/rollout"] / self._devices
+            # With a schedule ahead, the trainer waits for less than the time of sampling.
+            busy_s = (1 - metrics.get("idle/engine", 1.0)) * metrics["time/step"]
+            rates["sampled_tokens_per_s"] = sampled / max(metrics["time/rollout"], busy_s) / self._devices
         updating = metrics.get(f"time/update_{self._trained}")
         if self._peak_of_run and updating:
             flops = tokens * self._flops_per_token + pairs * self._flops_per_pair
@@ -126,13 +133,19 @@ def flops_per_token(model: nn.Module) -> tuple[float, float]:
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     linear = {id(p) for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters()}
     codes = {id(layer.weight) for layer in four_bit_layers(model).values()}
-    for parameter in model.parameters():
+    config: Any = getattr(model, "config", None)
+    text: dict[str, Any] = config.get_text_config().to_dict() if isinstance(config, PreTrainedConfig) else {}
+    experts, chosen = expert_count(text), text.get("num_experts_per_tok")
+    for name, parameter in model.named_parameters():
         # A tied output head is an input embedding as well, and does count.
         if id(parameter) not in embeddings or id(parameter) in linear:
             # Under ZeRO-3 a parameter is empty, and `ds_numel` is its whole size.
             numel = getattr(parameter, "ds_numel", parameter.numel()) * (CODES if id(parameter) in codes else 1)
+            if experts and chosen and ".experts." in name:
+                # The experts of a layer are one tensor, of which expert parallelism gives a rank a part.
+                is_stack = re.search(r"\.experts\.(base_layer\.)*\w+$", name)
+                numel *= chosen / (getattr(parameter, "ds_shape", parameter.shape)[0] if is_stack else experts)
             matrices += numel * (6 if parameter.requires_grad else 4)
-    config: Any = getattr(model, "config", None)
     layers, attention_heads = (getattr(config, name, 0) for name in ("num_hidden_layers", "num_attention_heads"))
     if not layers or not attention_heads:
         return matrices, 0.0
@@ -145,4 +158,4 @@ def known_peak(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part.lower() in name.lower()), None)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name, re.IGNORECASE)), None)

@@ -107,10 +107,11 @@ def test_policy_learns_the_same_from_a_critic_pool_and_resumes_with_fewer_proces
     assert_alike(metrics, expected.metrics)
     assert_same(weights, expected.weights)
     checkpoint = RunFolder(tmp_path).checkpoint(SAVED)
-    metrics, weights = train(tmp_path, one_process, checkpoint)
+    resumed = tmp_path / "resumed"
+    metrics, weights = train(resumed, one_process, checkpoint)
     assert_alike(metrics, expected.metrics[SAVED:])
     assert_same(weights, expected.weights)
-    assert "critic (weights, optimizer, schedule)" in RunFolder(tmp_path).resumes.read_text()
+    assert "critic (weights, optimizer, schedule)" in RunFolder(resumed).resumes.read_text()
 
 
 def test_critic_pool_refuses_a_checkpoint_of_a_critic_in_the_workers(
@@ -122,7 +123,7 @@ def test_critic_pool_refuses_a_checkpoint_of_a_critic_in_the_workers(
 
 def test_critic_process_that_hangs_or_dies_ends_the_run(tmp_path: Path) -> None:
     critic = pool(2)
-    train(tmp_path, critic, steps=1)
+    train(tmp_path / "whole", critic, steps=1)
     asked: Any = ray.get_actor(critic.config.label(1)).ready.remote()
     process = psutil.Process(int(ray.get(asked, timeout=patient(60)).split("@")[0]))
     generous = critic.config
@@ -130,11 +131,11 @@ def test_critic_process_that_hangs_or_dies_ends_the_run(tmp_path: Path) -> None:
     process.suspend()
     late = re.escape(repr(critic.config.label(1)))
     with pytest.raises(DeadlineExceeded, match=rf"rank 0 waited 1 s for .*{late} of the pool critic to"):
-        train(tmp_path, critic)
+        train(tmp_path / "late", critic)
     critic.config = generous
     process.kill()
     with pytest.raises(CriticLost, match=r"rank 0: the pool critic failed to .*\. The updates .* are lost"):
-        train(tmp_path, critic)
+        train(tmp_path / "killed", critic)
     # No process of the pool outlives its rank.
     name = critic.config.label(0)
     del critic

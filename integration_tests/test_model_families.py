@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.model_families import in_a_process, runs_of
 from integration_tests.command_server import run_command
+from integration_tests.conftest import RUN_DEADLINE_S
 
 pytestmark = pytest.mark.extended
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.extended
 @pytest.mark.parametrize("family", ["gemma2", "qwen2_moe", "gpt_oss"])
 def test_family_trains_and_engines_have_the_weights_of_the_policy(family: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.model_families", "--one", family, "--folder", str(tmp_path)]
-    log = run_command(command, cwd=tmp_path, check=True, timeout_s=900).stdout
+    log = run_command(command, cwd=tmp_path, check=True, timeout_s=RUN_DEADLINE_S).stdout
     row = in_a_process(family, tmp_path)
     assert row.reasons == {}, log[-3000:]
     assert row.done == list(runs_of(family)) and row.engine == "vllm" and row.exported and row.served and row.gap < 1e-4

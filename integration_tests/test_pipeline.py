@@ -12,6 +12,7 @@ from mlflow import MlflowClient
 from safetensors.torch import load_file
 
 from integration_tests.command_server import run_command
+from integration_tests.conftest import RUN_DEADLINE_S
 from rl_plugins.commands.export import export_checkpoint
 from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows, preference_rows
@@ -39,7 +40,7 @@ def run(folder: Path, workplace: Path, *overrides: str) -> subprocess.CompletedP
         ),
         *overrides,
     ]  # fmt: skip
-    return run_command(command, cwd=folder, timeout_s=900)
+    return run_command(command, cwd=folder, timeout_s=RUN_DEADLINE_S)
 
 
 @pytest.fixture(scope="module")

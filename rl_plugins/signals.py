@@ -9,10 +9,12 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
+from typing import ClassVar
 
-from rl_plugins.errors import StorageError
+from rl_plugins.errors import RunStopped, StorageError
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.whole_file import write_whole_text
 
@@ -21,10 +23,18 @@ _DESCRIPTORS = (1, 2)
 
 
 class EndingSignals:
-    """Signals that have asked the command to end, oldest first."""
+    """Signals with a request to end the command, oldest first.
+
+    Attributes:
+        received: numbers of signals for an end at once.
+        requests: names of signals for an end of a run after its step.
+    """
+
+    current: ClassVar[EndingSignals | None] = None
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self.requests: list[str] = []
 
     @property
     def name(self) -> str:
@@ -61,11 +71,16 @@ def ending_signals() -> Iterator[EndingSignals]:
     before = {number: handler for number in _ENDING if (handler := signal.getsignal(number)) != signal.SIG_IGN}
     for number in before:
         signal.signal(number, signals.end)
+    EndingSignals.current = signals
     try:
         yield signals
     finally:
+        EndingSignals.current = None
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
+        # Python marks a `KeyboardInterrupt` out of `exec`, such as in the making of a dataclass, as not handled, and
+        # ends the process with SIGINT in place of its status. The next `exec` clears the mark.
+        exec("")
 
 
 @contextmanager
@@ -118,6 +133,8 @@ def stop_on_signals(folder: RunFolder) -> Iterator[None]:
     def request_stop(number: int, frame: FrameType | None) -> None:
         restore()
         name = signal.Signals(number).name
+        if EndingSignals.current is not None:
+            EndingSignals.current.requests.append(name)
         if number == signal.SIGHUP:
             detach_from_terminal()
         failure = None
@@ -138,3 +155,23 @@ def stop_on_signals(folder: RunFolder) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+def stop_before_next(name: str) -> None:
+    """End the command before the next run if a signal came while the run before ended.
+
+    Args:
+        name: name of the next run.
+
+    Raises:
+        RunStopped: a signal asked for the end.
+    """
+    if EndingSignals.current is not None and EndingSignals.current.requests:
+        raise RunStopped(f"{name}: stopped before the start: {EndingSignals.current.requests[0]}")
+
+
+def remove_request(stop: Path, *, before: float) -> None:
+    """Remove the file `stop` of an earlier run. A file since `before`, in seconds since the epoch, ends the run."""
+    with suppress(FileNotFoundError):
+        if stop.stat().st_mtime < before:
+            stop.unlink()

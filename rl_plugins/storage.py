@@ -105,6 +105,11 @@ class Storage:
         """Name of the file or the folder, without characters of an address such as `%20`."""
         return PurePosixPath(self._path).name
 
+    @property
+    def local(self) -> Path | None:
+        """Path on this machine; None for an address of another file system."""
+        return Path(self._path) if self._files.type_name == "local" else None
+
     def inside(self, name: str) -> Storage:
         """Return a file or a folder inside this folder."""
         return Storage(f"{self.shown.rstrip('/')}/{name}", self._files, self._full(name))

@@ -226,6 +226,8 @@ class RolloutPhases:
         with self._strategy.phase_log.measure("offload"):
             if engine.sleeps and not starts_again:
                 memory.measure_room(self._strategy.phase_log.device, engine.gpu_share)
+                # If parameters leave one rank, all ranks gather them again in the next pass.
+                memory.crowded = self._strategy.ranks.any(memory.crowded)
                 self._free("offload optimizer", memory.offload_optimizer, memory.optimizer_bytes())
             self._wake_up(engine, "weights")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from rl_plugins.weights.source import WeightMeta, full_tensor
+from rl_plugins.models.lora import plain_weights
+from rl_plugins.weights.source import WeightMeta, WeightSource, full_tensor
 
 
 def layer_of(name: str) -> str:
@@ -23,11 +25,8 @@ def layer_of(name: str) -> str:
     return match.group(1) if match else name
 
 
-def keep_shards_alone(engine: Any) -> None:
-    """Wait for the parameters that DeepSpeed gathers ahead, and release all gathered parameters.
-
-    A pass without gradient is the beginning of a recorded training step, so DeepSpeed already gathers parameters for
-    the backward pass, which does not follow. Such a parameter cannot be read or partitioned.
+def release_gathered(engine: Any) -> None:
+    """Release all parameters that DeepSpeed has gathered, also the small parameters that stay between passes.
 
     Args:
         engine: engine of a model. Only an engine of ZeRO-3 gathers parameters.
@@ -37,6 +36,27 @@ def keep_shards_alone(engine: Any) -> None:
         optimizer.empty_partition_cache()
 
 
+def release_in_flight(engine: Any) -> None:
+    """Release all gathered parameters if DeepSpeed gathers some of the parameters ahead.
+
+    A pass without gradient is the beginning of a recorded training step, so DeepSpeed already gathers parameters for
+    the backward pass, which does not follow. Such a parameter cannot be read or partitioned.
+
+    Args:
+        engine: engine of a model under ZeRO-3.
+    """
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    if any(parameter.ds_status == ZeroParamStatus.INFLIGHT for parameter in engine.module.parameters()):
+        release_gathered(engine)
+
+
+def zero_weights(engine: Any, rank: int, world_size: int) -> WeightSource:
+    """Return the weights of a model under ZeRO-3, with the adapter merged if the model has an adapter."""
+    release = partial(release_in_flight, engine)
+    return plain_weights(ZeroWeightSource(engine.module, rank, world_size, release), engine.module, release)
+
+
 class ZeroWeightSource:
     """Weights of a model under ZeRO-3.
 
@@ -44,11 +64,13 @@ class ZeroWeightSource:
         module: model with parameters partitioned by DeepSpeed (`ds_tensor`, `ds_shape`).
         rank: number of this rank.
         world_size: number of training ranks.
-        engine: engine of the model, which may gather parameters ahead; see `keep_shards_alone`.
+        release: releases parameters that are gathered ahead; see `release_in_flight`.
     """
 
-    def __init__(self, module: nn.Module, rank: int, world_size: int, engine: Any = None) -> None:
-        self._engine = engine
+    def __init__(
+        self, module: nn.Module, rank: int, world_size: int, release: Callable[[], None] = lambda: None
+    ) -> None:
+        self._release = release
         # DeepSpeed adds ds_shape, ds_numel and ds_tensor to partitioned parameters.
         self._named: list[tuple[str, Any]] = list(module.named_parameters())
         self._rank, self._world_size = rank, world_size
@@ -61,7 +83,7 @@ class ZeroWeightSource:
         """Yield full tensors. One layer is gathered at a time. Collective."""
         import deepspeed
 
-        keep_shards_alone(self._engine)
+        self._release()
         for _, members in groupby(self._named, key=lambda named: layer_of(named[0])):
             layer = list(members)
             with deepspeed.zero.GatheredParameters([p for _, p in layer]):

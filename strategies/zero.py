@@ -53,7 +53,7 @@ from rl_plugins.strategies.phase_log import PhaseLog
 from rl_plugins.strategies.rank_groups import check_divides
 from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards, share_sequences, stop_sharing
-from rl_plugins.strategies.weight_sources import ZeroWeightSource, keep_shards_alone
+from rl_plugins.strategies.weight_sources import ZeroWeightSource, release_gathered, release_in_flight, zero_weights
 from rl_plugins.strategies.zero_release import release_with
 from rl_plugins.strategies.zero_shards import TAG, WEIGHTS_FILE, ZeroShards, check_shards, copy_weights, weights_in
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource
@@ -338,7 +338,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         module, place = self._module_of(name), (self.global_rank, self.world_size)
         if not self.zero_stage_3:
             return plain_weights(ModuleWeightSource(module, *place), module)
-        return plain_weights(ZeroWeightSource(module, *place, self._model_engines[name]), module)
+        return zero_weights(self._model_engines[name], *place)
 
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this rank's shard of each parameter. Collective."""
@@ -347,7 +347,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
             yield from ((key, parameter.data) for key, parameter in module.named_parameters())
             return
         # The next pass gathers the written shards, also of small parameters, which stay gathered between passes.
-        keep_shards_alone(self._model_engines[name])
+        release_gathered(self._model_engines[name])
         # The padding of the last shard is memory that DeepSpeed has not initialized: any number, also NaN.
         for key, _, shard in ZeroWeightSource(module, self.global_rank, self.world_size).shards():
             yield key, shard
@@ -371,11 +371,11 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
 
     def _model_tensors(self) -> Iterable[Tensor]:
         for name in self._on_host_while_sampling():
-            keep_shards_alone(self._model_engines[name])
-            for parameter in self._module_of(name).parameters():
-                yield parameter.data
-                if self.zero_stage_3:
-                    yield parameter.ds_tensor  # type: ignore[attr-defined]
+            parameters: list[Any] = [*self._module_of(name).parameters()]
+            if self.zero_stage_3:
+                release_in_flight(self._model_engines[name])
+                yield from (parameter.ds_tensor for parameter in parameters)
+            yield from (parameter.data for parameter in parameters)
             optimizer = getattr(self._model_engines[name], "optimizer", None)
             gradients = getattr(optimizer, "grad_partitions_flat_buffer", None)
             if gradients is not None:
@@ -433,9 +433,9 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
 
         engine, shards = self._trained[name], ZeroShards(folder / name / TAG)
         shards.check_model(engine.module)
+        shards.check_place(engine, self.world_size)
         if shards.fit(engine, self.world_size):
-            # For a model with an adapter, the frozen weights are not in the checkpoint.
-            load_shards(engine, folder / name, strict=not has_adapter(engine.module))
+            load_shards(engine, folder / name)
             return self._saved_states[name]
         shards.restore(engine, self.global_rank, self.world_size)
         return (

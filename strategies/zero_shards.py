@@ -32,6 +32,8 @@ TAG = "zero"
 """Name of the folder of shards in the folder of a model."""
 WEIGHTS_FILE = "weights.pt"
 """Name of the file with the whole weights of a model without an optimizer."""
+SWAPPED = "offloaded_tensors"
+"""Name of the folder with the files of offload to `nvme`, among the shards: master weights and optimizer states."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class ZeroShards:
         if not files or not models:
             raise CheckpointError(f"{folder} holds no shards of a model engine: resume from another checkpoint")
         self._models, self._in_bfloat16 = models, files[0].name.startswith("bf16_")
+        self._folder, self._name = folder, folder.absolute().parent.name
         self._model = _load(models[0])
         self._workers = [_Partitions(_load(file)["optimizer_state_dict"]) for file in files]
         self.workers, self.stage = len(files), self._workers[0].stage
@@ -148,6 +151,51 @@ class ZeroShards:
                 f"the checkpoint belongs to another model: {odd[0]} is in one of the two, or has two shapes: resume "
                 "with the model of the checkpoint"
             )
+
+    def check_place(self, engine: Any, workers: int) -> None:
+        """Compare the place of optimizer states with an engine over `workers` workers: memory, or files (`nvme`).
+
+        DeepSpeed copies the files of each worker as a whole.
+
+        Raises:
+            CheckpointError: only the checkpoint or only the engine has states in files, or another number of workers or
+                another precision has written the files.
+        """
+        swaps = engine.zero_nvme_offload_optimizer()
+        if self._in_files and not (swaps and self.fit(engine, workers)):
+            raise CheckpointError(
+                f"the optimizer states of {self._name!r} in the checkpoint are in files of as many workers (offload to "
+                f"nvme): resume with {self._run_with_files}"
+            )
+        if swaps and not self._in_files and not self._has_copy_of(_masters_of(engine)):
+            raise CheckpointError(
+                f"the optimizer states of {self._name!r} in the checkpoint are not in files, and offload to nvme "
+                f"continues only files: resume with offload={{{self._name!r}: 'cpu'}} (in a recipe: "
+                f"strategy.offload.{self._name}=cpu)"
+            )
+
+    @cached_property
+    def _in_files(self) -> bool:
+        # DeepSpeed writes a partition in a file as an empty partition.
+        pieces = (piece for of_parameter in self._of_parameter.values() for piece in of_parameter)
+        return any(stretch.numel and not worker.masters[stretch.partition].numel() for worker, stretch in pieces)
+
+    @property
+    def _run_with_files(self) -> str:
+        return (
+            f"{self.workers} workers in the same precision, and with offload={{{self._name!r}: 'nvme'}} (in a recipe: "
+            f"strategy.offload.{self._name}=nvme)"
+        )
+
+    def _has_copy_of(self, masters: Sequence[Tensor]) -> bool:
+        """Return True if the groups of parameters are too small for files, in a run with `nvme` and in this engine.
+
+        DeepSpeed copies the folder of files, also if the folder is empty.
+
+        Args:
+            masters: master weights of the engine.
+        """
+        return (self._folder / SWAPPED).is_dir() and all(master.numel() for master in masters)
 
     def restore(self, engine: Any, rank: int, workers: int) -> None:
         """Copy weights, optimizer states and settings, buffers and counters into an engine. Collective.
@@ -194,7 +242,17 @@ class ZeroShards:
             )
 
     def whole_weights(self) -> WholeWeights:
-        """Return the whole weights of the model: trained weights in float32, frozen weights and buffers."""
+        """Return the whole weights of the model: trained weights in float32, frozen weights and buffers.
+
+        Raises:
+            CheckpointError: the trained weights are in files of offload to `nvme`.
+        """
+        if self._in_files:
+            raise CheckpointError(
+                f"the weights of {self._name!r} in {self._folder} are in files of as many workers (offload to nvme), "
+                f"which only a resumed run reads: resume with {self._run_with_files}; at its end, the run writes the "
+                "policy"
+            )
         shapes = {name: shape for group in self._model["param_shapes"] for name, shape in group.items()}
         readers = self._untrained() | {name: partial(self._join, name, shape) for name, shape in shapes.items()}
         # A checkpoint of an adapter has no frozen weights.

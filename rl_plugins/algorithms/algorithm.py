@@ -224,8 +224,10 @@ class Algorithm(Settings):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute token-level rewards, advantages and returns, each [B, T]. Collective.
 
-        The reward of a learned token is its part of the score (`token_level_scores_BT`). The last learned token, or the
-        first position without such a token, gets the rest of the score.
+        The reward of a token is its part of the score (`token_level_scores_BT`). The reward of a masked token goes to
+        the learned token before, because later tokens did not earn the reward; without a learned token before, the
+        reward stays where no token learns from it. The last learned token, or the first position without such a token,
+        gets the rest of the score.
 
         Args:
             inputs: tensors by name: `scores_B`, `response_mask_BT`, `groups_B`, `valid_B`, `response_lengths_B`, and
@@ -241,8 +243,12 @@ class Algorithm(Settings):
         rewards_BT = torch.zeros_like(mask_BT, dtype=scores_B.dtype)
         if last_B1 is not None:
             if (of_tokens_BT := inputs.get("token_level_scores_BT")) is not None:
-                learned_BT = mask_BT.bool() & inputs["valid_B"][:, None] & (positions_T < last_B1)
-                rewards_BT = torch.where(learned_BT, of_tokens_BT.to(scores_B.dtype), 0)
+                before_BT = torch.where(mask_BT.bool(), positions_T, -1).cummax(dim=-1).values
+                target_BT = torch.where(before_BT < 0, positions_T, before_BT)
+                counted_BT = inputs["valid_B"][:, None] & (target_BT < last_B1)
+                rewards_BT = rewards_BT.scatter_add(
+                    1, target_BT, torch.where(counted_BT, of_tokens_BT.to(scores_B.dtype), 0)
+                )
             final_B = torch.where(inputs["valid_B"], scores_B, 0) - rewards_BT.sum(dim=-1)
             rewards_BT = torch.where(positions_T == last_B1, final_B[:, None], rewards_BT)
         if self.kl_is_in_reward:

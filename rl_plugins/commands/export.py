@@ -215,7 +215,7 @@ class _TrainedModel:
 def _read_trained_model(checkpoint: Path, model: str | None, trust_remote_code: bool) -> _TrainedModel:
     from omegaconf import OmegaConf
 
-    from rl_plugins.models.folder import check_code_of_folder
+    from rl_plugins.models.folder import check_folder
     from rl_plugins.strategies.contract import POLICY, REWARD_MODEL
 
     file = RunFolder(checkpoint.absolute().parent).config
@@ -230,7 +230,7 @@ def _read_trained_model(checkpoint: Path, model: str | None, trust_remote_code: 
             f"{origin} names {path}, which does not exist: name a folder of the architecture with --model"
         )
     folder = model_folder(path, option="--model", weights=False, trust_remote_code=trust_remote_code)
-    check_code_of_folder(folder, trust_remote_code=trust_remote_code)
+    check_folder(folder, trust_remote_code=trust_remote_code)
     engine = REWARD_MODEL if OmegaConf.select(config, "stage") == "reward_modeling" else POLICY
     precision, template = (OmegaConf.select(config, name) for name in ("model.precision", "data.chat_template"))
     return _TrainedModel(path, precision or "32-true", engine, template, trust_remote_code)

@@ -33,8 +33,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.commands.main import number, output_path
-from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, SEED
+from rl_plugins.config.sampling import TEMPERATURE
+from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, SEED
 from rl_plugins.errors import ConfigError
+from rl_plugins.model_json import context_window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,7 +80,7 @@ def add_sampling_arguments(parser: ArgumentParser) -> None:
         help="longest response, or all turns of a conversation, in tokens (default: %(default)s)",
     )
     parser.add_argument(
-        "--temperature", type=number(float, NOT_NEGATIVE), help="0 is greedy (default: 0 for one sample, 1 for several)"
+        "--temperature", type=number(float, TEMPERATURE), help="0 is greedy (default: 0 for one sample, 1 for several)"
     )
     parser.add_argument(
         "--top-p", type=number(float, ABOVE_0_TO_1), default=1.0, help="nucleus sampling (default: %(default)s)"
@@ -130,7 +132,7 @@ def run(arguments: Namespace) -> int:
     rows = load_rows(arguments.data, UNSCORED_COLUMNS if recipe is None else COLUMNS)
     model = _known_model(arguments.policy, arguments.output.parent / ".models")
     trusted = arguments.trust_remote_code
-    check_model_folder("policy", model, trust_remote_code=trusted)
+    model_config = check_model_folder("policy", model, trust_remote_code=trusted)
     samples = open_samples(arguments.output, rows, job, model)
     if samples.complete:
         samples.remove_parts()
@@ -150,6 +152,12 @@ def run(arguments: Namespace) -> int:
             conversations = stack.enter_context(open_conversations(recipe, environment, tokenizer))
             # An environment may have first messages of its own.
             longest_prompt = max(longest_prompt, recipe.data.max_prompt_tokens)
+            window = context_window(model_config)
+            if job.engine == "vllm" and window is not None and longest_prompt + job.max_tokens > window:
+                raise ConfigError(
+                    f"prompts of up to {longest_prompt} tokens (data.max_prompt_tokens of the recipe, or a row) "
+                    f"with --max-tokens {job.max_tokens} are more than the {window} that the model takes: lower one"
+                )
         engine = (
             _start_vllm(model, job, longest_prompt, trusted)
             if job.engine == "vllm"

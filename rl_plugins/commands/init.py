@@ -3,7 +3,7 @@
 The project runs at once, in one process on CPU. Then put your own rows, reward and model in their place.
 
   rl-plugins init solver
-  rl-plugins init projects/solver && cd projects/solver && pytest test_reward.py && rl-plugins recipe.yaml
+  rl-plugins init projects/solver && cd projects/solver && python -m pytest test_reward.py && rl-plugins recipe.yaml
 """
 
 from __future__ import annotations
@@ -43,5 +43,6 @@ def run(arguments: Namespace) -> int:
         save_base(folder / "model", seed=0)
     files = ", ".join(sorted(path.name for path in TEMPLATE.iterdir() if path.is_file()))
     print(f"{folder} has {files}, data and a tiny model. Next:")
-    print(f"  cd {folder}\n  pytest test_reward.py\n  rl-plugins recipe.yaml\n  rl-plugins show outputs/first")
+    print(f"  cd {folder}\n  python -m pytest test_reward.py\n  rl-plugins recipe.yaml")
+    print("  rl-plugins show outputs/first")
     return 0

@@ -53,7 +53,6 @@ _UNPLANNED = {
 """Options of `strategy` which are not planned: the value without an effect, and the end of the message."""
 _SCORING = {"reward_model", "cost_model"}
 """Frozen models with a scalar head."""
-_ROWS = 12
 _QUANTIZED = {
     **dict.fromkeys(("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8"), 1.0),
     "bitsandbytes": 0.56,
@@ -66,7 +65,7 @@ Methods that quantise some matrices alone count as no quantisation.
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("recipe", help="grpo, ppo or another recipe that samples")
+    parser.add_argument("recipe", help="grpo, ppo, prime or safe_rlhf")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options of the recipe")
     parser.add_argument("--device", default="cpu", help=f"{', '.join(DEVICES)}, or cpu (default: %(default)s)")
     parser.add_argument(
@@ -97,7 +96,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--calibration", type=Path, default=CPU_FILE, help="file with the measured rates of a cpu")
     parser.add_argument(
-        "--rows", type=number(int, AT_LEAST_1), default=_ROWS, help="rows of the table (default: %(default)s)"
+        "--rows", type=number(int, AT_LEAST_1), default=12, help="rows of the table (default: %(default)s)"
     )
 
 
@@ -288,7 +287,7 @@ def workload_of(
     from rl_plugins.config.recipe import COLLECTING_STAGES
 
     if config.stage not in COLLECTING_STAGES:
-        raise ConfigError(f"plan is for stages that train on their own samples ({', '.join(COLLECTING_STAGES)})")
+        raise ConfigError(f"plan is for the stages {' and '.join(COLLECTING_STAGES)}, and not for {config.stage}")
     dtypes = {"model.precision": dtype_of_passes(config.precision), "rollout.dtype": config.rollout_dtype}
     for option, dtype in dtypes.items():
         if dtype == "float16" and config.placement.device == "cpu":
@@ -318,7 +317,9 @@ def workload_of(
         images=images if images is not None else float(policy.tower is not None),
         image_patches=image_patches,
         max_tokens=longest,
+        packing=config.batch.packing,
         micro_batch_tokens=config.batch.tokens_per_micro_batch,
+        log_prob_tokens=config.batch.tokens_per_log_prob_batch,
         updates=config.batch.updates_per_step,
         passes=config.batch.passes_per_step,
         gradient_checkpointing=config.model.gradient_checkpointing,

@@ -192,7 +192,8 @@ def _convert(options: Namespace, records: Callable[[Namespace], dict[str, Any]])
     conversion = conversion_of(options)
     counts = write_rows(convert(records(options), conversion, options.test_share), conversion.schema, options.output)
     files = {options.output / f"{split}.parquet": count for split, count in counts.items()}
-    command = _command(conversion.recipe, "MODEL", {path.stem: path for path in files})
+    module, own_options = conversion.recipe
+    command = _command(module, "MODEL", {path.stem: path for path in files}, options=own_options)
     _print_files(files, next(read_records(next(iter(files))))[1], [command])
     return 0
 
@@ -216,7 +217,7 @@ def _command(
     """Return the command that trains with a recipe.
 
     Args:
-        recipe: module of the recipe, and options of the recipe.
+        recipe: module of the recipe.
         model: value of `model.path`.
         splits: file of the split `train`, and of `test` if there is one.
         config_name: name of the recipe's file; None for the name of the module.
@@ -225,11 +226,10 @@ def _command(
     from rl_plugins.launch.command_line import override
 
     files = (("data.train_files", "train"), ("data.val_files", "test"))
-    overrides = [override(option, [splits[split]]) for option, split in files if split in splits]
-    overrides += [override(option, value) for option, value in (options or {}).items()]
+    overrides = [override(option, value) for option, value in (options or {}).items()]
+    overrides += [override(option, [splits[split]]) for option, split in files if split in splits]
     named = [] if config_name is None else ["--config-name", config_name]
-    module, *words = recipe.split()
-    command = ["python", "-m", f"rl_plugins.recipes.{module}", *named, f"model.path={model}", *words, *overrides]
+    command = ["python", "-m", f"rl_plugins.recipes.{recipe}", *named, f"model.path={model}", *overrides]
     return shlex.join(command)
 
 

@@ -27,6 +27,8 @@ NEVER_SENT = (
 )  # fmt: skip
 """Patterns for the names of files and folders that are left out: data, results, checkpoints and environments."""
 
+_ENVIRONMENT = {PurePath(name) for name in ("pyvenv.cfg", "bin", "include", "lib", "lib64", "share")}
+"""Files and folders of a virtual environment."""
 _GIT_TIMEOUT_S = 60
 _TRACKED_OR_NEW = ("--cached", "--others", "--exclude-standard")
 _PRIVATE_KEY = re.compile(rb"\s*(-----BEGIN [A-Z ]*PRIVATE KEY|PuTTY-User-Key-File)")
@@ -57,11 +59,14 @@ def files_to_send(
     known = set(_walk(root) if listed is None else listed)
     # Every virtual environment contains this file, whatever the name of the folder.
     environments = {path.parent for path in known if path.name == "pyvenv.cfg"}
+    if PurePath() in environments:
+        # The project is in the folder of an environment.
+        environments = (environments - {PurePath()}) | _ENVIRONMENT
     chosen = {
         path
         for path in known
         if _matches(path, include)
-        or (not _matches(path, (*NEVER_SENT, *exclude)) and environments.isdisjoint(path.parents))
+        or (not _matches(path, (*NEVER_SENT, *exclude)) and environments.isdisjoint({path, *path.parents}))
     }
     files: dict[PurePath, Path] = {}
     for path in sorted(chosen):

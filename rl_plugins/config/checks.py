@@ -300,6 +300,12 @@ def _check_lora(config: RecipeConfig) -> None:
             f"model.lora.dropout={dropout:g}: stage={config.stage} compares log-probs, and dropout would change one "
             "side of the comparison: leave it out"
         )
+    for critic in CRITIC_POOLS:
+        if (lora := getattr(config, critic).lora).rank and lora.dropout:
+            raise ConfigError(
+                f"{critic}.lora.dropout={lora.dropout:g}: the loss compares values of two passes, and dropout would "
+                "change both: leave it out"
+            )
     if config.rollout.lora == "adapter" and rank and config.rollout_sleep == "all":
         raise ConfigError(
             "rollout.sleep=all frees the weights, and an update of the adapter alone does not send the weights: use "

@@ -82,7 +82,7 @@ class JudgeConfig(Settings):
         max_tokens: longest answer, in tokens.
         request: further fields of a request, such as `{top_p: 0.9}`; null removes a field.
         timeout_s: seconds for one answer.
-        retries: further tries after a timeout, an error of the server such as 500, or an answer in another form.
+        retries: further tries after a timeout, an error of the server such as 500, or a body outside OpenAI's protocol.
         wait_s: seconds for which the run waits for a judge without connection, or with the status 429, 502, 503 or 504.
         requests_per_minute: largest number of requests of the whole run in a minute; null is no limit.
         concurrent_requests: largest number of requests of the whole run at a time, at least one for each reward

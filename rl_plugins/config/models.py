@@ -378,7 +378,7 @@ class CriticConfig(Settings):
         path: folder or Hugging Face name of a policy or a reward model, the initial critic; null is the initial policy.
         optimizer: settings of the critic's optimizer.
         warmup_steps: first steps, in which only the critic is trained.
-        lora: adapter of the critic; off by default.
+        lora: adapter of the critic, without dropout; off by default.
     """
 
     path: str | None = None
@@ -433,7 +433,7 @@ class RewardModelConfig(RewardModelOptions):
 
     Attributes:
         max_failure_rate: largest share of a rank's samples (0 to 1) whose scores may not be finite; a larger share
-            ends the run.
+            ends the run. Several steps count together; see `FailureRate`.
     """
 
     max_failure_rate: Annotated[float, FROM_0_TO_1] = 0.0

@@ -186,6 +186,11 @@ class RolloutConfig(EngineOptions):
         Raises:
             ConfigError: the engine cannot; see `check_engine_adapter`, `check_cpu_engine` and `check_engine_positions`.
         """
+        if self.vllm.get("speculative_config") and reads_images(model):
+            raise ConfigError(
+                f"rollout.vllm.speculative_config: {path} reads images, and the token of an image is never sampled, "
+                "which vLLM cannot do with speculative decoding: leave the option out"
+            )
         if self.engine == "vllm" and self.lora == "adapter":
             check_engine_adapter(path, model, lora)
         if self.engine == "vllm" and is_on_cpu:

@@ -98,6 +98,8 @@ REFUSED_SAMPLING_ARGUMENTS: Mapping[str, str] = {
     "output_text_buffer_length": "vLLM sets this argument for itself",
 }
 """Arguments of vLLM's `SamplingParams` that training does not take, with the reason."""
+TEMPERATURE = Range("must be 0, or 0.01 or more", lambda value: value == 0 or value >= 0.01)
+"""vLLM samples at 0.01 if the temperature is lower, and the policy's log-probs would be of another distribution."""
 _TOP_K = Range("must be at least 1, or -1 to keep all", lambda value: value == -1 or value >= 1)
 
 
@@ -111,7 +113,7 @@ class SamplingOptions(Settings):
 
     Attributes:
         max_tokens: longest response, in tokens.
-        temperature: divisor of the logits of training samples; 0 is greedy. `validation` has its own.
+        temperature: divisor of the logits of training samples, 0.01 or more; 0 is greedy. `validation` has its own.
         top_p: probability mass of the kept tokens (nucleus sampling); 1 keeps all tokens.
         top_k: number of most likely tokens kept; -1 keeps all tokens.
         min_p: least probability of the kept tokens, as a share of the largest probability; 0 keeps all tokens.
@@ -123,7 +125,7 @@ class SamplingOptions(Settings):
     """
 
     max_tokens: Annotated[int, AT_LEAST_1] = 256
-    temperature: Annotated[float, NOT_NEGATIVE] = 1.0
+    temperature: Annotated[float, TEMPERATURE] = 1.0
     top_p: Annotated[float, ABOVE_0_TO_1] = 1.0
     top_k: Annotated[int, _TOP_K] = -1
     min_p: Annotated[float, FROM_0_TO_1] = 0.0
@@ -265,13 +267,13 @@ class ValidationConfig(Settings):
 
     Attributes:
         samples_per_prompt: responses to each prompt; with several, mean@k, best@k and maj@k are logged by data source.
-        temperature: divisor of the logits; 0 is greedy.
+        temperature: divisor of the logits, 0.01 or more; 0 is greedy.
         top_p: probability mass of the kept tokens (nucleus sampling).
         top_k: number of most likely tokens kept; -1 keeps all tokens.
     """
 
     samples_per_prompt: Annotated[int, AT_LEAST_1] = 1
-    temperature: Annotated[float, NOT_NEGATIVE] = 0.0
+    temperature: Annotated[float, TEMPERATURE] = 0.0
     top_p: Annotated[float, ABOVE_0_TO_1] = 1.0
     top_k: Annotated[int, _TOP_K] = -1
 

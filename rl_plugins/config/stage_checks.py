@@ -112,6 +112,11 @@ def _check_sampling(config: RecipeConfig) -> None:
             "sampling.stop: rollout.engine=transformers stops at tokens only: use sampling.stop_token_ids, or "
             "rollout.engine=vllm"
         )
+    if config.rollout.vllm.get("speculative_config") and (sampling.min_p or "logit_bias" in sampling.vllm):
+        raise ConfigError(
+            "rollout.vllm.speculative_config: vLLM takes no sampling.min_p and no sampling.vllm.logit_bias with "
+            "speculative decoding: leave it out, or leave out both"
+        )
     least = sampling.vllm.get("min_tokens", 0)
     if least > sampling.max_tokens:
         raise ConfigError(

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.data.conversations import without_nulls
 from rl_plugins.data.images import COLUMN, has_images
 from rl_plugins.data.parquet import PromptRows
 from rl_plugins.errors import ConfigError, RowError
@@ -40,6 +41,9 @@ def render(
 ) -> str:
     """Return messages as the chat template writes them.
 
+    Keys without a value leave the messages: Parquet gives all messages the same keys, and a template may ask whether a
+    message has `tool_calls`.
+
     Args:
         template: tokenizer or processor with the template.
         messages: the messages.
@@ -49,7 +53,7 @@ def render(
     Raises:
         TemplateRefusal: the template refuses the messages.
     """
-    conversation: list[Any] = [*messages]
+    conversation: list[Any] = without_nulls([*messages])
     arguments: dict[str, Any] = {"add_generation_prompt": begins_answer, "tokenize": False, **options}
     try:
         return str(template.apply_chat_template(conversation, **arguments))

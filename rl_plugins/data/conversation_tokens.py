@@ -259,6 +259,11 @@ def lengths_of(samples: Sequence[ConversationSample]) -> tuple[int, int]:
     return before, max(len(sample.ids) for sample in samples) - before
 
 
+def last_learned(sample: ConversationSample) -> int:
+    """Return the last token to learn, the end of a turn."""
+    return sample.ids[len(sample.mask) - 1 - sample.mask[::-1].index(1)]
+
+
 class TriedConversations:
     """Conversations that the chat template takes.
 

@@ -83,7 +83,7 @@ def _message(entry: object, name: str, location: str, field: str) -> Message:
     """Return a checked message."""
     if not isinstance(entry, Mapping):
         raise RowError(location, field, f"{name} is {_shown(entry)}, not a mapping with role and content")
-    given: Message = _without_nulls(entry)
+    given: Message = without_nulls(entry)
     role = given.get("role")
     if role not in _ROLES:
         raise RowError(location, field, f"{name} has the role {_shown(role)}: use one of {', '.join(_ROLES)}")
@@ -182,7 +182,7 @@ def _tools(row: Mapping[str, Any], key: str, location: str) -> list[Any] | None:
         return None
     tools, field = [], f"tools_key={key!r}"
     for number, entry in enumerate(_list_of(value, location, field, "JSON schemas of tools")):
-        tool = _without_nulls(_parsed(entry))
+        tool = without_nulls(_parsed(entry))
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RowError(
@@ -199,10 +199,11 @@ def _parsed(value: object) -> object:
         return value
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """Return a value of JSON without the keys whose value is null."""
     if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _shown(value: object) -> str:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from rl_plugins.config.settings import AT_LEAST_1, check_ranges
-from rl_plugins.data.conversation_tokens import ConversationTokenizer, lengths_of, packed_samples, unpacked_samples
+from rl_plugins.data.conversation_tokens import (
+    ConversationTokenizer,
+    last_learned,
+    lengths_of,
+    packed_samples,
+    unpacked_samples,
+)
 from rl_plugins.data.conversations import conversation_row
 from rl_plugins.data.datamodule import StepDataModule, StepOptions
 from rl_plugins.data.formats import find_text
@@ -19,6 +27,8 @@ from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Paths, PromptRows
 from rl_plugins.data.prompts import TokenizedColumns, TokenizedPrompts
 from rl_plugins.data.tokenization import check_end_of_sequence, within_limit
 from rl_plugins.errors import ConfigError
+from rl_plugins.model_json import AGAIN
+from rl_plugins.text_file import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,7 +111,7 @@ class SFTDataModule(StepDataModule[SFTBatch]):
         """
         check_end_of_sequence(tokenizer)
         if self.messages_key is not None and not self._has_prompts(split):
-            return self._build_conversations(rows)
+            return self._build_conversations(rows, tokenizer)
         prompts = self.build_prompts(rows, tokenizer)
         if self._has_prompts(split):
             return prompts
@@ -113,10 +123,11 @@ class SFTDataModule(StepDataModule[SFTBatch]):
         columns = {"prompt_ids": prompts.prompt_ids, "response_ids": response_ids}
         return TokenizedColumns(columns, kept, lambda rows, **values: values, images=prompts.images)
 
-    def _build_conversations(self, rows: PromptRows) -> TokenizedColumns[SFTBatch]:
+    def _build_conversations(self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase) -> TokenizedColumns[SFTBatch]:
         assert self.tokenizer is not None and not isinstance(self.tokenizer, str)
         encoder = ConversationTokenizer(self.tokenizer, self.chat_template_kwargs, split=self.split_conversations)
         lengths: list[tuple[int, int]] = []
+        ends = set[int]()
 
         def packed() -> Iterator[list[int]]:
             for chunk in rows.chunks(_CHUNK):
@@ -125,9 +136,11 @@ class SFTDataModule(StepDataModule[SFTBatch]):
                     if self.images is not None:
                         self.images.check_response(location, samples[0].ids)
                     lengths.append(lengths_of(samples))
+                    ends.add(last_learned(samples[0]))
                     yield packed_samples(samples)
 
         conversations = MappedLists(packed())
+        _announce_ends(ends, tokenizer)
         prompts, responses = np.asarray(lengths, dtype=np.int64).T
         kept = within_limit(
             rows,
@@ -138,6 +151,19 @@ class SFTDataModule(StepDataModule[SFTBatch]):
         )
         kept = self.within_limits(rows, kept, responses, self.max_response_tokens)
         return TokenizedColumns({"conversations": conversations}, kept, _conversation_batch)
+
+
+def _announce_ends(ends: set[int], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print ends of learned turns at which sampling from the model goes on."""
+    file = Path(tokenizer.name_or_path) / "generation_config.json"
+    named = read_json_object(file, AGAIN).get("eos_token_id") if file.is_file() else None
+    known = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
+    for end in sorted(ends - known):
+        rank_zero_info(
+            f"the policy learns to end a turn with {tokenizer.convert_ids_to_tokens(end)!r} ({end}), and sampling ends "
+            f"at {tokenizer.eos_token!r}: for stages that sample, set stop_token_ids=[{end}] of the sampling settings "
+            f"(in a recipe: sampling.stop_token_ids=[{end}])"
+        )
 
 
 def _conversation_batch(rows: Sequence[int], conversations: Sequence[Sequence[int]]) -> SFTBatch:

@@ -312,9 +312,9 @@ class ObjectHost:
 
 
 def _with_seconds(answer: Answer, one: _Object) -> Answer:
-    """Return an answer with the time of its call."""
-    now = time.monotonic() if one.paused is None else one.paused
-    return replace(answer, seconds=max(0.0, now - one.called))
+    """Return an answer with the time of its call, also if nobody has read the answer for a while."""
+    ended = time.monotonic() if answer.ended is None else answer.ended
+    return replace(answer, seconds=max(0.0, (ended if one.paused is None else one.paused) - one.called))
 
 
 def _disconnect(one: _Object) -> None:

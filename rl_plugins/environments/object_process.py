@@ -19,6 +19,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import send_handle
 from typing import Any, ClassVar, NoReturn
@@ -95,8 +96,8 @@ def load_class(config: Mapping[str, Any]) -> tuple[str, Callable[[], Any]]:
     """Load the class of an environment; return its name, and a function that makes an object.
 
     Raises:
-        ConfigError: the class cannot be loaded or has no method `reset`, `step` or `close`; a method is not async or
-            takes other arguments; or the constructor does not take the options.
+        ConfigError: the class cannot be loaded or has no method `reset`, `step` or `close`; a method, also `score`, is
+            not async, or takes other arguments; or the constructor does not take the options.
     """
     name, found, options = find_callable(config, "environment")
     if not inspect.isclass(found):
@@ -114,6 +115,8 @@ def load_class(config: Mapping[str, Any]) -> tuple[str, Callable[[], Any]]:
             raise ConfigError(
                 f"environment {name!r}: its {method} takes other arguments ({error}): write {written}"
             ) from None
+    if inspect.isfunction(score := getattr(found, "score", None)) and not inspect.iscoroutinefunction(score):
+        raise ConfigError(f"environment {name!r}: its score is not async: write `async def score(self)`")
     check_constructor(name, found, options, "environment")
     return name, lambda: found(**options)
 
@@ -277,8 +280,14 @@ class _Copy:
         return read_step(await self._object.step(message), self._name)
 
     async def _score(self, _: None) -> Answer:
-        function: Callable[[], Awaitable[object]] | None = getattr(self._object, "score", None)
+        # An object may keep its points in an attribute of this name, and hide the method of its class.
+        own = getattr(self._object, "score", None)
+        function = own if inspect.iscoroutinefunction(own) else self._method_of_class("score")
         return Answer() if function is None else read_final(await function(), self._name)
+
+    def _method_of_class(self, name: str) -> Callable[[], Awaitable[object]] | None:
+        function = getattr(type(self._object), name, None)
+        return partial(function, self._object) if inspect.iscoroutinefunction(function) else None
 
     async def _close(self, _: None) -> Answer:
         if self._object is not None:

@@ -6,6 +6,7 @@ A value is read strictly, in the process of the object. A value of another type 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,7 @@ class Answer:
         failure: kind of the failure; None for an answer without a failure.
         fault: description of the failure.
         seconds: time of the call, without pauses of its deadline.
+        ended: time of the answer in seconds, on the clock of the machine; None before the answer is sent.
     """
 
     messages: Sequence[Message] = ()
@@ -56,10 +58,11 @@ class Answer:
     failure: Failure | None = None
     fault: str = ""
     seconds: float = field(default=0.0, compare=False)
+    ended: float | None = field(default=None, compare=False)
 
     def to_json(self) -> bytes:
-        """Return the answer as JSON."""
-        return json.dumps(vars(self)).encode()
+        """Return the answer as JSON, with the time."""
+        return json.dumps({**vars(self), "ended": time.monotonic()}).encode()
 
     @classmethod
     def from_json(cls, content: bytes) -> Answer:

@@ -21,6 +21,8 @@ _WEIGHTS = ("*.safetensors",)
 _PICKLES = ("*.bin",)
 _SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm")
 """Files of configuration and tokenizer."""
+_FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"
+"""Chat templates beside the first, such as a template with tools."""
 # Folders with other formats of the same model, and the weights of Mistral's own programs.
 _LEFT_OUT = ("*/*", "consolidated*")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -53,6 +55,8 @@ def model_folder(path: str, *, option: str | None = None, weights: bool = True, 
         return path
     settings = [*_SETTINGS, *(("*.py",) if trust_remote_code else ())]
     folder = download(name, settings, option)
+    if any(Path(file).match(_FURTHER_TEMPLATES) for file in repository_files(name)):
+        download(name, [_FURTHER_TEMPLATES], option, left_out=())
     if weights:
         folder = download(name, [*settings, *_patterns_of_weights(name, option, trust_remote_code)], option)
     return str(folder)

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
@@ -34,7 +35,7 @@ from rl_plugins.garbage_collection import collector_off
 from rl_plugins.redaction import redacted_value
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.run_lock import owned
-from rl_plugins.signals import ending_signals
+from rl_plugins.signals import ending_signals, remove_request, stop_before_next
 from rl_plugins.user_code import exits_refused
 from rl_plugins.whole_file import storing, write_whole_text
 
@@ -63,6 +64,7 @@ def recipe_main(config_name: str) -> None:
         # The types of all runs of --multirun are checked before the first run starts.
         composed = [(parse_config(config), recipe) for config, recipe in compose_for_command_line(config_name)]
         for config, recipe in composed:
+            stop_before_next(config.run.name)
             run_recipe(config, recipe)
 
     exit_on_user_error(run)
@@ -369,6 +371,7 @@ def run_recipe(
     from rl_plugins.launch.resume import finished_step
     from rl_plugins.launch.stored_run import stored_run
 
+    started = time.time()
     if config.launcher == "local":
         # Set before the checks import torch: spinning threads make other threads up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -402,8 +405,7 @@ def run_recipe(
         preflight(config)
     if config.run.dry_run:
         print(
-            f"{config.run.name}: all checks have passed: {_describe_batch(config)}. Leave run.dry_run out to start the "
-            "run",
+            f"{config.run.name}: all checks have passed: {_describe_batch(config)}. Leave run.dry_run out to train",
             flush=True,
         )
         return folder
@@ -420,13 +422,13 @@ def run_recipe(
         shutil.rmtree(folder.linked, ignore_errors=True)
         with copied:
             versions.write(folder.versions)
-            _train(config, folder, recipe)
+            _train(config, folder, recipe, started)
     if folder.stopped.is_file():
         raise RunStopped(f"{config.run.name}: stopped {folder.stopped.read_text(encoding='utf-8')}")
     return folder
 
 
-def _train(config: RecipeConfig, folder: RunFolder, recipe: str | None) -> None:
+def _train(config: RecipeConfig, folder: RunFolder, recipe: str | None, started: float) -> None:
     """Write the files of the start, and train. The process owns the folder."""
     from omegaconf import OmegaConf
 
@@ -442,7 +444,8 @@ def _train(config: RecipeConfig, folder: RunFolder, recipe: str | None) -> None:
     if slow := slow_here(config):
         print(f"{config.run.name}: {slow}", flush=True)
     print(f"{config.run.name}: {_describe_batch(config)}", flush=True)
-    for left in (folder.stop, folder.stopped, folder.finished):
+    remove_request(folder.stop, before=started)
+    for left in (folder.stopped, folder.finished):
         left.unlink(missing_ok=True)
     if folder.has_results() and folder.latest_checkpoint() is None:
         print(f"{config.run.name}: {folder.path} has no checkpoint, so training starts from the beginning", flush=True)

@@ -41,6 +41,7 @@ from rl_plugins.launch.stored_run import stored_run
 from rl_plugins.redaction import redacted, redacted_value, without_password
 from rl_plugins.run_folder import RunFolder, append_metrics, read_metrics
 from rl_plugins.run_lock import owned
+from rl_plugins.signals import stop_before_next
 from rl_plugins.storage import folder_in
 from rl_plugins.text_file import REMOVE, REPLACE, read_text, read_yaml
 from rl_plugins.tracking.run import RunDescription, TrackedRun
@@ -132,8 +133,8 @@ def _run_stages(
             if run.exported() is not None and run.finished.is_file() and not config.run.storage:
                 print(f"{label}: complete, see {run.path}", flush=True)
             else:
+                stop_before_next(label)
                 print(label, flush=True)
-                config.run.resume = "auto"
                 config.tracking.parent_run = parent.run_id() if parent else None
                 # Folders of models of earlier stages exist now.
                 config.make_paths_absolute()
@@ -197,6 +198,8 @@ def _check_stages(
     if any(RunFolder(folder / name).has_results() for name in configs) and not resume:
         raise ConfigError(f"the pipeline {folder} exists: continue it with resume=true, or give another name")
     for name, config in configs.items():
+        if resume:
+            config.run.resume = "auto"
         _name_stage(name, partial(check_all_options, config))
     known = _known_versions(configs, folder) if resume else {}
     pinned = {}
@@ -218,7 +221,7 @@ def _known_versions(configs: Mapping[str, RecipeConfig], folder: Path) -> dict[s
     if known := PinnedVersions.of_run(RunFolder(folder)).known:
         return known
     for name, config in configs.items():
-        config.run.resume, run = "auto", RunFolder(folder / name)
+        run = RunFolder(folder / name)
         known |= PinnedVersions.of_run(run, _name_stage(name, partial(stored_run, config, run))).known
     return known
 

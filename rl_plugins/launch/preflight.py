@@ -248,12 +248,12 @@ def check_models(
         Path or name of each checked model, and the content of its config.json.
 
     Raises:
-        ConfigError: a folder holds no model, the hub does not have a name, a model needs code of its own without
-            `model.trust_remote_code`, a tensor-parallel size does not divide the heads, vLLM on CPU has no kernel for
-            the heads, an engine would rotate positions differently, the weights do not fit into an engine's share of a
-            GPU, or prompt and response do not fit into a context window.
+        ConfigError: a folder holds no model or quantized weights, the hub does not have a name, a model needs code of
+            its own without `model.trust_remote_code`, a tensor-parallel size does not divide the heads, vLLM on CPU has
+            no kernel for the heads, an engine would rotate positions differently, the weights do not fit into an
+            engine's share of a GPU, or prompt and response do not fit into a context window.
     """
-    from rl_plugins.models.folder import check_model_folder
+    from rl_plugins.models.folder import check_model_folder, check_whole_weights
 
     models: dict[str, dict[str, Any]] = {}
     prompt, response = config.data.max_prompt_tokens, config.sampling.max_tokens
@@ -264,6 +264,8 @@ def check_models(
         model = models[path] = check_model_folder(
             option, path, weights=model_name(path) is None, trust_remote_code=config.model.trust_remote_code
         )
+        if option != "reward.judge.model":
+            check_whole_weights(f"{option}={path}", model)
         _check_trained_parts(config, path, model, is_left_out)
         if option == "model.path":
             _check_heads(config, model)

@@ -93,8 +93,7 @@ def train_on_ray(config: RecipeConfig, folder: RunFolder) -> None:
     if not sys.stdout.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if not ray.is_initialized():
-        with handlers_kept():
-            start_ray(environment, object_store_bytes(config))
+        start_ray(environment, object_store_bytes(config))
     placement, roles, nodes = config.placement, roles_of(config), [node["Resources"] for node in alive_nodes()]
     for line in table(roles, nodes):
         print(f"{config.run.name}: {line}", flush=True)
@@ -378,7 +377,8 @@ def start_ray(environment: dict[str, str], object_store: int = LEAST_BYTES) -> N
         "logging_config": ray.LoggingConfig(encoding="TEXT", log_level="ERROR"),
     }
     if os.environ.get("RAY_ADDRESS"):
-        join_cluster(**options)
+        with handlers_kept():
+            join_cluster(**options)
         return
     # Ray Train asks the state API of a dashboard if its controller is alive, to clean up. A Ray of the run's own ends
     # with the run, so there is no dashboard, which takes ten processes. Without an address, Ray Train may ask another
@@ -387,7 +387,8 @@ def start_ray(environment: dict[str, str], object_store: int = LEAST_BYTES) -> N
     environment["RAY_TRAIN_ENABLE_STATE_ACTOR_RECONCILIATION"] = "0"
     # A local Ray has no nodes that could be preempted, and Ray reports an error for the watcher.
     environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-    start_own_ray(object_store_memory=object_store, **options)
+    with handlers_kept():
+        start_own_ray(object_store_memory=object_store, **options)
 
 
 def wait_until_project_is_unpacked(folder: Path, nodes: Sequence[Mapping[str, Any]]) -> None:

@@ -36,11 +36,19 @@ def stored_run(config: RecipeConfig, folder: RunFolder) -> StoredRun | None:
     """Return the copy of a run in storage; None without the option `run.storage`.
 
     Raises:
-        ConfigError: the storage does not answer, or cannot be written; or it has the run, and the run must be new.
+        ConfigError: the storage does not answer, cannot be written, or is the folder of the run; or it has the run, and
+            the run must be new.
     """
     if config.run.storage is None:
         return None
     storage = Storage.at("run.storage", config.run.storage).inside(config.run.name)
+    if storage.local is not None:
+        there, here = storage.local.resolve(), folder.path.resolve()
+        if there.is_relative_to(here) or here.is_relative_to(there):
+            raise ConfigError(
+                f"run.storage={config.run.storage}: the copy and the run ({folder.path}) would be in one folder: name "
+                "another folder, or leave the option out"
+            )
     run = StoredRun(storage, folder, keep=config.run.keep_checkpoints)
     try:
         if not config.run.resume and run.has_results():

@@ -195,11 +195,7 @@ class TrainingRun:
 
     def sampling(self) -> SamplingConfig:
         """Return the options of sampling in training."""
-        options = self.config.sampling
-        return SamplingConfig(
-            **{**vars(options), "stop_token_ids": (self.tokenizer.eos_token_id, *options.stop_token_ids)},
-            num_samples=self.config.batch.samples_per_prompt,
-        )
+        return SamplingConfig(**vars(self.config.sampling), num_samples=self.config.batch.samples_per_prompt)
 
     def reward_model(self) -> RewardModelConfig | None:
         """Return the settings of the reward model, if there is one."""

@@ -86,11 +86,30 @@ def write_policy(model: SavesPretrained, weights: dict[str, Tensor], processor: 
     """
     dtype = next(iter(weights.values())).dtype
     with _atomic_folder(folder) as partial:
-        model.save_pretrained(partial, state_dict=weights)
+        with _default_generation(model) as generation:
+            model.save_pretrained(partial, state_dict=weights)
+        if generation is not None and (file := partial / "generation_config.json").is_file():
+            generation.to_json_file(file, keys_to_pop=["compile_config"])
         # Transformers names the dtype of the model, and shards of FSDP2 have another dtype than exported weights.
         model.config.dtype = dtype
         model.config.save_pretrained(partial)
         processor.save_pretrained(partial)
+
+
+@contextmanager
+def _default_generation(model: Any) -> Iterator[Any]:
+    """Replace the generation config of a model by the default inside the block; give the model's own one.
+
+    `save_pretrained` refuses options of sampling without `do_sample=true`, and many published models have such files.
+    """
+    own = getattr(model, "generation_config", None)
+    if own is not None:
+        model.generation_config = type(own)()
+    try:
+        yield own
+    finally:
+        if own is not None:
+            model.generation_config = own
 
 
 def save_adapter(

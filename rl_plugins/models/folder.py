@@ -107,11 +107,32 @@ def check_remote_code(model: str, config: Mapping[str, Any], *, trust_remote_cod
         )
 
 
-def check_code_of_folder(path: str, *, trust_remote_code: bool) -> None:
-    """Do `check_remote_code` for a local folder with a config.json."""
+def check_whole_weights(model: str, config: Mapping[str, Any]) -> None:
+    """Check that the weights of a model are not quantized: a training worker would read the codes as weights.
+
+    Args:
+        model: name of the model for the message.
+        config: content of the model's config.json.
+
+    Raises:
+        ConfigError: config.json has a `quantization_config`.
+    """
+    quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        raise ConfigError(
+            f"{model}: the weights are quantized ({method or 'quantization_config in config.json'}): name a model with "
+            "weights in bfloat16 or float32; model.lora.quantization=nf4 quantizes the frozen weights under an adapter"
+        )
+
+
+def check_folder(path: str, *, trust_remote_code: bool) -> None:
+    """Do `check_remote_code` and `check_whole_weights` for a local folder with a config.json."""
     file = Path(path) / "config.json"
     if file.is_file():
-        check_remote_code(path, read_model_config(file), trust_remote_code=trust_remote_code)
+        config = read_model_config(file)
+        check_remote_code(path, config, trust_remote_code=trust_remote_code)
+        check_whole_weights(path, config)
 
 
 def check_model_type(path: str, config: Mapping[str, Any]) -> None:

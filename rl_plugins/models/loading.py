@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.model_json import AGAIN
-from rl_plugins.models.folder import check_code_of_folder
+from rl_plugins.models.folder import check_folder
 from rl_plugins.vision_language import model_class
 
 if TYPE_CHECKING:
@@ -64,12 +64,13 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, **options: Unpack[LoadingOp
 
     Raises:
         ConfigError: a weight is missing or has another shape than the model, where transformers would make up a weight;
-            a weight is NaN or infinite; or the model needs code of its folder, and the code is not trusted.
+            a weight is NaN or infinite; the weights are quantized; or the model needs code of its folder, and the code
+            is not trusted.
     """
     check_loading(options)
     trust_remote_code = options.get("trust_remote_code", False)
     folder = model_folder(path, trust_remote_code=trust_remote_code)
-    check_code_of_folder(folder, trust_remote_code=trust_remote_code)
+    check_folder(folder, trust_remote_code=trust_remote_code)
     model: PreTrainedModel
     # The types of transformers know nothing of output_loading_info.
     model, loaded = model_class(folder).from_pretrained(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -270,10 +270,11 @@ class MergedWeightSource:
     Args:
         source: weights of `model` without merging.
         model: model with an adapter.
+        prepare: makes the parameters of the model readable; called before the adapter is read.
     """
 
-    def __init__(self, source: WeightSource, model: PeftModel) -> None:
-        self._source, self._model = DequantizedWeightSource(source, model), model
+    def __init__(self, source: WeightSource, model: PeftModel, prepare: Callable[[], None] = lambda: None) -> None:
+        self._source, self._model, self._prepare = DequantizedWeightSource(source, model), model, prepare
         self._layers = adapted_layers(model)
         self._adapter = model.active_adapter
         parameters = dict(model.named_parameters())
@@ -310,6 +311,7 @@ class MergedWeightSource:
 
     def adapter(self) -> dict[str, Tensor]:
         """Return the full trained tensors by their names in the model with the adapter. Collective."""
+        self._prepare()
         return dict(zip(self._trained, _full_tensors(list(self._trained.values())), strict=True))
 
     def adapter_files(self) -> dict[str, bytes]:
@@ -356,6 +358,7 @@ class MergedWeightSource:
                 )
 
     def _changes(self) -> dict[str, _LowRankChange]:
+        self._prepare()
         adapter = self._adapter
         pairs = [(layer.lora_A[adapter].weight, layer.lora_B[adapter].weight) for layer in self._layers.values()]
         factors = iter(_full_tensors([factor for pair in pairs for factor in pair]))
@@ -365,9 +368,9 @@ class MergedWeightSource:
         }
 
 
-def plain_weights(source: WeightSource, model: nn.Module) -> WeightSource:
-    """Return the weights of a model, with the adapter merged if the model has an adapter."""
-    return MergedWeightSource(source, model) if has_adapter(model) else source
+def plain_weights(source: WeightSource, model: nn.Module, prepare: Callable[[], None] = lambda: None) -> WeightSource:
+    """Return the weights of a model, with the adapter merged if the model has an adapter; see `MergedWeightSource`."""
+    return MergedWeightSource(source, model, prepare) if has_adapter(model) else source
 
 
 @dataclass(frozen=True)

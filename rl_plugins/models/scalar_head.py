@@ -23,7 +23,7 @@ from rl_plugins.data.images import ImageInputs
 from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
-from rl_plugins.models.folder import check_code_of_folder
+from rl_plugins.models.folder import check_folder
 from rl_plugins.models.loading import LoadingOptions, check_loading, device_map, prepared
 from rl_plugins.models.packing import check_positions, pack
 from rl_plugins.models.remote import RemoteModel
@@ -103,7 +103,7 @@ def scalar_head_config(path: str, *, trust_remote_code: bool = False) -> PreTrai
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig
 
     folder = model_folder(path, weights=False, trust_remote_code=trust_remote_code)
-    check_code_of_folder(folder, trust_remote_code=trust_remote_code)
+    check_folder(folder, trust_remote_code=trust_remote_code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     _register_classifier(config)
     architecture = (config.architectures or ["a causal language model"])[0]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from rl_plugins.config.precision import FLOAT16, MIXED
 from rl_plugins.planning.devices import Device
 from rl_plugins.planning.shape import ModelShape
-from rl_plugins.planning.workload import MicroBatchSizes, Plan, Workload, micro_batch_sizes
+from rl_plugins.planning.workload import MicroBatchSizes, Plan, Workload, log_prob_sizes, micro_batch_sizes
 from rl_plugins.rollout.vllm.config import CPU_BLOCK
 
 Parts = dict[str, float]
@@ -59,10 +59,11 @@ def trainer_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Part
     models = [(work.policy, work.four_bits), *((critic.shape, critic.four_bits) for critic in work.critics)]
     models += [(shape, False) for shape in work.frozen.values()]
     sizes = micro_batch_sizes(work, plan.trainers)
+    without_gradient = log_prob_sizes(work, plan.trainers)
     passes = {
         "gathered": max(_gathered(shape, work, plan, four_bits=four_bits) for shape, four_bits in models),
-        **_head(work, device, sizes),
-        "activations": _forward_activations(work, sizes),
+        **_head(work, device, without_gradient),
+        "activations": _forward_activations(work, without_gradient),
     }
     sampling = {**states, **frozen}
     if device.is_cpu:

@@ -30,7 +30,7 @@ _SPARSE = {
     "gpt_oss": "intermediate_size",
 }
 """Families with experts: the key of the width of an expert."""
-_TIED = {"gemma", "gemma2", "gemma3", "gemma3_text", "starcoder2"}
+_TIED = {"cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3", "gemma3_text", "smollm3", "starcoder2"}
 """Families with tied embeddings, unless the configuration has `tie_word_embeddings`."""
 _UNGATED = {"apertus", "arcee", "gpt_neox", "nemotron", "phi", "starcoder2"}
 """Families whose MLP has an up projection and a down projection alone."""

@@ -19,7 +19,7 @@ from rl_plugins.planning.memory import (
     trainer_memory,
 )
 from rl_plugins.planning.shape import ModelShape
-from rl_plugins.planning.workload import Plan, Workload, micro_batch_sizes
+from rl_plugins.planning.workload import Plan, Workload, log_prob_sizes, micro_batch_sizes
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _exchange(work: Workload, shape: ModelShape, plan: Plan, device: Device, per
 
 
 def _log_probs(work: Workload, plan: Plan, device: Device, per_node: int) -> float:
-    sizes = micro_batch_sizes(work, plan.trainers)
+    sizes = log_prob_sizes(work, plan.trainers)
     shapes = list(work.frozen.values())
     if work.updates * work.passes > 1:
         shapes.append(work.policy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rl_plugins.config.precision import dtype_of_passes
 from rl_plugins.planning.shape import ModelShape
@@ -60,7 +60,9 @@ class Workload:
         images: mean images of a prompt, whose tokens are among the tokens of the prompt.
         image_patches: mean patches of an image; None for the patches of the model's usual images.
         max_tokens: tokens of the longest prompt and the longest response together.
+        packing: samples are packed into rows, and the samples of a prompt share its tokens.
         micro_batch_tokens: tokens of one forward and backward pass on a worker.
+        log_prob_tokens: tokens of one pass without gradient; None for `micro_batch_tokens`.
         updates: optimizer steps of one pass over the samples.
         passes: passes over the samples of a step.
         gradient_checkpointing: activations are computed again in the backward pass.
@@ -96,7 +98,9 @@ class Workload:
     images: float = 0.0
     image_patches: float | None = None
     max_tokens: int = 1536
+    packing: bool = True
     micro_batch_tokens: int = 16384
+    log_prob_tokens: int | None = None
     updates: int = 1
     passes: int = 1
     gradient_checkpointing: bool = False
@@ -269,6 +273,13 @@ class MicroBatchSizes:
     context: float
 
 
+def log_prob_sizes(work: Workload, trainers: int) -> MicroBatchSizes:
+    """Return `micro_batch_sizes` of passes without gradient, which may have a budget of their own."""
+    if work.log_prob_tokens is None:
+        return micro_batch_sizes(work, trainers)
+    return micro_batch_sizes(replace(work, micro_batch_tokens=work.log_prob_tokens, updates=1), trainers)
+
+
 def micro_batch_sizes(work: Workload, trainers: int) -> MicroBatchSizes:
     """Return the micro-batches of each worker for samples of mean lengths, as `stages/micro_batches.py` cuts them.
 
@@ -277,24 +288,25 @@ def micro_batch_sizes(work: Workload, trainers: int) -> MicroBatchSizes:
         trainers: number of training workers.
     """
     budget, prompts = max(work.micro_batch_tokens, work.max_tokens), work.prompts / trainers
+    # Without packing, each sample has a prompt of its own.
+    shared, own = (work.prompt_tokens, work.response_tokens) if work.packing else (0.0, work.sample_tokens)
     ways = []
     for bundle_budget in (budget, budget / 2, budget / 4):
-        copied = COPY_COST * work.prompt_tokens
-        room = (bundle_budget - work.prompt_tokens + copied) / (work.response_tokens + copied)
+        copied = COPY_COST * shared
+        room = (bundle_budget - shared + copied) / (own + copied)
         together = min(work.samples, max(1, int(room)))
         bundles = math.ceil(work.samples / together)
         samples = work.samples / bundles
-        size = work.prompt_tokens + samples * work.response_tokens
+        size = shared + samples * own
         update_bundles = math.ceil(prompts / work.updates) * bundles
         passes = math.ceil(update_bundles / max(1, int(budget / (size + (samples - 1) * copied))))
         ways.append((passes, prompts * bundles * size, math.ceil(update_bundles / passes) * size, prompts * bundles))
     passes, tokens, largest, read_prompts = min(ways)
-    responses = prompts * work.samples * work.response_tokens
-    attended = responses * (work.prompt_tokens + work.response_tokens / 2)
-    attended += (tokens - responses) * work.prompt_tokens / 2
+    responses = prompts * work.samples * own
+    attended = responses * (shared + own / 2) + (tokens - responses) * shared / 2
     return MicroBatchSizes(
         tokens=tokens,
-        prompts=read_prompts,
+        prompts=read_prompts if work.packing else prompts * work.samples,
         passes=passes * work.updates,
         # A sample of the largest length has a micro-batch of its own.
         largest=max(largest, work.max_tokens),

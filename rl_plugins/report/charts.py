@@ -219,7 +219,9 @@ def line_chart(title: str, curves: Series) -> Chart:
         few = sum(map(len, parts)) <= _MAX_DOTS
         for part in parts:
             _add_segment(chart, axes, part, f"c{position % COLOURS}", dots=few or len(part) == 1)
-    chart.legend = [(name, short_number(parts[-1][-1].mean) if parts else "") for name, parts in segments.items()]
+    for name, points in curves.items():
+        last = max((step for step, value in points.items() if math.isfinite(value)), default=None)
+        chart.legend.append((name, "" if last is None else short_number(points[last])))
     return chart
 
 

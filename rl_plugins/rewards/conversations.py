@@ -244,6 +244,10 @@ class Conversations:
     def _finished(self, count: int) -> dict[int, Generations]:
         """Return at least `count` responses by the engine's tickets, and submit lost turns again."""
         held = self._engine.collect((), count)
+        for own, samples in held.items():
+            if isinstance(samples, RemoteSamples) and (asked := self._asked.get(own)):
+                # The next turn finds this one in the prefix cache.
+                self._asked[own] = replace(asked, request=replace(asked.request, engine=samples.engine))
         fetched = dict(zip(held, self._engine.fetch(list(held.values())), strict=True))
         lost = [self._asked[own] for own, responses in fetched.items() if responses is None and own in self._asked]
         self._send([(turn.request, turn.sampling) for turn in lost])
@@ -313,7 +317,13 @@ class Conversations:
         images = turn.request.images
         reports_tokens = answer.reports_tokens and isinstance(self._engine, ReportingSampler)
         request = GroupRequest(
-            0, trajectory.tokens, seed, max_tokens=longest, images=images, reports_tokens=reports_tokens
+            0,
+            trajectory.tokens,
+            seed,
+            max_tokens=longest,
+            images=images,
+            reports_tokens=reports_tokens,
+            engine=turn.request.engine,
         )
         sampling = turn.sampling
         if sampling.num_samples != answer.num_responses:

@@ -224,7 +224,8 @@ class Judge(CompositeReward):
         details = {
             "judge/calls": float(len(asked)),
             "judge/retries": float(sum(vote.requests - 1 for vote in asked)),
-            "judge/cached": 1 - len(asked) / len(votes),
+            # A vote that got no turn to ask has no answer.
+            "judge/cached": sum(vote.answer is not None and not vote.requests for vote in votes) / len(votes),
             "judge/tokens_in": float(tokens_in),
             "judge/tokens_out": float(tokens_out),
             "judge/cost": (tokens_in * self.config.price_in + tokens_out * self.config.price_out) / 1e6,

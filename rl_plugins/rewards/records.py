@@ -290,8 +290,8 @@ class FailureRate:
         if failures and count > max(self._largest * total, self._allowed):
             raise _too_many(failures, count, total, self._largest)
 
-    def add(self, scores: Sequence[Score]) -> None:
-        """Check the scores of a finished call, and keep their numbers for the next calls."""
+    def add(self, scores: Sequence[Score | None]) -> None:
+        """Check the scores of a finished call as `check` does, and keep their numbers for the next calls."""
         self.check(scores)
         self._calls.append((len(_failures_among(scores)), len(scores)))
         while sum(size for _, size in self._calls) - self._calls[0][1] >= _ALLOWED_FAILURES / (self._largest or 1):

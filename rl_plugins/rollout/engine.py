@@ -162,6 +162,7 @@ class GroupRequest:
         max_tokens: longest response in tokens, if shorter than in the SamplingConfig.
         images: images of the prompt, or of the prompt at the start of a conversation; None without images.
         reports_tokens: True if `ReportingSampler.tokens_so_far` gives the tokens while the engine samples.
+        engine: number of the engine with the beginning of the prompt in its prefix cache; None for any engine.
     """
 
     ticket: int
@@ -170,6 +171,7 @@ class GroupRequest:
     max_tokens: int | None = None
     images: PromptImages | None = None
     reports_tokens: bool = False
+    engine: int | None = None
 
     def shortened(self, sampling: SamplingConfig) -> SamplingConfig:
         """Return the sampling options of this group."""

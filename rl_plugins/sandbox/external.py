@@ -156,10 +156,8 @@ def bubblewrap(folders: Sequence[str]) -> CommandSandbox:
         words += ["--uid", "1000", "--gid", "1000", "--proc", "/proc", "--dev", "/dev"]
         words += ["--remount-ro", "/dev", "--size", str(limits.disk_mb * _MIB), "--tmpfs", "/tmp"]
         for path in visible:
-            if os.path.islink(path):
-                words += ["--symlink", os.readlink(path), path]
-            elif os.path.exists(path):
-                words += ["--ro-bind", path, path]
+            if os.path.exists(path):
+                words += ["--ro-bind", os.path.realpath(path), path]
         for name, value in environment_of_programs().items():
             words += ["--setenv", name, value]
         return [*words, "--remount-ro", "/", "--chdir", "/tmp", "--"]

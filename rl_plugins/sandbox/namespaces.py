@@ -240,7 +240,10 @@ def read_answer(read: Callable[[int], bytes]) -> SandboxResult:
     head = read(36)
     if len(head) < 36:
         raise EOFError
-    text, stdout, stderr = (read(int(size)) for size in head.split())
+    sizes = [int(size) for size in head.split()]
+    text, stdout, stderr = parts = [read(size) for size in sizes]
+    if [len(part) for part in parts] != sizes:
+        raise EOFError
     try:
         answer = json.loads(text)
     except ValueError:

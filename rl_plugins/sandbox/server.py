@@ -125,6 +125,8 @@ def _end_with_parent(server: int, highest: int) -> None:
 
 def _prepare_root(visible: Sequence[str]) -> None:
     """Make a root folder in memory, with the visible folders, and nothing else of the machine."""
+    # A link of the machine may lead to a folder that the new root folder lacks.
+    sources = {path: os.path.realpath(path) for path in visible}
     kernel.mount("none", "/", "", kernel.RECURSIVE | kernel.PRIVATE)
     flags = kernel.NO_SUID | kernel.NO_DEVICES
     # The old root folder stays complete under /old, also if a visible folder is in /tmp.
@@ -134,8 +136,8 @@ def _prepare_root(visible: Sequence[str]) -> None:
     kernel.mount("tmpfs", "/tmp/new", "tmpfs", flags, f"mode=755,size={_ROOT_MB}m")
     kernel.pivot_root("/tmp", "/tmp/old")
     os.chdir("/")
-    for path in visible:
-        _show(path)
+    for path, source in sources.items():
+        _show(path, source)
     for folder in ("dev", "etc", "proc", "tmp"):
         os.makedirs(f"/new/{folder}", exist_ok=True)
     for name in _DEVICES:
@@ -156,14 +158,10 @@ def _prepare_root(visible: Sequence[str]) -> None:
     kernel.set_mount_attributes("/", _READ_ONLY, recursive=False)
 
 
-def _show(path: str) -> None:
-    """Show a folder, a file or a link of the machine in the new root folder, read-only."""
-    old, new = f"/old{path}", f"/new{_BEHIND if path.startswith('/tmp/') else ''}{path}"
-    if os.path.lexists(new) or not os.path.lexists(old):
-        return
-    if os.path.islink(old):
-        os.makedirs(os.path.dirname(new), exist_ok=True)
-        os.symlink(os.readlink(old), new)
+def _show(path: str, source: str) -> None:
+    """Show a folder or a file of the machine in the new root folder, read-only. `source` is the path without links."""
+    old, new = f"/old{source}", f"/new{_BEHIND if path.startswith('/tmp/') else ''}{path}"
+    if os.path.lexists(new) or not os.path.exists(old):
         return
     _bind(old, new)
     kernel.set_mount_attributes(new, _READ_ONLY, recursive=True)

@@ -168,7 +168,7 @@ class GroupBuffer:
 def resample_over_ranks(
     samples: Experience, options: Resampling, group_size: int, mini_batches: int, seed: int, ranks: Ranks
 ) -> Experience:
-    """Draw as many samples from the samples of all ranks, by score. Collective.
+    """Draw as many samples from the samples of all ranks, by score; return the samples if none is valid. Collective.
 
     Args:
         samples: samples of this rank, in groups.
@@ -189,6 +189,8 @@ def resample_over_ranks(
         kind=options.kind,
         power=options.power,
     )
+    if not weights_B.any():
+        return samples
     drawn = resample(weights_B=weights_B, generator=torch.Generator().manual_seed(seed)).tolist()
     ordered = even_order([sets[place] for place in drawn], mini_batches, ranks.world_size)
     return redistribute(samples, torch.arange(len(samples)).split(1), ordered, ranks)

@@ -25,6 +25,7 @@ from rl_plugins.config.models import CriticConfig
 from rl_plugins.data.experience import Experience, computed
 from rl_plugins.device_copies import to_device
 from rl_plugins.errors import CheckpointError
+from rl_plugins.models.dropout import turn_off_dropout
 from rl_plugins.models.finite import not_finite
 from rl_plugins.models.loading import LoadingOptions
 from rl_plugins.models.lora import with_adapter
@@ -141,7 +142,7 @@ class CriticTraining:
         loading: options for loading the model.
         tokens_per_micro_batch: see `Cutter`.
         packing: see `Cutter`.
-        seed: seed of an adapter's initial weights and of dropout.
+        seed: seed of an adapter's initial weights.
         patches_per_micro_batch: patches of the images of one forward pass; None for no bound.
     """
 
@@ -192,6 +193,7 @@ class CriticLearner:
             **training.loading,
         )
         self._model = with_frozen_tower(with_adapter(model, training.config.lora), training.config.optimizer.vision_lr)
+        turn_off_dropout(self._model)
         self._model.to(device)
         self._trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         # One tensor for all gradients, so an update needs one collective.
@@ -202,11 +204,10 @@ class CriticLearner:
             parameter.grad = part.view_as(parameter)
         configured = build_optimizer(training.config.optimizer, self._model)
         self._optimizer, self._schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-        self._updates = 0
         self._loss_scale = LossScale() if training.computes_in == torch.float16 else None
-        self._rank, self._ranks = 0, 1
+        self._ranks = 1
         if torch.distributed.is_initialized():
-            self._rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            self._ranks = torch.distributed.get_world_size()
             for parameter in self._trained.values():
                 torch.distributed.broadcast(parameter.data, src=0)
 
@@ -234,8 +235,6 @@ class CriticLearner:
         training, scale, metrics = self._training, self._loss_scale, TokenMetrics()
         mini_batch = Experience.concat(parts)
         self._model.train()
-        # Dropout is the same in a resumed run.
-        torch.manual_seed(training.seed + self._updates * self._ranks + self._rank)
         if len(mini_batch):
             shared = training.packing and shares_prompts(self._model)
             budget = PatchBudget.of(training.patches_per_micro_batch, self._model)
@@ -253,7 +252,6 @@ class CriticLearner:
         if scale is None or scale.update(norm):
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)
-        self._updates += 1
         if last:
             self._schedule.step()
         measured = TokenMetrics()
@@ -265,13 +263,12 @@ class CriticLearner:
         return not not_finite(self.weights.items())
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer, schedule, scale of the loss and number of updates to `folder`."""
+        """Write weights, optimizer, schedule and scale of the loss to `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         state = {
             "weights": self.weights,
             "optimizer": self._optimizer.state_dict(),
             "schedule": self._schedule.state_dict(),
-            "updates": self._updates,
         }
         if self._loss_scale is not None:
             state["loss_scale"] = asdict(self._loss_scale)
@@ -303,7 +300,6 @@ class CriticLearner:
             weight.copy_(state["weights"][name])
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
-        self._updates = state["updates"]
         if self._loss_scale is not None and "loss_scale" in state:
             self._loss_scale = LossScale(**state["loss_scale"])
 

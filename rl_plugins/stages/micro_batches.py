@@ -247,7 +247,8 @@ def _fewest(least: int, most: int, enough: Callable[[int], bool]) -> int:
 
 def split_by_length(lengths: Lengths, count: int) -> list[Tensor]:
     """Sort examples by length, and cut the order into parts of (almost) equally many examples."""
-    return list(torch.argsort(lengths.prompts_B + lengths.responses_B, stable=True).tensor_split(count))
+    order = torch.argsort(lengths.prompts_B + lengths.responses_B, stable=True)
+    return list(order.tensor_split(count)) if count else []
 
 
 def balanced(tokens: Sequence[int], count: int) -> list[list[int]]:

@@ -85,9 +85,10 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> dict[str, Any]
     defaults, has_any = OptimizerConfig(), any(known[name].kind is inspect.Parameter.VAR_KEYWORD for name in known)
     given: dict[str, Any] = {"lr": config.lr}
     for name, value in {"betas": tuple(config.betas), "weight_decay": config.weight_decay}.items():
-        if name in known:
+        is_changed = value != getattr(defaults, name)
+        if name in known or (is_changed and has_any):
             given[name] = value
-        elif value != getattr(defaults, name) and not has_any:
+        elif is_changed:
             raise ConfigError(f"{name}={value}: {make.__name__} has no such argument: leave {name} out")
     if make is AdamW:
         given["fused"] = True

@@ -227,11 +227,16 @@ def check_schedules(checkpoint: Mapping[str, Any], count: int, own: int) -> None
         )
 
 
-def state_of_stage(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+def stage_name(stage: LightningModule) -> str:
+    """Return the name of the package's class of a stage, also for a class derived from it."""
+    return next(kind.__name__ for kind in type(stage).__mro__ if kind.__module__.startswith(f"{__package__}."))
+
+
+def state_of_stage(checkpoint: Mapping[str, Any], stage: LightningModule) -> Mapping[str, Any]:
     """Return the state of the stage in a checkpoint of Lightning.
 
     Raises:
-        CheckpointError: a module without a stage has saved the checkpoint.
+        CheckpointError: a module without a stage, or another stage, has saved the checkpoint.
     """
     if "stage" not in checkpoint:
         raise CheckpointError(
@@ -240,6 +245,12 @@ def state_of_stage(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
             "the stage gets the module"
         )
     state: Mapping[str, Any] = checkpoint["stage"]
+    own = stage_name(stage)
+    if (other := state.get("stage", own)) != own:
+        raise CheckpointError(
+            f"the checkpoint is of the stage {other}, and {own} cannot continue it: leave ckpt_path out, and start "
+            "from the weights (stage.export or rl-plugins export writes the folder of a model)"
+        )
     return state
 
 

@@ -23,6 +23,7 @@ from rl_plugins.data.loaders import PromptSource
 from rl_plugins.data.prompts import PromptBatch, foreign_batch
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import CheckpointError, ConfigError
+from rl_plugins.models.dropout import turn_off_dropout
 from rl_plugins.models.loading import options_of
 from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
@@ -167,6 +168,12 @@ class PolicyOptimization(Stage):
             for name, config in critics.items()
             if MODEL_INPUTS[name] & needs
         }
+        for name, config in self.critic_configs.items():
+            if config.lora.rank and config.lora.dropout:
+                raise ConfigError(
+                    f"{name}.lora.dropout={config.lora.dropout:g}: the loss compares values of two passes, and dropout "
+                    f"would change both: leave {name}.lora.dropout out"
+                )
         self.process_reward_config = (
             (process_reward_model or ProcessRewardConfig()) if "process_rewards_BT" in needs else None
         )
@@ -302,6 +309,7 @@ class PolicyOptimization(Stage):
             if getattr(self, name) is None:
                 critic = self._load_scalar_head(str(critic_config.path), new_head=True)
                 critic = with_adapter(critic, critic_config.lora)
+                turn_off_dropout(critic)
                 setattr(self, name, with_frozen_tower(critic, critic_config.optimizer.vision_lr))
         for name, config in self.scoring_configs.items():
             if getattr(self, name) is None:

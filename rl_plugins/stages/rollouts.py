@@ -16,7 +16,7 @@ from rl_plugins.data.experience import Experience, computed
 from rl_plugins.data.prompts import PromptBatch
 from rl_plugins.errors import DataError, RewardError
 from rl_plugins.models.scalar_head import last_token_scores
-from rl_plugins.rewards.records import Score, check_failure_rate, failed
+from rl_plugins.rewards.records import FailureRate, Score, failed
 from rl_plugins.rollout.engine import step_seed
 from rl_plugins.stages.balancing import GroupBuffer, resample_over_ranks
 from rl_plugins.stages.experience_maker import shape_rewards
@@ -198,7 +198,7 @@ class Rollouts:
         return metrics if self.replay is not None else metrics | self.scheduled_sampler.metrics(samples, step, seconds)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelScorer:
     """Adds the scores of a reward model or a cost model to the numbers of the reward function.
 
@@ -213,6 +213,10 @@ class ModelScorer:
     field: str
     config: RewardModelConfig
     passes: ForwardPasses
+
+    def __post_init__(self) -> None:
+        """Begin to count failures."""
+        self._failure_rate = FailureRate(self.config.max_failure_rate)
 
     def add(self, samples: Experience, scores: list[Score]) -> list[Score]:
         """Mix the model's scores into the field of the samples; return `scores` with the new failures.
@@ -236,7 +240,7 @@ class ModelScorer:
             failed("not_finite", f"the {self.name.replace('_', ' ')}: its score is {value}") if bad else None
             for bad, value in zip(bad_B.tolist(), scores_B.tolist(), strict=True)
         ]
-        check_failure_rate(failures, self.config.max_failure_rate)
+        self._failure_rate.add(failures)
         return [failure or score for failure, score in zip(failures, scores, strict=True)]
 
     def _model_scores(self, samples: Experience) -> Tensor:

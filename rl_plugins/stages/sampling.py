@@ -386,11 +386,11 @@ def _check_scorer(scorer: Scorer | Reward | None, environment: AnyEnvironment | 
 
 
 def with_stop_token(sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingConfig:
-    """Return settings with the tokenizer's end of sequence as stop token, if `sampling` names no stop token."""
+    """Return settings with the tokenizer's end of sequence among the stop tokens."""
     end: Any = tokenizer.eos_token_id
-    if sampling.stop_token_ids or end is None:
+    if end is None or end in sampling.stop_token_ids:
         return sampling
-    return replace(sampling, stop_token_ids=(end,))
+    return replace(sampling, stop_token_ids=(end, *sampling.stop_token_ids))
 
 
 def greedy(sampling: SamplingConfig) -> SamplingConfig:

@@ -31,7 +31,7 @@ from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import update_measures
 from rl_plugins.stages.optimizer import FurtherLoss, MicroBatchLoss, announce, build_optimizer, only_one, with_further
-from rl_plugins.stages.own_module import OwnModel, call_hooks_of, check_schedules, state_of_stage
+from rl_plugins.stages.own_module import OwnModel, call_hooks_of, check_schedules, stage_name, state_of_stage
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
 from rl_plugins.stages.trainer_flags import COMPILED, check_trainer, silence_warnings, take_gradient_clip
 from rl_plugins.stages.validation import GenerationValidation
@@ -450,11 +450,11 @@ class Stage(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["stage"] = {"step": self.step}
+        checkpoint["stage"] = {"stage": stage_name(self), "step": self.step}
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.step = state_of_stage(checkpoint)["step"]
+        self.step = state_of_stage(checkpoint, self)["step"]
         # `load_from_checkpoint` has no trainer.
         if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
             own = int(self.own_model.optimizer_owner is not None)

@@ -135,7 +135,7 @@ def mt_grpo(
 ) -> tuple[Tensor, Tensor]:
     """Group-relative advantage of each turn: the reward of the turn, and the outcome, each against the group.
 
-    The outcome is the sum of all rewards but the rewards of the turns before the last. `A_outcome` is the outcome minus
+    The outcome is the reward of the last turn, or all rewards without a learned token. `A_outcome` is the outcome minus
     the mean of the group, divided by `std + eps`. `A_k` is the same for the rewards of turn k, over the samples of the
     group with a later turn; the only such sample has `A_k = 0`. Tokens of the last turn get `A_outcome`, and tokens of
     an earlier turn `A_k + outcome_weight A_outcome`. The paper has two turns; this is the same for any number.
@@ -154,7 +154,8 @@ def mt_grpo(
     turns = _Turns(turns_BT, learned_tokens(response_mask_BT, valid_B))
     rewards_BK, exist_BK = turns.sums(token_level_rewards_BT), turns.exist_BK
     before_BK = exist_BK & (exist_BK.flip(-1).cumsum(dim=-1).flip(-1) > 1)
-    outcomes_B = token_level_rewards_BT.sum(dim=-1) - torch.where(before_BK, rewards_BK, 0).sum(dim=-1)
+    last_B = torch.where(exist_BK & ~before_BK, rewards_BK, 0).sum(dim=-1)
+    outcomes_B = torch.where(exist_BK.any(dim=-1), last_B, token_level_rewards_BT.sum(dim=-1))
     groups = group_statistics(outcomes_B, groups_B, valid_B)
     outcome_B1 = ((outcomes_B - groups.mean_B) / (groups.std_B + eps))[:, None]
     numbers_K = torch.arange(rewards_BK.shape[1], device=rewards_BK.device)

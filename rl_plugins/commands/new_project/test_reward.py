@@ -1,4 +1,4 @@
-"""Tests of the reward: pytest test_reward.py."""
+"""Tests of the reward: python -m pytest test_reward.py."""
 
 from reward import compute_score
 

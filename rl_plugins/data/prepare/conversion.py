@@ -36,13 +36,20 @@ _TYPES = {
     "response": _TEXT, "label": pa.bool_(), "chosen": _TEXT, "rejected": _TEXT, "margin": pa.float64(),
     "steps": pa.list_(_TEXT), "labels": pa.list_(pa.float64()),
 }  # fmt: skip
-_RECIPES = {
-    "prompts": "grpo",
-    "sft": "sft data.response_key=response",
-    "judged": "preference_optimization loss.name=kto data.response_key=response data.label_key=label",
-    "preferences": "preference_optimization",
-    "steps": "reward_modeling loss.name=process_reward data.steps_key=steps data.labels_key=labels",
+_RECIPES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "prompts": ("grpo", {}),
+    "sft": ("sft", {"data.response_key": "response"}),
+    "judged": (
+        "preference_optimization",
+        {"loss.name": "kto", "data.response_key": "response", "data.label_key": "label"},
+    ),
+    "preferences": ("preference_optimization", {}),
+    "steps": (
+        "reward_modeling",
+        {"loss.name": "process_reward", "data.steps_key": "steps", "data.labels_key": "labels"},
+    ),
 }
+"""Recipe for each kind of file, and the options that name the columns."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message with the reasoning before its content."""
 
@@ -120,9 +127,10 @@ class Conversion:
         return pa.schema({**columns, **{name: _TYPES[name] for name in _TYPES if getattr(self.names, name)}})
 
     @property
-    def recipe(self) -> str:
-        """Recipe for the file, with the options that name the columns."""
-        return _RECIPES[self.names.kind] + (" data.margin_key=margin" if self.names.margin else "")
+    def recipe(self) -> tuple[str, Mapping[str, str]]:
+        """Module of the recipe for the file, and the options that name the columns."""
+        module, options = _RECIPES[self.names.kind]
+        return module, {**options, **({"data.margin_key": "margin"} if self.names.margin else {})}
 
     @cached_property
     def _keys(self) -> DataConfig:

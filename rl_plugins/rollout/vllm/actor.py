@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -282,6 +283,10 @@ class VLLMActor:
     def _check_session(self) -> None:
         if not self._in_session:
             raise EngineLost("the engine's process has ended, and Ray has started another one in its place")
+        # vLLM refuses calls with an error of its own between the death of its core and the end of this actor.
+        core = getattr(self._llm.llm_engine, "engine_core", None)
+        if getattr(getattr(core, "resources", None), "engine_dead", False) is True:
+            os._exit(1)
 
     def _begin(self, requests: Requests) -> None:
         self._check_session()

@@ -66,7 +66,7 @@ class VLLMConfig(EngineOptions):
 
     model: str
     device: Annotated[str, one_of("cpu", "cuda")] = "cpu"
-    dtype: str = "float32"
+    dtype: Annotated[str, one_of("float32", "bfloat16", "float16")] = "float32"
     max_model_len: Annotated[int, AT_LEAST_1] = 1024
     gpu_memory_utilization: Annotated[float, ABOVE_0_TO_1] = field(default=0.5, kw_only=True)
     threads: Annotated[int, AT_LEAST_1] = 1

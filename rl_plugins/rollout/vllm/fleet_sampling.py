@@ -6,6 +6,7 @@ fetches the group.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -69,13 +70,32 @@ class FleetSampling:
 
     def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
         """Submit groups. Collective if `together`. The engines get images, and make the inputs of images."""
-        for engine, share in self._fleet.shares(len(requests)).items():
+        for engine, share in (self._even if together else self._one_by_one)(requests).items():
             ranks = self._fleet.ranks_of_engine(engine) if together else []
-            selected = [without_inputs(requests[place]) for place in share]
+            selected = [without_inputs(request) for request in share]
             self._engine_of |= {request.ticket: engine for request in selected}
             if ranks or selected:
                 reference = self._fleet.actors[engine].submit.remote(self._fleet.rank, ranks, selected, sampling)
                 self._submitted[reference] = engine
+
+    def _even(self, requests: Sequence[GroupRequest]) -> dict[int, list[GroupRequest]]:
+        """Return the requests for each engine of this rank, as many for each engine over all ranks."""
+        return {
+            engine: [requests[place] for place in share] for engine, share in self._fleet.shares(len(requests)).items()
+        }
+
+    def _one_by_one(self, requests: Sequence[GroupRequest]) -> dict[int, list[GroupRequest]]:
+        """Return the requests for each engine: the engine of the turn before, or the engine with the fewest groups."""
+        groups = Counter(self._engine_of.values())
+        selected: dict[int, list[GroupRequest]] = {}
+        for request in requests:
+            if request.engine is not None and request.engine in self._fleet.living:
+                engine = request.engine
+            else:
+                engine = min(self._fleet.engines_of_rank, key=groups.__getitem__)
+            groups[engine] += 1
+            selected.setdefault(engine, []).append(request)
+        return selected
 
     def collect(self, required: Sequence[int], count: int) -> dict[int, RemoteSamples]:
         """Wait for groups, and return groups by ticket."""
@@ -156,6 +176,8 @@ class FleetSampling:
             # A lost engine has lost all groups.
             with suppress(EngineLost):
                 wait()
+        # Also tickets of engines found lost in these calls.
+        self._lost_tickets = [ticket for ticket in self._lost_tickets if ticket not in set(tickets)]
 
     def lost_tickets(self, among: Container[int] | None = None) -> list[int]:
         """Return the tickets of submitted groups on lost engines, for a new submission."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_plugins.config.sampling import SamplingConfig
@@ -125,16 +126,22 @@ def sampling_parameters(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+    if sampling.temperature == 0 and sampling.num_samples > 1:
+        # vLLM refuses several greedy responses, which the agents of a greedy validation may ask for.
+        sampling = replace(sampling, temperature=1.0, top_k=1, top_p=1.0, min_p=0.0)
     further = dict(sampling.vllm)
     if "structured_outputs" in further:
         further["structured_outputs"] = StructuredOutputsParams(**further["structured_outputs"])
     if "min_tokens" in further:
         # The last turn of a conversation may be shorter.
         further["min_tokens"] = min(further["min_tokens"], sampling.max_tokens)
+    # Keys of a config may be texts.
+    biases = {int(token): bias for token, bias in further.pop("logit_bias", {}).items()}
     if excluded is not None:
-        further["logit_bias"] = {**(further.get("logit_bias") or {}), excluded: _NEVER}
+        biases[excluded] = _NEVER
     return SamplingParams(
         **further,
+        logit_bias=biases or None,
         n=sampling.num_samples,
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
@@ -148,6 +155,8 @@ def sampling_parameters(
         stop=list(sampling.stop) or None,
         include_stop_str_in_output=bool(sampling.stop),
         detokenize=bool(sampling.stop),
+        # A stop string may have a special token.
+        skip_special_tokens=not sampling.stop,
         output_kind=RequestOutputKind.CUMULATIVE if reports_tokens else RequestOutputKind.FINAL_ONLY,
     )
 

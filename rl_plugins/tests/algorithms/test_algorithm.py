@@ -85,9 +85,31 @@ def test_rewards_of_turns_stay_on_learned_tokens_and_the_rest_goes_to_the_last()
     algorithm = Algorithm(advantage="gae", advantage_options={"normalize": False})
     rewards_BT, advantages_BT, _ = algorithm.advantages(inputs, kl_coefficient=0.0)
     # A shaped score differs from the sum of the rewards.
-    expected = [[0, 0.5, 0, 0, 2, 0], [0, 0.5, 0, 0, 0.5, 0], [0, 0, 0, 2.5, 0, 0], [0.0] * 6]
+    expected = [[0, 0.5, 0, 0, 2, 0], [0, 0.5, 0, 0, 0.5, 0], [0.5, 0, 0, 2, 0, 0], [0.0] * 6]
     torch.testing.assert_close(rewards_BT, torch.tensor(expected))
     torch.testing.assert_close(advantages_BT[0], torch.tensor([2.5, 2.5, 0, 2, 2, 0]))
+    torch.testing.assert_close(advantages_BT[2], torch.tensor([0, 2.0, 0, 2, 0, 0]))
+
+
+def test_rewards_of_masked_tokens_go_to_learned_tokens_before_and_never_to_later_ones() -> None:
+    """A turn of an older policy is masked, and the reward of a turn may be on a rejected token."""
+    inputs = {
+        "scores_B": torch.tensor([3.0, 3.0]),
+        "token_level_scores_BT": torch.tensor([[0.0, 1, 0, 0, 2]] * 2),
+        "response_mask_BT": torch.tensor([[0.0, 0, 0, 1, 1], [1, 0, 0, 1, 1]]),
+        "response_lengths_B": torch.full((2,), 5),
+        "groups_B": torch.zeros(2, dtype=torch.int64),
+        "valid_B": torch.ones(2, dtype=torch.bool),
+        "values_BT": torch.zeros(2, 5),
+        "turns_BT": torch.tensor([[0, 0, 1, 1, 1]] * 2),
+    }
+    algorithm = Algorithm(advantage="gae", advantage_options={"normalize": False})
+    rewards_BT, _, returns_BT = algorithm.advantages(inputs, kl_coefficient=0.0)
+    assert rewards_BT.sum(dim=-1).tolist() == [3.0, 3.0]
+    assert returns_BT.tolist() == [[0, 0, 0, 2, 2], [3, 0, 0, 2, 2]]
+    # Both samples have the same outcome, and the group has no other reward of a first turn.
+    _, advantages_BT, _ = Algorithm(advantage="mt_grpo").advantages(inputs, kl_coefficient=0.0)
+    assert advantages_BT.tolist() == [[0.0] * 5] * 2
 
 
 @for_each("advantage", ["grpo", "grpo_passk"])

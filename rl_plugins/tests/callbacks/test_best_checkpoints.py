@@ -231,3 +231,9 @@ def test_policy_checkpoint_killed_at_any_moment_leaves_a_loadable_checkpoint(
     train(resumed, [PolicyCheckpoint(tmp_path, **options)], resume=newest)
     assert resumed.step == 4 and folder.unfinished() == []
     assert steps_of(folder.checkpoints()) == [3, 4]
+
+
+def test_best_checkpoints_take_the_last_step(tmp_path: Path) -> None:
+    """`PolicyCheckpoint` saves the last step at the end of training."""
+    train(rewarded(5), [PolicyCheckpoint(tmp_path, every=2), BestCheckpoints(tmp_path, metric="train/reward")])
+    assert steps_of(RunFolder(tmp_path).bests()) == [5]

@@ -14,18 +14,26 @@ from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.errors import ConfigError
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.stage import Stage
-from rl_plugins.tests.callbacks.training import build_policy
+from rl_plugins.tests.callbacks.training import build_policy, build_stage, train
 from rl_plugins.tests.stages import canned
 
 
 def trainer_on(device: torch.device, checkpoint: Path) -> Any:
     """Attributes of a trainer for a checkpoint. The trainer's worker has a device."""
-    strategy = SimpleNamespace(root_device=device, barrier=lambda name: None, model_engine=None, restored={})
+    strategy = SimpleNamespace(
+        root_device=device,
+        barrier=lambda name: None,
+        broadcast=lambda value: value,
+        model_engine=None,
+        restored={},
+    )
+    stage = Stage(build_policy(), tokenizer=canned.tokenizer)
+    stage.step = 1
     return SimpleNamespace(
         strategy=strategy,
         save_checkpoint=lambda folder, **options: None,
         ckpt_path=checkpoint / "state",
-        lightning_module=Stage(build_policy(), tokenizer=canned.tokenizer),
+        lightning_module=stage,
         train_dataloader=None,
         callbacks=[],
         is_global_zero=True,
@@ -72,3 +80,10 @@ def test_checkpoint_continues_if_an_old_checkpoint_cannot_be_removed(
     PolicyCheckpoint(folder.path, every=1, keep_last=1)._remove_old()
     assert folder.checkpoints() == [folder.checkpoint(3)] and (tmp_path / "elsewhere").is_dir()
     assert f"{folder.checkpoint(1)} cannot be removed" in capsys.readouterr().out
+
+
+def test_checkpoint_refuses_a_folder_with_later_checkpoints(tmp_path: Path) -> None:
+    """The checkpoints of another training would be the newest ones, and the new ones would be removed."""
+    train(build_stage(3), [PolicyCheckpoint(tmp_path, every=1)])
+    with pytest.raises(ConfigError, match=r"has checkpoint_00000003, and this training starts at step 0: give"):
+        train(build_stage(2), [PolicyCheckpoint(tmp_path, every=1)])

@@ -115,6 +115,25 @@ def test_router_losses_add_the_gradients_of_the_definition_from_the_second_step(
     assert 1 <= metrics["train/router_load"] <= 2 and 0 < metrics["train/router_entropy"] <= 1.387
 
 
+def test_router_losses_count_the_choices_of_a_router_with_a_bias(tmp_path: Path) -> None:
+    model = save_tiny_family("deepseek_v3", tmp_path)
+    config = model.config
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer[0] = 100.0
+    stage = SFT(
+        model,
+        tokenizer=canned.tokenizer,
+        scorer=canned.CannedScorer(),
+        eval_sampling=SamplingConfig(max_tokens=4),
+        max_steps=1,
+    )
+    fit(stage, RouterLosses(balance=0.5), [BATCH])
+    # The first expert is among the experts of each token.
+    load = float(stage.trainer.callback_metrics["train/router_load"])
+    assert load == pytest.approx(config.n_routed_experts / config.num_experts_per_tok)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from rl_plugins.manifest import find_damage
 from rl_plugins.models.export import write_policy
 from rl_plugins.models.tiny import build_model, build_tokenizer
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.signals import ending_signals
+from rl_plugins.signals import ending_signals, remove_request
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.callbacks.training import AfterStep, build_stage
 from rl_plugins.tests.stages import canned
@@ -144,3 +146,30 @@ def test_signal_in_the_export_leaves_the_earlier_export(
     assert signals.status == 128 + number
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
     assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_signal_inside_exec_ends_the_process_with_the_status_of_the_signal(tmp_path: Path) -> None:
+    """Python ends a process with SIGINT if a `KeyboardInterrupt` has left `exec`."""
+    program = """
+import os, signal, sys
+from rl_plugins.signals import ending_signals
+
+with ending_signals() as signals:
+    try:
+        exec("os.kill(os.getpid(), signal.SIGTERM)")
+    except KeyboardInterrupt:
+        sys.exit(signals.status)
+"""
+    (tmp_path / "interrupted.py").write_text(program)
+    ended = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, check=False, timeout=300)
+    assert ended.returncode == 128 + signal.SIGTERM
+
+
+def test_remove_request_keeps_a_request_since_the_start(tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    remove_request(stop, before=0.0)
+    stop.touch()
+    remove_request(stop, before=stop.stat().st_mtime)
+    assert stop.exists()
+    remove_request(stop, before=stop.stat().st_mtime + 1)
+    assert not stop.exists()

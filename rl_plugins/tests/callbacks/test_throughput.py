@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.tiny_families import save_tiny_family
 from rl_plugins.callbacks.throughput import PEAK_TFLOPS, Throughput, flops_per_token, known_peak
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.models.lora import add_adapter
@@ -104,6 +106,23 @@ def test_flops_per_token_by_hand() -> None:
     assert flops_per_token(torch.nn.Linear(3, 2)) == (6 * 8, 0.0)
 
 
+def test_flops_per_token_count_the_chosen_experts(tmp_path: Path) -> None:
+    model = save_tiny_family("qwen3_moe", tmp_path)
+    experts = {name: p.numel() for name, p in model.named_parameters() if ".experts." in name}
+    others = sum(p.numel() for name, p in model.named_parameters() if name not in experts)
+    embeddings = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    share = model.config.num_experts_per_tok / model.config.num_experts
+    assert experts and share < 1
+    assert flops_per_token(model)[0] == 6 * (others - embeddings + share * sum(experts.values()))
+
+
+def test_sampled_tokens_per_s_of_an_engine_ahead_counts_the_time_of_sampling() -> None:
+    callback, stage = Throughput(), build_stage(1)
+    train(stage, [callback])
+    step = {"samples_per_s": 2.0, "train/response_length": 10.0, "time/step": 4.0, "time/rollout": 0.001}
+    assert callback._metrics_of_step({**step, "idle/engine": 0.5})["throughput/sampled_tokens_per_s"] == 40.0
+
+
 def test_flops_per_token_count_the_numbers_of_four_bits() -> None:
     pytest.importorskip("bitsandbytes")
     plain, packed = (
@@ -117,6 +136,7 @@ def test_known_peak_by_device_name(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = {
         "NVIDIA H200": 989.0, "NVIDIA H100 NVL": 835.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA L40S": 362.0,
         "NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA L4": 121.0, "Quadro K2000": None,
+        "NVIDIA RTX A4000": None, "NVIDIA RTX A1000": None, "NVIDIA GH200 480GB": 989.0,
     }  # fmt: skip
     name = ""
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)

@@ -172,7 +172,7 @@ def test_plan_refuses_the_impossible_and_loads_no_heavy_library(model, root):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["sft", "model.path=M"], "plan is for stages that train on their own samples"),
+        (["sft", "model.path=M"], "plan is for the stages policy_optimization and prime, and not for sft"),
         (["grpo", "model.path=nowhere/at/all"], "model.path=nowhere/at/all: there is no such folder or file"),
         (
             ["grpo", "model.path=M", "placement.num_workers=7"],

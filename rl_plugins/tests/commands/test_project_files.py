@@ -212,3 +212,9 @@ def test_zip_files_puts_the_state_of_git_into_the_package(project: Path, tmp_pat
     assert state == git_state(project) == json.loads((tmp_path / "unpacked" / GIT_STATE_FILE).read_text())
     assert state is not None and len(state["commit"]) == 40
     assert " M train.py" in state["changes"] and "+changed" in state["diff"]
+
+
+def test_files_to_send_of_a_project_in_an_environment_leave_out_the_environment(tmp_path: Path) -> None:
+    write(tmp_path, "pyvenv.cfg", "train.py", "lib/python3.11/site-packages/x.py", "bin/python", "package/model.py")
+    (tmp_path / "lib64").symlink_to("lib")
+    assert sent(tmp_path) == {"train.py", "package/model.py"}

@@ -94,3 +94,18 @@ def test_plain_template_needs_a_tokenizer_of_transformers() -> None:
     made: Any = build_tokenizer().backend_tokenizer
     with pytest.raises(ConfigError, match=r"the tokenizer is a Tokenizer, and no tokenizer of transformers: wrap"):
         with_plain_template(made)
+
+
+def test_render_leaves_out_keys_without_a_value() -> None:
+    """Parquet gives all messages the same keys, and the templates of Llama ask whether a message has `tool_calls`."""
+    template = build_tokenizer()
+    template.chat_template = (
+        "{% for message in messages %}{% if 'tool_calls' in message %}{{ message.tool_calls | length }}{% endif %}"
+        "{{ message.content }}{% endfor %}"
+    )
+    messages: list[Any] = [
+        {"role": "user", "content": "?", "tool_calls": None},
+        {"role": "x", "content": "!", "tool_calls": [{}]},
+    ]
+    assert render(template, messages, {}) == "?1!"
+    assert messages[0]["tool_calls"] is None

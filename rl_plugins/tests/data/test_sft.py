@@ -96,3 +96,23 @@ def test_sft_data_module_names_the_row_of_a_malformed_conversation(tokenizer, ch
     with pytest.raises(RowError) as caught:
         module([talk("1+1", "2"), changed], tokenizer).setup("fit")
     assert said in str(caught.value)
+
+
+def test_sft_data_module_names_an_end_of_turns_at_which_sampling_goes_on(tokenizer, caplog):
+    def said(template: str) -> str:
+        caplog.clear()
+        with caplog.at_level("INFO", logger="lightning.pytorch"):
+            ending = copy.deepcopy(tokenizer)
+            ending.chat_template = template
+            module([talk("a", "b")], ending).setup("fit")
+        return caplog.text
+
+    def template(end: str) -> str:
+        return (
+            "{% for message in messages %}<|user|>{{ message.content }}" + end + "{% endfor %}"
+            "{% if add_generation_prompt %}<|user|>{% endif %}"
+        )
+
+    end = tokenizer.convert_tokens_to_ids("<|assistant|>")
+    assert f"end a turn with '<|assistant|>' ({end}), and sampling ends at" in said(template("<|assistant|>"))
+    assert "end a turn" not in said(template(tokenizer.eos_token))

@@ -121,10 +121,36 @@ class Judge:
         pass
 
 
+class Points(Judge):
+    """Keeps its points in an attribute with the name of a method."""
+
+    async def reset(self, row: Mapping[str, Any]) -> str:
+        self.score = 0  # type: ignore[assignment, method-assign]
+        return await super().reset(row)
+
+
+class PlainScore(Judge):
+    """Has a score that is not async."""
+
+    def score(self) -> float:  # type: ignore[override]
+        return 1.0
+
+
 class Endless(Judge):
     """Never returns a reward."""
 
     score = None  # type: ignore[assignment]
+
+
+class Delegates(Endless):
+    """Has the score of another object."""
+
+    async def reset(self, row: Mapping[str, Any]) -> str:
+        async def score() -> float:
+            return 1.0
+
+        self.score = score  # type: ignore[assignment]
+        return await super().reset(row)
 
 
 class Tokens(Endless):

@@ -178,6 +178,7 @@ def test_lost_process_of_the_class_is_replaced_and_all_objects_have_died() -> No
         ({"target": f"{HERE}.ROW"}, "no 'ROW'"),
         ({"target": "sys.exit"}, "environment 'sys.exit' is no class: name a class with async reset, step and close"),
         ({"target": f"{HERE}.WithoutClose"}, "has no method close: write `async def close(self)`"),
+        ({"target": f"{HERE}.PlainScore"}, "its score is not async: write `async def score(self)`"),
         ({"target": f"{HERE}.PlainStep"}, "its step is not async: write `async def step(self, message)`"),
         ({"target": f"{HERE}.OtherArguments"}, "its step takes other arguments (missing a required argument: 'more')"),
         ({"target": f"{HERE}.NeedsSize"}, "do not fit its constructor: missing a required argument: 'size'"),

@@ -206,6 +206,13 @@ def test_conversation_without_any_reward_is_a_failure_and_no_zero() -> None:
     assert "ended after 1 turns without a reward: write `async def score(self)`" in ending.score.message
 
 
+@for_each("name", ["Points", "Delegates"])
+def test_score_is_a_method_of_the_object_or_of_the_class_behind_an_attribute(name: str) -> None:
+    start = "<|user|>talk<|assistant|>"
+    with closing(environment_of(f"{HERE}.{name}", max_turns=1)) as environment:
+        assert ending_of(environment, {start: ["a<|end|>"]}).score.value == 1.0
+
+
 def test_first_messages_beyond_the_limit_are_a_failure() -> None:
     with closing(environment_of(f"{HERE}.Count", max_prompt_tokens=4, max_failure_rate=1.0)) as environment:
         ending = ending_of(environment, {})

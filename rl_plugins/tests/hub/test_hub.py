@@ -21,10 +21,14 @@ COMMIT = "0" * 40
 NAMES = (
     "config.json", "model.safetensors", "tokenizer.json", "merges.txt", "chat_template.jinja", "README.md",
     "modeling_own.py", "model.bin", "onnx/config.json", "consolidated.safetensors", "tokenizer.model",
+    "additional_chat_templates/tool_use.jinja",
 )  # fmt: skip
 # Files of equal content would be downloaded once.
 FILES = {name: f'{{"content": "{name}"}}'.encode() for name in NAMES}
-NEEDED = ["chat_template.jinja", "config.json", "merges.txt", "tokenizer.json", "tokenizer.model"]
+NEEDED = [
+    "additional_chat_templates/tool_use.jinja", "chat_template.jinja", "config.json", "merges.txt", "tokenizer.json",
+    "tokenizer.model",
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -164,7 +164,13 @@ CHECKS: dict[str, list[Case]] = {
         ),
         (["run.steps=0"], ["run.steps=0", "at least 1"]),
         (["run.epochs=0"], ["run.epochs=0", "above 0, or null"]),
-        (["sampling.temperature=-1"], ["sampling.temperature=-1", "0 or more"]),
+        (["sampling.temperature=-1"], ["sampling.temperature=-1", "0.01 or more"]),
+        (["validation.temperature=0.001"], ["validation.temperature=0.001", "0.01 or more"]),
+        (["sampling.temperature=0.001"], ["sampling.temperature=0.001", "0.01 or more"]),
+        (
+            ["+rollout.vllm.speculative_config={method: ngram}", "sampling.min_p=0.1"],
+            ["rollout.vllm.speculative_config: ", "no sampling.min_p", "leave it out"],
+        ),
         (
             ["validation.samples_per_prompt=4"],
             ["validation.samples_per_prompt=4", "validation.temperature=0", "such as 1"],

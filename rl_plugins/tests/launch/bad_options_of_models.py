@@ -59,6 +59,7 @@ MODEL_CHECKS: dict[str, list[Case]] = {
         (["algorithm.correction=bypass_token_tis"], ["bypass_token_tis", "policy_loss=reinforce"]),
         (["model.lora.rank=-1"], ["model.lora.rank=-1", "0 or more"]),
         (["critic.lora.dropout=1"], ["critic.lora.dropout=1", "from 0 to below 1"]),
+        (["critic.lora.rank=4", "critic.lora.dropout=0.1"], ["critic.lora.dropout=0.1", "two passes", "leave"]),
         (["model.lora.rank=4", "model.lora.dropout=0.1"], ["model.lora.dropout=0.1", "compares log-probs", "leave"]),
         (["model.lora.path=gone"], ["model.lora.path=gone: rank=0 trains no adapter: give rank and alpha"]),
         ([*ADAPTER, "model.lora.path=./gone"], ["model.lora.path=./gone: no such folder: name a folder with adapter_"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -11,7 +12,9 @@ from unittest import mock
 import pytest
 from ray._private import services
 
+from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch import ray_train
 from rl_plugins.launch.cluster import check_cluster, join_cluster
 from rl_plugins.launch.preflight import check_this_machine
 from rl_plugins.launch.ray_train import start_ray
@@ -97,3 +100,17 @@ def test_start_ray_leaves_the_variables_of_a_job_to_the_job(head: str, monkeypat
         with mock.patch("ray.init") as init:
             start_ray(environment)
         assert init.call_args.kwargs["runtime_env"]["env_vars"] == left
+
+
+def test_resolve_device_keeps_the_handlers_of_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray replaces the handler of SIGTERM when a driver joins a cluster."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 1.0})
+    monkeypatch.setattr(ray_train, "join_cluster", lambda **_: signal.signal(signal.SIGTERM, signal.SIG_IGN))
+    try:
+        assert ray_train.resolve_device(RecipeConfig(stage="sft")) == "cuda"
+        assert signal.getsignal(signal.SIGTERM) == before
+    finally:
+        signal.signal(signal.SIGTERM, before)

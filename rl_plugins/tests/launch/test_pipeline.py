@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sys
 from contextlib import suppress
 from copy import deepcopy
@@ -28,6 +30,7 @@ from rl_plugins.launch.pipeline import (
 )
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.run_lock import owned
+from rl_plugins.signals import ending_signals, stop_on_signals
 from rl_plugins.tests.launch.configurations import configured
 
 DATA = ["model=/no/model", "data.sft=[a]", "data.pairs=[b]", "data.prompts=[c]"]
@@ -431,3 +434,21 @@ def test_sync_of_a_pipeline_leaves_a_moved_stage_in_the_other_store(
     assert sent == expected and not asked
     parent.sync_stages(1)
     assert sent[2:] == expected and asked == expected
+
+
+def test_run_pipeline_ends_before_the_next_stage_after_a_signal_at_the_end_of_a_stage(
+    good: list[str], stages: list[RecipeConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_stage: Any = pipeline.run_recipe
+
+    def with_signal(config: RecipeConfig, *further: object) -> Any:
+        folder = RunFolder(Path(config.run.output_dir) / config.run.name)
+        with stop_on_signals(folder):
+            os.kill(os.getpid(), signal.SIGTERM)
+        folder.stop.unlink()
+        return run_stage(config, *further)
+
+    monkeypatch.setattr(pipeline, "run_recipe", with_signal)
+    with ending_signals(), pytest.raises(RunStopped, match=r"reward_model: stopped before the start: SIGTERM"):
+        run(*good)
+    assert [config.run.name for config in stages] == ["sft"]

@@ -19,6 +19,7 @@ from rl_plugins.manifest import MANIFEST, find_damage
 from rl_plugins.run_folder import RunFolder, append_metrics
 from rl_plugins.storage import Storage
 from rl_plugins.tests.files import flip_byte, rewrite_manifest
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient, wait_until
 
 
@@ -304,3 +305,15 @@ def test_stored_run_refuses_a_new_run_where_the_storage_has_one(
     config.run.storage = str(tmp_path / "file")
     with pytest.raises(ConfigError, match=r"run.storage: \S+/file/run does not take "):
         stored_run(config, run)
+
+
+@for_each("place", ["{folder}", "file://{folder}", "{folder}/run", "{link}"])
+def test_stored_run_refuses_the_folder_of_the_run_as_storage(tmp_path: Path, place: str) -> None:
+    folder, link = tmp_path / "outputs", tmp_path / "link"
+    if not link.exists():
+        folder.mkdir()
+        link.symlink_to(folder)
+    config = RecipeConfig(stage="sft")
+    config.run.name, config.run.storage = "run", place.format(folder=folder, link=link)
+    with pytest.raises(ConfigError, match=r"run.storage=\S+: the copy and the run .* would be in one folder"):
+        stored_run(config, RunFolder(folder / "run"))

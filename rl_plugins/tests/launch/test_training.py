@@ -51,10 +51,11 @@ def test_chat_template_kwargs_reach_data_modules_and_conversations(tmp_path: Pat
     assert environment.template_options == expected
 
 
-def test_sampling_of_a_run_adds_stop_tokens_to_the_end_of_sequence(tmp_path: Path) -> None:
+def test_sampling_of_a_run_has_the_options_of_sampling(tmp_path: Path) -> None:
     run = training_run(tmp_path, "sampling.stop_token_ids=[3]", "sampling.min_p=0.1", "batch.samples_per_prompt=2")
     sampling = run.sampling()
-    assert sampling.stop_token_ids == (run.tokenizer.eos_token_id, 3)
+    # The stage adds the end of the sequence.
+    assert sampling.stop_token_ids == (3,)
     assert (sampling.min_p, sampling.num_samples) == (0.1, 2)
     assert run.generation_options()["eval_sampling"].min_p == 0
 

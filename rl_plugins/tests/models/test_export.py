@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import GenerationConfig
 
 from benchmarks.tiny_families import save_tiny_family
 from rl_plugins.commands.export import export_checkpoint
@@ -62,6 +63,16 @@ def test_config_of_an_export_names_the_dtype_of_the_exported_weights(tmp_path: P
     assert json.loads((tmp_path / "policy" / "config.json").read_text())["dtype"] == "bfloat16"
     files = load_file(tmp_path / "policy" / "model.safetensors")
     assert {tensor.dtype for tensor in files.values()} == {torch.bfloat16}
+
+
+def test_save_policy_keeps_options_of_sampling_that_transformers_refuses(tmp_path: Path) -> None:
+    """Published models have options of sampling without `do_sample`."""
+    policy, tokenizer = build_model(), build_tokenizer()
+    policy.generation_config = GenerationConfig(temperature=0.9, top_p=0.6, eos_token_id=[3, 4])
+    save_policy(policy, ModuleWeightSource(policy), tokenizer, tmp_path, True)
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    assert (saved["temperature"], saved["top_p"], saved["eos_token_id"]) == (0.9, 0.6, [3, 4])
+    assert policy.generation_config.temperature == 0.9 and (tmp_path / "model.safetensors").is_file()
 
 
 def test_save_policy_takes_a_folder_as_text(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save, save_file
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import read_model_config
-from rl_plugins.models.folder import check_model_folder, check_model_type, check_packing
+from rl_plugins.models.folder import check_folder, check_model_folder, check_model_type, check_packing
 from rl_plugins.tests.files import flip_byte
 from rl_plugins.tests.loops import for_each
 
@@ -230,3 +230,13 @@ def test_check_packing_names_the_fault_that_transformers_finds(tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "rms_norm_eps": "small"}))
     with pytest.raises(ConfigError, match=r"model\.path=.*: transformers refuses config\.json \(.*rms_norm_eps"):
         check_packing("model.path", str(tmp_path))
+
+
+@for_each("where", [{}, {"text_config": {}}])
+def test_check_folder_refuses_quantized_weights(folder: Path, where: dict[str, Any]) -> None:
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    change(folder / "config.json", **({"text_config": quantized} if where else quantized))
+    with pytest.raises(ConfigError, match=r"the weights are quantized \(fp8\): name a model with weights in bfloat16"):
+        check_folder(str(folder), trust_remote_code=False)
+    # A rollout engine reads such weights.
+    check_model_folder("policy", str(folder))

@@ -58,3 +58,10 @@ def test_micro_batch_sizes_runs_the_prompt_of_a_lone_sample_once() -> None:
     assert (alone.tokens, alone.copies, alone.context) == (8 * 192, 1, 96)
     # One sample may be longer than the others are on average.
     assert micro_batch_sizes(replace(WORK, micro_batch_tokens=1, max_tokens=1000), trainers=16).largest == 1000
+
+
+def test_micro_batch_sizes_without_packing_run_the_prompt_for_each_sample() -> None:
+    sizes = micro_batch_sizes(replace(WORK, packing=False), trainers=2)
+    prompts = WORK.prompts / 2
+    assert sizes.tokens == prompts * WORK.samples * WORK.sample_tokens
+    assert (sizes.copies, sizes.prompts, sizes.context) == (1, prompts * WORK.samples, WORK.sample_tokens / 2)

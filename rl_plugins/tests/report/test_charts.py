@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rl_plugins.report.charts import DrawnPoint, curve_segments, short_number, ticks
+from rl_plugins.report.charts import DrawnPoint, curve_segments, line_chart, short_number, ticks
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,8 @@ def test_curve_segments_of_a_thinned_curve_keep_the_range_of_values() -> None:
     assert curve_segments(dict.fromkeys(range(100), 0.0) | {51: 1.0}, max_points=2) == [
         [DrawnPoint(24.5, 0.0, 0.0, 0.0), DrawnPoint(74.5, 0.0, 0.02, 1.0)]
     ]
+
+
+def test_legend_of_a_line_chart_has_the_last_value_of_a_thinned_curve() -> None:
+    points = {step: float(step) for step in range(1000)}
+    assert line_chart("x", {"a": points, "b": {**points, 999: math.nan}}).legend == [("a", "999"), ("b", "998")]

@@ -36,9 +36,22 @@ def test_all_targets_with_tests_but_gpu_hide_the_gpus_of_the_machine(target: str
     python.chmod(0o755)
     (tmp_path / ".installed").touch()
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment["PATH"] = f"{python.parent}:{environment['PATH']}"
     command = ["make", "--silent", target, f"VENV={tmp_path}"]
     shown = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=60)
     assert set(shown.stdout.split()) == {"value=none" if target == "gpu" else "value="}
+
+
+def test_gpu_runs_in_the_environment_in_use(tmp_path: Path) -> None:
+    for name in ("used", "made"):
+        python = tmp_path / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo /{name} || echo {name} $TORCH_EXTENSIONS_DIR\n')
+        python.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}/used/bin:{os.environ['PATH']}"}
+    command = ["make", "--silent", "gpu", f"VENV={tmp_path}/made"]
+    shown = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=60)
+    assert set(shown.stdout.splitlines()) == {"used /used/torch_extensions"}
 
 
 @pytest.mark.parametrize(("status", "printed"), [(0, ""), (1, ""), (2, "one process\n")])

@@ -102,6 +102,38 @@ def opening(ticket: int = 7) -> Opening:
     return Opening(ticket, tokenizer.encode(FIRST), 5, about=about)
 
 
+class Remote(Scripted):
+    """A rollout engine that keeps the responses, as engine 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engines: list[int | None] = []
+        self._kept: dict[int, Generations] = {}
+
+    @override
+    def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
+        self.engines += [request.engine for request in requests]
+        super().submit(requests, sampling, together=together)
+
+    @override
+    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | RemoteSamples]:
+        collected: Any = super().collect(required, count)
+        self._kept |= collected
+        return {ticket: RemoteSamples(3, 0, ticket, samples.lengths) for ticket, samples in collected.items()}
+
+    @override
+    def fetch(self, finished: Sequence[Generations | RemoteSamples]) -> list[Generations | None]:
+        return [self._kept.pop(samples.ticket) for samples in finished if isinstance(samples, RemoteSamples)]
+
+
+def test_later_turns_name_the_engine_of_the_turn_before() -> None:
+    engine = Remote()
+    talk = conversations(engine)
+    talk.submit([opening()], SAMPLING)
+    talk.collect([7], 0)
+    assert len(engine.engines) > 1 and engine.engines == [None, *[3] * (len(engine.engines) - 1)]
+
+
 def test_collect_returns_sampled_and_environment_tokens_with_masks_and_versions() -> None:
     engine = Scripted()
     talk = conversations(engine)

@@ -315,3 +315,9 @@ def test_trial_deadline_s_has_time_for_an_answer() -> None:
     assert trial_deadline_s(rewards, 900.0) == 90.0
     assert trial_deadline_s({"default": {"_target_": "a.b"}}, 900.0) == 10.0
     assert trial_deadline_s(rewards, 5.0) == 5.0
+
+
+def test_judge_counts_no_vote_without_a_turn_to_ask_as_cached(stub: JudgeStub) -> None:
+    judge = Judge(settings(stub.url, requests_per_minute=1.0))
+    results = judge([request("a"), request("b")], 1.0)
+    assert sorted(result.details["judge/cached"] for result in results if result is not None) == [0.0, 0.0]

@@ -95,7 +95,21 @@ def test_sampling_arguments_reach_vllm() -> None:
     assert (parameters.min_p, parameters.presence_penalty, parameters.repetition_penalty) == (0.1, 0.5, 1.2)
     assert sampling_parameters(sampling, seed=1, excluded=7).logit_bias == {5: 1.0, 7: -100.0}
     assert parameters.logit_bias == {5: 1.0} and parameters.structured_outputs.choice == ["yes", "no"]
+    from_text = SamplingConfig(vllm={"logit_bias": {"5": 1.0}})
+    assert sampling_parameters(from_text, seed=1, excluded=None).logit_bias == {5: 1.0}
     # vLLM refuses more tokens than max_tokens.
     assert parameters.min_tokens == 3
     assert {sampling: "a"} == {SamplingConfig(max_tokens=3, min_p=0.1, vllm=passed): "a"}
     assert sampling != SamplingConfig(max_tokens=3, min_p=0.1)
+
+
+def test_sampling_parameters_read_stop_strings_with_special_tokens() -> None:
+    pytest.importorskip("vllm")
+    assert not sampling_parameters(SamplingConfig(stop=("<|end|>",)), seed=1, excluded=None).skip_special_tokens
+
+
+def test_sampling_parameters_give_several_greedy_responses() -> None:
+    """vLLM refuses n above 1 with temperature 0."""
+    pytest.importorskip("vllm")
+    parameters = sampling_parameters(SamplingConfig(num_samples=2, temperature=0.0), seed=1, excluded=None)
+    assert (parameters.n, parameters.top_k) == (2, 1)

@@ -74,6 +74,28 @@ def test_submit_sends_images_without_the_inputs_of_the_policy() -> None:
     assert plain is requests[1]
 
 
+def test_submit_keeps_conversations_on_engines_and_levels_other_single_requests() -> None:
+    fleet: Any = Fleet()
+    fleet.engines_of_rank, fleet.living = [0, 1], [0, 1]
+    submitted: dict[int, list[GroupRequest]] = {0: [], 1: []}
+    fleet.actors = [
+        SimpleNamespace(
+            submit=SimpleNamespace(remote=lambda rank, ranks, requests, sampling, to=to: to.extend(requests))
+        )
+        for to in submitted.values()
+    ]
+    sampling, options = FleetSampling(fleet), SamplingConfig(max_tokens=1)
+    for ticket in range(4):
+        sampling.submit([GroupRequest(ticket, [5], 1)], options, together=False)
+    # Engine 7 is lost.
+    later = [GroupRequest(ticket, [5, 6], 1, engine=engine) for ticket, engine in ((4, 1), (5, 1), (6, 7), (7, None))]
+    sampling.submit(later, options, together=False)
+    assert {engine: [one.ticket for one in requests] for engine, requests in submitted.items()} == {
+        0: [0, 2, 6, 7],
+        1: [1, 3, 4, 5],
+    }
+
+
 def test_generate_calls_all_engines_before_a_loss_is_raised() -> None:
     fleet: Any = Fleet()
     called: list[Any] = []
@@ -95,6 +117,16 @@ def test_collect_leaves_groups_of_other_callers() -> None:
     sampling._engine_of |= {-1: 0, 7: 0, 8: 0}
     assert [*sampling.collect([-1], 0)] == [-1]
     assert [*sampling.collect([7], 1)] == [7, 8]
+
+
+def test_dropped_tickets_of_a_lost_engine_are_not_submitted_again() -> None:
+    fleet: Any = Fleet()
+    fleet.living, fleet.config = [], SimpleNamespace(update_timeout_s=1.0)
+    sampling = FleetSampling(fleet)
+    sampling._engine_of |= {7: 0, 8: 0}
+    fleet.on_lost(0)
+    sampling.drop([7])
+    assert sampling.lost_tickets() == [8]
 
 
 def test_lost_tickets_of_other_callers_stay() -> None:

@@ -30,6 +30,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.sandbox import external, namespaces, server
 from rl_plugins.sandbox.records import SandboxError, SandboxJob, SandboxLimits, SandboxResult
 from rl_plugins.sandbox.sandbox import CodeSandbox
+from rl_plugins.sandbox.supervisor import write_answer
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient, wait_until
 from rl_plugins.tests.sandbox.machine import skip_without_namespaces
@@ -100,6 +101,21 @@ def test_programs_see_further_folders_read_only(tmp_path: Path) -> None:
         path = f"{tmp_path}/words"
         assert sandbox.run(f"print(open({path!r}).read())").stdout == "hello\n"
         assert "Read-only file system" in sandbox.run(f"open('{tmp_path}/new', 'w')").stderr
+
+
+def test_programs_see_folders_behind_links(tmp_path: Path) -> None:
+    """A link of the machine may lead to a folder that programs do not see."""
+    skip_without_namespaces()
+    tmp_path.chmod(0o755)
+    inner = tmp_path / "hidden" / "inner"
+    inner.mkdir(parents=True)
+    (inner / "words").write_text("hello", encoding="utf-8")
+    (tmp_path / "link").symlink_to(tmp_path / "hidden")
+    (tmp_path / "inner").symlink_to("hidden/inner")
+    folders = [f"{tmp_path}/link/inner", f"{tmp_path}/inner"]
+    with CodeSandbox("namespaces", folders=folders, limits=PATIENT) as sandbox:
+        for folder in folders:
+            assert sandbox.run(f"print(open('{folder}/words').read())").stdout == "hello\n"
 
 
 def test_threads_run_programs_at_once(sandbox: CodeSandbox) -> None:
@@ -174,6 +190,16 @@ def test_server_without_a_process_for_a_program_fails_this_program_alone(monkeyp
         with own.makefile("rb") as file, pytest.raises(SandboxError, match="no process for the program: Resource temp"):
             namespaces.read_answer(file.read)
     os.close(watched)
+
+
+@for_each("missing", [1, 4])
+def test_read_answer_finds_a_cut_output(missing: int) -> None:
+    channel, other = socket.socketpair()
+    with channel, other:
+        write_answer(other.fileno(), {"exit_status": 0}, b"out", b"err")
+        whole = channel.recv(1000)
+    with pytest.raises(EOFError):
+        namespaces.read_answer(io.BytesIO(whole[:-missing]).read)
 
 
 def test_close_ends_running_programs() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typing_extensions import override
 
+from rl_plugins.algorithms.filtering import Resampling
 from rl_plugins.data.experience import Experience
 from rl_plugins.ranks import Ranks
 from rl_plugins.stages.balancing import (
@@ -18,6 +19,7 @@ from rl_plugins.stages.balancing import (
     gather_sets,
     redistribute,
     redistribute_groups,
+    resample_over_ranks,
 )
 from rl_plugins.tests.algorithms.simulated_ranks import SimulatedRanks, run_with_ranks
 from rl_plugins.tests.loops import for_each
@@ -144,3 +146,9 @@ def test_even_order_keeps_the_groups_of_each_mini_batch() -> None:
 
     first, second = run_with_ranks(2, on_rank)
     assert [one | other for one, other in zip(first, second, strict=True)] == [{0, 1}, {2, 3}, {4, 5}]
+
+
+def test_resample_over_ranks_keeps_the_samples_of_a_step_whose_rewards_all_failed() -> None:
+    samples = experience_of(0, 1)
+    samples.scores, samples.valid = torch.zeros(len(samples)), torch.zeros(len(samples), dtype=torch.bool)
+    assert resample_over_ranks(samples, Resampling(), 1, 1, seed=0, ranks=Ranks()) is samples

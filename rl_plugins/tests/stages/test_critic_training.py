@@ -80,6 +80,10 @@ def gap(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     return max(float((weights[name] - others[name]).abs().max()) for name in weights)
 
 
+def distance(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    return sum(float((weights[name] - others[name]).square().sum()) for name in weights) ** 0.5
+
+
 def test_critic_learner_gets_the_weights_of_the_critic_trained_in_workers() -> None:
     stage = trained_in_workers()
     learner = CriticLearner(training())
@@ -175,7 +179,7 @@ def test_critic_actor_has_finite_weights_until_one_weight_is_nan() -> None:
     assert not asyncio.run(actor.has_finite_weights())
 
 
-@pytest.mark.parametrize("lora", [LoraConfig(rank=0), LoraConfig(rank=2, dropout=0.2)], ids=["all weights", "adapter"])
+@pytest.mark.parametrize("lora", [LoraConfig(rank=0), LoraConfig(rank=2)], ids=["all weights", "adapter"])
 def test_critic_learner_load_continues_from_save(tmp_path: Path, lora: LoraConfig) -> None:
     steps = trained_in_workers().trained_on
     settings = training(config=CriticConfig(optimizer=OPTIMIZER, lora=lora))
@@ -226,7 +230,8 @@ def test_critic_learner_in_float16_leaves_out_a_step_and_continues_with_the_save
     learner._loss_scale = LossScale(2.0**9)
     expected = [one.gradient_norm for one in learn(exact, steps)]
     assert [one.gradient_norm for one in learn(learner, steps)] == pytest.approx(expected, rel=0.02)
-    assert gap(learner.weights, exact.weights) < 0.25 * gap(learner.weights, start)
+    # Not of single weights: Adam's first steps are signs, and for a gradient near 0 rounding decides.
+    assert distance(learner.weights, exact.weights) < 0.05 * distance(learner.weights, start)
     # A scale at which the gradients overflow.
     too_large = CriticLearner(training(**settings, computes_in=torch.float16))
     too_large._loss_scale = LossScale(2.0**40)

@@ -10,7 +10,8 @@ import pytest
 from lightning.pytorch import Trainer
 from transformers import AutoModelForCausalLM
 
-from rl_plugins.config.models import LoraConfig
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.config.models import CriticConfig, LoraConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.prepare.tasks import addition_rows
@@ -85,3 +86,19 @@ def test_sampling_from_another_distribution_than_the_policy_gives_a_warning(path
     sampling = SamplingConfig(max_tokens=3, num_samples=2, top_p=0.9)
     with pytest.warns(UserWarning, match="sampling with top_p=0.9: the loss uses the whole distribution"):
         PolicyOptimization(path, scorer=length, sampling=sampling)
+
+
+def test_critic_has_no_dropout(path: str) -> None:
+    """Values before the update are compared with values in the update."""
+    stage = PolicyOptimization(path, scorer=length, sampling=SAMPLING, algorithm=Algorithm(advantage="gae"))
+    loaded(stage)
+    assert {block.self_attn.attention_dropout for block in stage.critic.model.layers} == {0.0}
+    lora = LoraConfig(rank=2, dropout=0.1)
+    with pytest.raises(ConfigError, match=r"critic.lora.dropout=0.1: the loss compares values of two passes.*leave"):
+        PolicyOptimization(
+            path,
+            scorer=length,
+            sampling=SAMPLING,
+            algorithm=Algorithm(advantage="gae"),
+            critic=CriticConfig(lora=lora),
+        )

@@ -205,7 +205,9 @@ class WithoutNumbers(Keeping):
     @override
     def make_parts(self, strategy: Strategy) -> None:
         super().make_parts(strategy)
-        self.rollouts._models = [WithoutNumbersScorer(**vars(model)) for model in self.rollouts._models]
+        self.rollouts._models = [
+            WithoutNumbersScorer(model.name, model.field, model.config, model.passes) for model in self.rollouts._models
+        ]
 
 
 def test_samples_without_a_finite_reward_model_score_are_masked_and_counted(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rl_plugins.data.experience import Experience
-from rl_plugins.stages.micro_batches import Cutter, Lengths, PatchBudget, balanced, bundles
+from rl_plugins.stages.micro_batches import Cutter, Lengths, PatchBudget, balanced, bundles, split_by_length
 
 lengths = st.tuples(st.integers(1, 40), st.integers(0, 60))
 
@@ -207,3 +209,9 @@ def test_lengths_of_pairs_count_the_prompt_once() -> None:
     assert [bundle.tokens for bundle in bundles(lengths, [0, 0], 100)] == [7, 5]
     assert Lengths.of(samples).first_B.tolist() == [0, 1, 0, 1]
     assert len(Lengths.of(samples[:0]).first_B) == 0
+
+
+def test_split_by_length_of_no_examples_has_no_parts() -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    lengths: Any = SimpleNamespace(prompts_B=none, responses_B=none)
+    assert split_by_length(lengths, 0) == []

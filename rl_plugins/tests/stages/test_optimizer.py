@@ -367,3 +367,11 @@ def test_checkpoint_with_schedules_of_another_kind_is_refused(tmp_path: Path) ->
         with pytest.raises(CheckpointError, match=rf"the checkpoint has {saved} schedules made .*rl-plugins export"):
             fit(policy, file)
     fit(WithExponentialRate(), own)
+
+
+def test_options_reach_an_optimizer_with_any_arguments() -> None:
+    name = f"{__name__}.Growing"
+    made = build_optimizer(OptimizerConfig(name=name, lr=0.1, weight_decay=0.1), torch.nn.Linear(2, 2))
+    assert 0.1 in {group["weight_decay"] for group in made["optimizer"].param_groups}
+    with pytest.raises(ConfigError, match="betas"):
+        build_optimizer(OptimizerConfig(name=name, betas=(0.5, 0.9)), torch.nn.Linear(2, 2))

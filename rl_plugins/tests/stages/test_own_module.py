@@ -202,13 +202,13 @@ def test_packing_sets_the_attention_of_a_transformers_model(path, packing, atten
     assert own.model.config._attn_implementation == attention
 
 
-def test_stop_token_ids_default_to_the_end_token_of_the_tokenizer(path):
+def test_stop_token_ids_have_the_end_token_of_the_tokenizer(path):
     stage = PolicyOptimization(path, scorer=length, sampling=SAMPLING)
     end = (stage.tokenizer.eos_token_id,)
     assert stage.sampling_setup is not None
     assert stage.sampling.stop_token_ids == stage.sampling_setup.eval_sampling.stop_token_ids == end
     told = SamplingConfig(max_tokens=3, stop_token_ids=(7,))
-    assert PolicyOptimization(path, scorer=length, sampling=told).sampling is told
+    assert PolicyOptimization(path, scorer=length, sampling=told).sampling.stop_token_ids == (*end, 7)
 
 
 def test_model_without_a_path_and_tokenizer_is_refused():
@@ -276,3 +276,18 @@ def test_options_of_another_type_are_refused_with_the_class(path):
 def test_groups_of_one_sample_get_a_warning(path):
     with pytest.warns(UserWarning, match="num_samples=1: GRPO compares the samples of a prompt"):
         PolicyOptimization(path, scorer=length, sampling=SamplingConfig(max_tokens=3))
+
+
+def test_checkpoint_of_another_stage_is_refused_with_the_way_out(path, tmp_path):
+    stage = PolicyOptimization(path, scorer=length, sampling=SAMPLING)
+    fit(stage, path, steps=1).save_checkpoint(tmp_path / "saved.ckpt")
+
+    class Own(PolicyOptimization):
+        """A class of the user."""
+
+    own = Own(path, scorer=length, sampling=SAMPLING)
+    fit(own, path, steps=2, ckpt_path=tmp_path / "saved.ckpt")
+    assert own.step == 2
+    other = SFT(path, scorer=length, eval_sampling=SAMPLING)
+    with pytest.raises(CheckpointError, match=r"of the stage PolicyOptimization, and SFT cannot.*leave ckpt_path out"):
+        fit(other, path, steps=2, ckpt_path=tmp_path / "saved.ckpt")

@@ -186,8 +186,10 @@ def roll_out(strategy: Strategy, version: int = 1) -> list[str]:
 
 
 RELOAD = ["reload parameters", "reload optimizer"]
-# Ranks agree on the end of each phase: an engine may be on the device of another rank.
-FIRST = ["offload optimizer", "release unused", "agree", "wake_up weights", "agree", "update_weights 1", "agree"]
+# Ranks agree on the room of all devices, and on the end of each phase: an engine may be on the device of another rank.
+FIRST = [
+    "agree", "offload optimizer", "release unused", "agree", "wake_up weights", "agree", "update_weights 1", "agree",
+]  # fmt: skip
 REST = [
     "offload parameters", "release unused", "agree", "wake_up kv_cache", "agree", "generate", "sleep", "agree", *RELOAD,
 ]  # fmt: skip
@@ -219,7 +221,7 @@ def test_run_sampling_lets_the_engine_sleep_after_all_ranks_agree() -> None:
 
 RESTART = ["offload optimizer", "offload parameters", "release unused", "agree", "prepare", "reload parameters"]
 # The optimizer states are still on the host.
-FIRST_AFTER_RESTART = FIRST[1:]
+FIRST_AFTER_RESTART = FIRST[2:]
 
 
 def sample_again_after_a_loss(strategy: Strategy) -> None:
@@ -268,6 +270,10 @@ def test_lost_engines_start_on_a_crowded_device(monkeypatch: pytest.MonkeyPatch)
     roll_out(strategy)
     assert training.crowded_calls == [False, True, False]
     assert shares == [pytest.approx(0.3)] * 2
+    # On another rank there is none.
+    monkeypatch.setattr(strategy.ranks, "any", lambda value: True)
+    roll_out(strategy)
+    assert training.crowded_calls == [False, True, False, True]
 
 
 def test_rollout_phase_starts_engines_that_are_lost_in_an_update() -> None:
@@ -288,7 +294,7 @@ def test_rollout_phase_offloads_updates_and_reloads_in_order() -> None:
     strategy = Strategy(RecordingEngine())
     assert roll_out(strategy) == FIRST + REST
     # The weights are still there.
-    assert roll_out(strategy) == FIRST[:5] + REST
+    assert roll_out(strategy) == FIRST[:6] + REST
     strategy.rollout_phases.weights_changed()
     assert roll_out(strategy) == FIRST + REST
     assert set(strategy.phase_log.drain()) == {
@@ -331,7 +337,7 @@ def test_check_updates_of_2_checks_each_second_update() -> None:
     strategy.rollout_phases.weights_changed()
     checked = [*FIRST, "check_weights", "policy forward", *REST[:5], "prompt_log_probs", *REST[5:]]
     assert roll_out(strategy) == checked
-    assert roll_out(strategy) == FIRST[:5] + REST
+    assert roll_out(strategy) == FIRST[:6] + REST
     strategy.rollout_phases.weights_changed()
     assert roll_out(strategy) == FIRST + REST
 

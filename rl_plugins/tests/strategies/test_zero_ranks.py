@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import CheckpointError
 from rl_plugins.models.tiny import save_tiny_policy
+from rl_plugins.plain_file import load_plain
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.strategies.offload import check_file_op
+from rl_plugins.strategies.zero_shards import TAG, ZeroShards, deepspeed_records
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.strategies import zero_runs
 from rl_plugins.tests.strategies.zero_runs import METRICS, RUNS, SAVED, STAGES, STEPS
@@ -29,6 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of all runs."""
     folder = tmp_path_factory.mktemp("runs")
     save_tiny_policy(folder / "policy", hidden_size=32, intermediate_size=48, initializer_range=0.2, seed=5)
+    save_tiny_policy(folder / "wide", hidden_size=256, intermediate_size=1100)
     return folder
 
 
@@ -110,17 +112,38 @@ def test_offload_to_the_host_does_not_change_training(results: Callable[[str], R
     assert_equal(results(f"{run}-{stage}"), results("single"))
 
 
-# DeepSpeed builds an op first.
-def test_offload_to_files_does_not_change_training(folder: Path, results: Callable[[str], Results]) -> None:
-    try:
-        check_file_op()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    assert_equal(results("files-3"), results("single"))
-    save_tiny_policy(folder / "wide", hidden_size=256, intermediate_size=1100)
-    assert_equal(results("wide-3"), results("wide-single"), last=1)
+# DeepSpeed may build an op first.
+@pytest.mark.parametrize(("run", "whole"), [("files-3", "single"), ("wide-3", "wide-single")])
+def test_offload_to_files_does_not_change_training(results: Callable[[str], Results], run: str, whole: str) -> None:
+    assert_equal(results(run), results(whole))
+
+
+def test_files_of_each_model_are_in_a_folder(folder: Path, results: Callable[[str], Results]) -> None:
+    results("wide-3")
     files = list((folder / "wide_files").rglob("*.swp"))
     assert {path.relative_to(folder / "wide_files").parts[0] for path in files} == {"policy", "critic", "reference"}
+
+
+@pytest.mark.parametrize("run", ["files-3-resumed", "wide-3-resumed", "wide-3-reloaded"])
+def test_resume_of_states_in_files_trains_to_the_same_bits(results: Callable[[str], Results], run: str) -> None:
+    whole, resumed = results(run.rpartition("-")[0]), results(run)
+    assert resumed["steps"][STEPS] == whole["steps"][STEPS]
+    for model, weights in whole["weights"].items():
+        assert all(torch.equal(resumed["weights"][model][name], weight) for name, weight in weights.items()), model
+
+
+def test_checkpoint_with_states_in_files_needs_a_run_with_files(
+    folder: Path, results: Callable[[str], Results]
+) -> None:
+    results("wide-3")
+    shards = RunFolder(folder / "wide-3").checkpoint(SAVED) / "state" / "policy" / TAG
+    files = load_plain(next(shards.glob("*_optim_states.pt")), records=deepspeed_records())
+    sizes = [master.numel() for master in files["optimizer_state_dict"]["fp32_flat_groups"]]
+    assert 0 in sizes and max(sizes) > 0, "some groups of parameters are in files, and some are in memory"
+    with pytest.raises(CheckpointError, match=r"resume with 1 workers in the same precision.*policy=nvme"):
+        ZeroShards(shards).whole_weights()
+    with pytest.raises(AssertionError, match=r"are in files of as many workers .* resume with 1 workers"):
+        results("wide-3-one-1")
 
 
 def test_resumed_run_records_the_restored_engines(folder: Path, results: Callable[[str], Results]) -> None:

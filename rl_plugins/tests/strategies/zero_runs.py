@@ -29,6 +29,7 @@ from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.strategies.zero import ZeroStrategy
 from rl_plugins.tests.quiet_trainer import precision_flags
 from rl_plugins.tests.stages import canned
+from rl_plugins.tests.strategies.file_op import any_file_op
 from rl_plugins.tests.strategies.moving import WatchingRollout, moving
 
 STEPS, SAVED = 2, 1
@@ -53,6 +54,7 @@ class Run:
         optimizer: optimizer of policy and critic.
         lora: adapter of policy and critic.
         clip: bounds on the gradient norms of policy and critic.
+        reload: destroy the trained models before step `SAVED + 1`, and load the checkpoint in the same process.
     """
 
     strategy: Callable[[Path], Any]
@@ -65,6 +67,7 @@ class Run:
     optimizer: str | dict[str, str] = "AdamW"
     lora: LoraConfig = field(default_factory=no_adapter)
     clip: tuple[float, float] = 0.5, 0.3
+    reload: bool = False
 
 
 class Record(Callback):
@@ -92,17 +95,42 @@ class Record(Callback):
             self.weights[engine] = {name: tensor.clone() for name, tensor in source.weight_source(engine)}
 
 
+class ReloadRecord(Record):
+    """Destroys the trained models with optimizer states in files once, and loads the checkpoint."""
+
+    def __init__(self, run: Path) -> None:
+        super().__init__()
+        self._run = run
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *arguments: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ZeroStrategy)
+        if pl_module.step != SAVED:
+            return
+        for name in pl_module.optimizer_configs():
+            engine: Any = strategy.model_engine(name)
+            engine.optimizer.param_groups[0]["lr"] = 1e9
+            states = [value for state in engine.optimizer.state.values() for value in state.values()]
+            weights = [parameter.ds_tensor for parameter in engine.module.parameters()]
+            for tensor in [*engine.optimizer.fp32_partitioned_groups_flat, *states, *weights]:
+                tensor.data.zero_()
+            for file in Path(engine.optimizer.optimizer_swapper.swap_folder).iterdir():
+                file.write_bytes(bytes(file.stat().st_size))
+        strategy.load_checkpoint(RunFolder(self._run).checkpoint(SAVED) / "state")
+
+
 def train(_: int, folder: Path, name: str) -> None:
     """One rank of the run `name`."""
     from deepspeed.accelerator import get_accelerator
 
     # DeepSpeed's engine of float16 runs on every CPU, but DeepSpeed refuses CPUs without instructions for float16.
-    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True), any_file_op():
         _train(folder, name, RUNS[name])
 
 
 def _train(folder: Path, name: str, run: Run) -> None:
-    record, own = Record(), folder / name
+    own = folder / name
+    record = ReloadRecord(own) if run.reload else Record()
     own.mkdir(exist_ok=True)
     model = str(folder / run.policy)
     stage = PolicyOptimization(
@@ -157,11 +185,9 @@ def moved(stage: int) -> Callable[[Path], Any]:
     return lambda _: moving(ZeroStrategy(stage=stage, timeout_s=100, rollout=WatchingRollout()))
 
 
-def in_files(name: str) -> Callable[[Path], ZeroStrategy]:
+def in_files(name: str, **options: Any) -> Callable[[Path], ZeroStrategy]:
     places = dict.fromkeys(("policy", "critic", "reference"), "nvme")
-    return lambda folder: ZeroStrategy(
-        stage=3, timeout_s=100, rollout=canned.CannedRollout(), offload=places, offload_folder=folder / name
-    )
+    return lambda folder: zero(3, offload=places, offload_folder=folder / name, **options)(folder)
 
 
 # Steps too small for bfloat16 weights.
@@ -177,6 +203,9 @@ BITSANDBYTES = {"_target_": "bitsandbytes.optim.AdamW8bit"}
 NF4 = LoraConfig(rank=4, alpha=8.0, quantization="nf4")
 # Matrices large enough for 8-bit states.
 EIGHT_BIT: dict[str, Any] = {"policy": "large"}
+
+# DeepSpeed does not move groups of less than 1 MB: of the wide policy, some groups are in files.
+SOME_IN_FILES: dict[str, Any] = {"sub_group_size": 200_000}
 
 RUNS: dict[str, Run] = {
     "single": Run(single),
@@ -210,8 +239,12 @@ RUNS: dict[str, Run] = {
     "two-3-float16": Run(zero(3), resume="two-3", **FLOAT16),
     "float16-2-bf16": Run(zero(2), resume="float16-2", **SMALL),
     "files-3": Run(in_files("files")),
-    # DeepSpeed does not move weights of less than 1 MB.
-    "wide-single": Run(single, policy="wide", steps=1),
+    "files-3-resumed": Run(in_files("resumed_files"), resume="files-3"),
+    "wide-single": Run(single, policy="wide"),
+    "wide-3": Run(in_files("wide_files", **SOME_IN_FILES), policy="wide"),
+    "wide-3-resumed": Run(in_files("resumed_wide_files", **SOME_IN_FILES), policy="wide", resume="wide-3"),
+    "wide-3-reloaded": Run(in_files("reloaded_files", **SOME_IN_FILES), policy="wide", reload=True),
+    "wide-3-one-1": Run(zero(1), policy="wide", resume="wide-3"),
     **{
         f"{name}-single{end}": Run(single, optimizer=optimizer, resume=resume, **EIGHT_BIT)
         for name, optimizer in (("torchao", TORCHAO), ("bitsandbytes", BITSANDBYTES))
@@ -229,5 +262,4 @@ RUNS: dict[str, Run] = {
     "nf4-3": Run(zero(3), world_size=2, lora=NF4),
     "nf4-3-resumed": Run(moved(3), world_size=2, lora=NF4, resume="nf4-3"),
     "nf4-3-one-1": Run(zero(1), lora=NF4, resume="nf4-3"),
-    "wide-3": Run(in_files("wide_files"), policy="wide", steps=1),
 }

@@ -8,7 +8,7 @@ import shutil
 import weakref
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.regularization import KLConfig
-from rl_plugins.config.models import CriticConfig, OptimizerConfig
+from rl_plugins.config.models import CriticConfig, LoraConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import CheckpointError, StorageError
+from rl_plugins.models.lora import MergedWeightSource
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.stages.policy_optimization import PolicyOptimization
@@ -208,8 +209,11 @@ class Reads(SFT):
 
         strategy = self.trainer.strategy
         assert isinstance(strategy, GathersAhead)
-        engine: Any = strategy.model_engine("policy")
-        for read in (lambda: weights_of(strategy, "policy"), lambda: dict(strategy.shards("policy"))):
+        engine, source = (cast(Any, found) for found in (strategy.model_engine("policy"), strategy.weight_source()))
+        reads = [lambda: weights_of(strategy, "policy"), lambda: dict(strategy.shards("policy"))]
+        reads.append(lambda: {name: part for name, _, part in source.shards()})
+        reads += [source.adapter] if isinstance(source, MergedWeightSource) else []
+        for read in reads:
             for _ in range(2):
                 with torch.no_grad():
                     engine(input_ids=torch.arange(6)[None], use_cache=False)
@@ -220,10 +224,12 @@ class Reads(SFT):
 
 def read_after_passes(_: int, folder: Path) -> None:
     """Train, run passes without gradient, and read the weights."""
-    module = Reads(str(save_tiny_policy(folder / "policy")), tokenizer=canned.tokenizer, packing=False)
-    trainer = canned.quiet_trainer(GathersAhead(timeout_s=60), accelerator="cpu", devices=1, precision="32-true")
+    policy = str(save_tiny_policy(folder / "policy"))
     rows = {"prompt_ids": [[5, 6, 7], [8, 9]], "response_ids": [[20, 21], [22, 23, 24]]}
-    trainer.fit(module, canned.loader([rows] * 3))
+    for lora in (None, LoraConfig(rank=4)):
+        module = Reads(policy, tokenizer=canned.tokenizer, packing=False, lora=lora)
+        trainer = canned.quiet_trainer(GathersAhead(timeout_s=60), accelerator="cpu", devices=1, precision="32-true")
+        trainer.fit(module, canned.loader([rows] * 3))
 
 
 class Kept(Callback):

@@ -72,9 +72,10 @@ def mt_grpo(
     members: dict[tuple[int, int], list[tuple[int, list[int], float]]] = defaultdict(list)
     spans = turns_of(mask_BT, turns_BT)
     for sample, positions in spans.items():
+        if positions:
+            outcomes_B[sample] = sum(float(token_level_rewards_BT[sample, t]) for t in positions[-1])
         for tokens in positions[:-1]:
             reward = sum(float(token_level_rewards_BT[sample, t]) for t in tokens)
-            outcomes_B[sample] -= reward
             members[int(groups_B[sample]), int(turns_BT[sample, tokens[0]])].append((sample, tokens, reward))
     outcomes_B = group_normalised(outcomes_B, groups_B, valid_B, "group", eps)
     advantages_BT = np.zeros(mask_BT.shape)
