@@ -136,7 +136,8 @@ def test_project_of_init_passes_the_written_test_and_trains(tmp_path: Path) -> N
     assert change_folder == ["cd", "projects/solver"]
     folder = tmp_path / "projects" / "solver"
     printed = {}
-    for program, *arguments in commands:
+    for words in commands:
+        program, *arguments = words[2:] if words[:2] == ["python", "-m"] else words
         module = {"rl-plugins": "rl_plugins"}.get(program, program)
         options = ["run.steps=3", "run.eval_every=3"] if arguments == ["recipe.yaml"] else []
         done = run_command([sys.executable, "-m", module, *arguments, *options], cwd=folder, check=True)
