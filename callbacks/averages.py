@@ -245,7 +245,7 @@ class ReferenceUpdate(Callback):
             self._move(trainer, self._keep)
 
     def _move(self, trainer: Trainer, keep: float) -> None:
-        strategy_of(trainer).blend_weights(POLICY, self._model, keep, self._averages)
+        strategy_of(trainer).blended.blend(POLICY, self._model, keep, self._averages)
 
     def rank_state(self) -> dict[str, Tensor]:
         """Return this rank's shards of the average of a model in low precision, on the CPU."""
@@ -255,7 +255,7 @@ class ReferenceUpdate(Callback):
         """Restore `rank_state` if the shards have the same names and shapes; return the outcome, in words."""
         shapes = {name: shard.shape for name, shard in strategy_of(trainer).shards(self._model)}
         same = all(shapes.get(name) == tensor.shape for name, tensor in state.items())
-        # `blend_weights` moves the shards to the device of the model.
+        # `blend` moves the shards to the device of the model.
         self._averages = dict(state) if same else {}
         if not state:
             return ""

@@ -16,6 +16,7 @@ from rl_plugins.plain_file import read_record
 from rl_plugins.run_folder import RunFolder, checkpoint_step
 from rl_plugins.tracking.loggers import mlflow_loggers
 from rl_plugins.tracking.run import TrackedRun
+from rl_plugins.tracking.store import long_requests
 
 _BEST_NAME = re.compile(r"best_\d{8}")
 _UPLOADED_TAG = "uploaded."
@@ -159,7 +160,8 @@ def upload_best(run: TrackedRun, checkpoints: Sequence[Path]) -> None:
         if path.name in complete:
             continue
         try:
-            client.log_artifacts(run.run_id, str(path), path.name)
+            with long_requests():
+                client.log_artifacts(run.run_id, str(path), path.name)
         except OSError:
             if path.is_dir():
                 raise

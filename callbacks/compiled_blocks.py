@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
 from typing_extensions import override
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.strategies.blocks import named_blocks
 from rl_plugins.strategies.contract import HasNamedModels
 
 
@@ -32,7 +32,7 @@ class CompiledBlocks(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, HasNamedModels)
         for name, model in pl_module.named_models().items():
-            blocks = _blocks(model)
+            blocks = named_blocks(model)
             if not blocks:
                 raise ConfigError(
                     f"CompiledBlocks: the {name}, a {type(model).__name__}, does not name the classes of its "
@@ -40,9 +40,3 @@ class CompiledBlocks(Callback):
                 )
             for block in blocks:
                 block.compile(dynamic=True, backend=self._backend)
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    named = set(getattr(model, "_no_split_modules", None) or ())
-    # FSDP2 puts a class of its own in front of the class of a block.
-    return [module for module in model.modules() if named & {parent.__name__ for parent in type(module).__mro__}]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +26,6 @@ _ADVICE = (
     "Lower the learning rate, constrain the policy more (a larger KL coefficient, a smaller clip range), or widen the "
     "bound."
 )
-
-
-@dataclass(frozen=True)
-class Violation:
-    """A metric beyond its bound.
-
-    Attributes:
-        metric: name of the metric.
-        value: value of the metric.
-        bound: name and value of the bound in `Bounds`.
-    """
-
-    metric: str
-    value: float
-    bound: str
-
-    @override
-    def __str__(self) -> str:
-        return f"{self.metric} is {self.value:.4g} ({self.bound})"
 
 
 class DivergenceGuard(Callback):
@@ -104,7 +84,7 @@ class DivergenceGuard(Callback):
         if not strategy_of(trainer).ranks.any(bool(violations)):
             self._warned = False
             return
-        description = "; ".join(map(str, violations)) or "another rank found a metric beyond its bound"
+        description = "; ".join(violations) or "another rank found a metric beyond its bound"
         step = f"step {clock(pl_module)}"
         if self._action == "warn":
             if trainer.is_global_zero and not self._warned:
@@ -117,13 +97,14 @@ class DivergenceGuard(Callback):
         else:
             raise TrainingDiverged(f"training diverges at {step}: {description}. {self._advice()}")
 
-    def _violations(self, metrics: Mapping[str, float]) -> Iterator[Violation]:
+    def _violations(self, metrics: Mapping[str, float]) -> Iterator[str]:
+        """Yield each metric beyond its bound, with its value and the bound."""
         bounds = self._bounds
         norms = [name for name in metrics if name.startswith("train/") and name.endswith("gradient_norm")]
         if bounds.finite:
             for name in ("train/loss", *norms):
                 if not math.isfinite(metrics.get(name, 0.0)):
-                    yield Violation(name, metrics[name], "finite=True")
+                    yield f"{name} is {metrics[name]:.4g} (finite=True)"
         limits: list[tuple[str, str, float | None, Callable[[float, float], bool]]] = [
             ("train/kl", "kl", bounds.kl, float.__gt__),
             ("train/ppo_kl", "ppo_kl", bounds.ppo_kl, float.__gt__),
@@ -134,11 +115,11 @@ class DivergenceGuard(Callback):
         ]
         for name, bound, limit, is_beyond in limits:
             if limit is not None and name in metrics and is_beyond(metrics[name], float(limit)):
-                yield Violation(name, metrics[name], f"{bound}={limit:g}")
+                yield f"{name} is {metrics[name]:.4g} ({bound}={limit:g})"
         if bounds.reward_drop is not None and "train/reward" in metrics:
             drop = self._reward_average.drop_after(metrics["train/reward"])
             if drop > bounds.reward_drop:
-                yield Violation("the fall of train/reward", drop, f"reward_drop={bounds.reward_drop:g}")
+                yield f"the fall of train/reward is {drop:.4g} (reward_drop={bounds.reward_drop:g})"
 
     def _roll_back(self, trainer: Trainer, stage: LightningModule, description: str) -> None:
         assert self._folder is not None and isinstance(stage, Stage)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.signals import stop_on_signals
+from rl_plugins.signals import remove_request, stop_on_signals
 from rl_plugins.stages.clock import clock
 from rl_plugins.strategies.contract import strategy_of
 from rl_plugins.whole_file import write_whole_text
@@ -52,6 +52,7 @@ class GracefulStop(Callback):
         self._limit_s, self._started = time_limit_s, started or psutil.Process().create_time()
         self._noticed = False
         self._handler = ExitStack()
+        self._limit_val_batches: float | int | None = None
         self.stopped = False
 
     @override
@@ -98,19 +99,28 @@ class GracefulStop(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._handler.close()
-        trainer.limit_val_batches = self._limit_val_batches
+        self._restore(trainer)
         # If the file were removed earlier and the workers then died, new workers would not see the request.
         if trainer.is_global_zero:
-            self._folder.stop.unlink(missing_ok=True)
+            remove_request(self._folder.stop)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._restore(trainer)
+
+    def _restore(self, trainer: Trainer) -> None:
         self._handler.close()
+        # An exception can come before the start of the fit.
+        if self._limit_val_batches is not None:
+            trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
 
     def _reason(self, timed: bool) -> str | None:
         if self._folder.stop.exists():
-            return self._folder.stop.read_text(encoding="utf-8").strip() or f"asked by {self._folder.stop}"
+            # The file of another user may be unreadable, and its existence is enough.
+            with suppress(OSError):
+                if reason := self._folder.stop.read_text(encoding="utf-8", errors="replace").strip():
+                    return reason
+            return f"asked by {self._folder.stop}"
         if timed and self._limit_s is not None and time.time() - self._started >= self._limit_s:
             return f"the time limit of {self._limit_s:.0f} s"
         return None

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
 from shutil import get_terminal_size
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
@@ -58,7 +58,7 @@ class StepProgress(Callback):
             return
         self._record_step(trainer, pl_module)
         step = clock(pl_module)
-        view: View = (
+        view = (
             Bar(self._total, self._label, step, in_ray=self._in_ray)
             if self._every_s
             else Lines(self._total, self._label)
@@ -97,7 +97,7 @@ class StepProgress(Callback):
             shown = [f"{short} {metrics[name]:.3g}" for name, short in _SHOWN_METRICS.items() if name in metrics]
             self._metrics = ", ".join(shown)
 
-    def _show(self, trainer: Trainer, view: View) -> None:
+    def _show(self, trainer: Trainer, view: Bar | Lines) -> None:
         while not self._ended.wait(self._every_s or 1.0):
             view.show(self._progress(trainer))
         view.close(self._progress(trainer))
@@ -133,21 +133,6 @@ class Progress:
     metrics: str
     step_s: float | None
     phase: str | None
-
-    def texts(self) -> list[str]:
-        """Return the known texts among metrics and pace."""
-        pace = "" if self.step_s is None else f"{self.step_s:.3g} s/step"
-        return [text for text in (self.metrics, pace) if text]
-
-
-class View(Protocol):
-    """Display of the progress."""
-
-    def show(self, progress: Progress) -> None:
-        """Show the progress, or wait for a later call."""
-
-    def close(self, progress: Progress) -> None:
-        """Show the last progress."""
 
 
 class Bar:
@@ -229,7 +214,8 @@ class Lines:
     def _write(self, progress: Progress, *forecast: str) -> None:
         self._step, self._metrics, self._written_at = progress.step, progress.metrics, time.monotonic()
         steps = f"{self._label}: step {progress.step} of {self._total}"
-        print(", ".join([steps, *progress.texts(), *forecast]), flush=True)
+        pace = "" if progress.step_s is None else f"{progress.step_s:.3g} s/step"
+        print(", ".join(filter(None, [steps, progress.metrics, pace, *forecast])), flush=True)
 
 
 class DataReport(Callback):

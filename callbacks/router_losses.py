@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -137,8 +136,7 @@ def refuse_images(reads_images: bool) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Sums:
+class _Sums(NamedTuple):
     """Sums over the real tokens of forward passes: probabilities and choices of experts, z-loss, entropy, and 1."""
 
     probabilities_LE: Tensor
@@ -147,26 +145,22 @@ class _Sums:
     entropy_L: Tensor
     tokens: Tensor
 
-    @property
-    def _parts(self) -> tuple[Tensor, ...]:
-        return self.probabilities_LE, self.choices_LE, self.z_L, self.entropy_L, self.tokens
-
     def detached(self) -> _Sums:
         """Return the sums without graph, float64 on the CPU."""
-        return _Sums(*(part.detach().double().cpu() for part in self._parts))
+        return _Sums(*(part.detach().double().cpu() for part in self))
 
     def plus(self, other: _Sums) -> _Sums:
         """Return the sums of both."""
-        return _Sums(*(one + another for one, another in zip(self._parts, other._parts, strict=True)))
+        return _Sums(*(one + another for one, another in zip(self, other, strict=True)))
 
     def flat(self) -> Tensor:
         """Return all sums in one tensor."""
-        return torch.cat([part.flatten() for part in self._parts])
+        return torch.cat([part.flatten() for part in self])
 
     def from_flat(self, flat: Tensor) -> _Sums:
         """Return the sums of a tensor of `flat`, in the shapes of these sums."""
-        parts = flat.split([part.numel() for part in self._parts])
-        return _Sums(*(part.view_as(own) for part, own in zip(parts, self._parts, strict=True)))
+        parts = flat.split([part.numel() for part in self])
+        return _Sums(*(part.view_as(own) for part, own in zip(parts, self, strict=True)))
 
 
 class _RouterPasses:
@@ -195,13 +189,8 @@ class _RouterPasses:
         self._collects = False
         if not of_layer:
             raise ConfigError("router_losses: no router has a gradient: train more layers, or leave router_losses out")
-        return _Sums(
-            torch.stack([sums.probabilities_LE for sums in of_layer]),
-            torch.stack([sums.choices_LE for sums in of_layer]),
-            torch.stack([sums.z_L for sums in of_layer]),
-            torch.stack([sums.entropy_L for sums in of_layer]),
-            of_layer[0].tokens,
-        )
+        *of_layers, tokens = zip(*of_layer, strict=True)
+        return _Sums._make([*map(torch.stack, of_layers), tokens[0]])
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._of_layer.clear()
@@ -222,8 +211,9 @@ class _RouterPasses:
         # A router may choose by other scores than its logits, such as with a bias for an even load.
         shape = (len(logits_ME), router.chosen)
         own = (part.flatten(0, -2) for part in output if isinstance(part, Tensor) and part.dtype == torch.int64)
-        by_logits_MK = logits_ME.detach().topk(router.chosen, dim=-1).indices
-        chosen_MK = next((part_MK for part_MK in own if part_MK.shape == shape), by_logits_MK)
+        chosen_MK = next((part_MK for part_MK in own if part_MK.shape == shape), None)
+        if chosen_MK is None:
+            chosen_MK = logits_ME.detach().topk(router.chosen, dim=-1).indices
         choices_ME = torch.zeros_like(logits_ME).scatter(-1, chosen_MK, 1.0)
         sums = _Sums(
             probabilities_ME.sum(dim=0),

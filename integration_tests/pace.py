@@ -31,7 +31,7 @@ class Pace:
 
     def allow(self, steps: int) -> None:
         """Allow each scoring process this number of steps, counted from the start of the process."""
-        # Half a step more: `check_reward` scores a sample, too, possibly in the same process.
+        # Half a step more: the trial scores a sample, too, possibly in the same process.
         self._allowed = steps * self._samples + self._samples // 2
         # A process never reads an incomplete file.
         written = self.file.with_suffix(".new")

@@ -13,7 +13,6 @@ from rl_plugins.config.recipe import parse_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.command_line import compose_config, exit_on_user_error, override, run_recipe
 from rl_plugins.launch.quickstart import NUM_DEV, NUM_TEST, NUM_TRAIN, print_outcome, save_base, write_sums
-from rl_plugins.signals import stop_before_next
 
 
 def main() -> None:
@@ -50,7 +49,6 @@ def main() -> None:
     print("[4/4] GRPO: two ZeRO-3 workers and a vLLM engine, which start in about a minute", flush=True)
     # `parse_config` makes the paths of existing folders absolute, and SFT has just created this folder.
     grpo_config.model.path = str((folder / "sft" / "policy").absolute())
-    stop_before_next("grpo")
     grpo = run_recipe(grpo_config, "quickstart_grpo")
     learned = print_outcome(sft, grpo, f"{NUM_DEV} dev", f"{NUM_TEST} test", time.perf_counter() - start)
     sys.exit(0 if learned else 1)

@@ -24,6 +24,15 @@ class ConfigError(UserError, ValueError):
     """A wrong option, argument, file, row or environment, or a call that the present state forbids."""
 
 
+@contextmanager
+def config_errors(beginning: str) -> Iterator[None]:
+    """Begin the message of each `ConfigError` raised inside this context with a text."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{beginning}{error}") from None
+
+
 class CheckpointError(UserError, RuntimeError):
     """A damaged checkpoint, or a checkpoint of another model or strategy."""
 

@@ -191,6 +191,10 @@ def load_plain(
             return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: use another file or checkpoint") from None
+    except IsADirectoryError:
+        raise CheckpointError(
+            f"{path} is a folder: name a file, in the folder of a checkpoint its entry `state`"
+        ) from None
     except _UNREADABLE as error:
         reason = _reason(str(error))
         if ": torchao.optim." in reason and "torchao.optim" not in sys.modules and find_spec("torchao"):

@@ -23,6 +23,16 @@ _UNFINISHED = re.compile(r"\.(checkpoint|best)_\d{8}\.(partial|removed)$")
 _BEST = re.compile(r"best_(\d{8})$")
 
 
+class _Part:
+    """Path of a file or a folder in the folder of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, owner: object) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True, init=False)
 class RunFolder:
     """Paths of one run.
@@ -33,53 +43,53 @@ class RunFolder:
 
     path: Path
 
+    metrics = _Part("metrics.jsonl")
+    """File with one JSON object per line: `step`, `time`, and the metrics of the step."""
+    config = _Part("config.yaml")
+    """File with the resolved configuration."""
+    pipeline = _Part("pipeline.yaml")
+    """File with the resolved configuration of a pipeline. The stages of a pipeline have subfolders."""
+    environment = _Part("environment.txt")
+    """File with the versions of all installed packages at the start."""
+    versions = _Part("versions.json")
+    """File with the commit of each name on the Hugging Face hub, and the fixed URI of each model in MLflow."""
+    git_state = _Part("git.json")
+    """File with the git commit at the start, and the names of changed files."""
+    git_diff = _Part("git.diff")
+    """File with the changes to the git commit at the start."""
+    resumes = _Part("resumes.txt")
+    """File with a line for each resume: the restored states and the reset states."""
+    failures = _Part("failures.txt")
+    """File with the errors of restarted training workers: lines with `[` and the time, each above a traceback."""
+    samples = _Part("samples")
+    """Folder with a table of samples for each validation."""
+    rollouts = _Part("rollouts")
+    """Folder with the samples of the newest steps (`debug.dump_rollouts`)."""
+    export = _Part("policy")
+    """Hugging Face folder of the policy."""
+    tracking_run = _Part("mlflow_run_id")
+    """File with the id of the MLflow run."""
+    curves = _Part("curves.png")
+    """Picture of the main metrics."""
+    stop = _Part("stop")
+    """Request to save and stop after the current step, made by creating this file."""
+    stopped = _Part("stopped.txt")
+    """File with the step and the reason of a stop before the last step."""
+    finished = _Part("finished.json")
+    """File with the last step and the goal of the run, written when training and export have ended."""
+    changes = _Part("changes.yaml")
+    """File with the options set differently from the recipe."""
+    lock = _Part(".lock")
+    """File with the lock of the run's process."""
+    linked = _Part(".linked")
+    """Folder with second names of the files that are being copied to storage."""
+    error = _Part("error.txt")
+    """File with the error of a failed run."""
+    report = _Part("report.html")
+    """Page with the report of the run."""
+
     def __init__(self, path: str | Path) -> None:
         object.__setattr__(self, "path", Path(path))
-
-    @property
-    def metrics(self) -> Path:
-        """File with one JSON object per line: `step`, `time`, and the metrics of the step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def config(self) -> Path:
-        """File with the resolved configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def pipeline(self) -> Path:
-        """File with the resolved configuration of a pipeline. The stages of a pipeline have subfolders."""
-        return self.path / "pipeline.yaml"
-
-    @property
-    def environment(self) -> Path:
-        """File with the versions of all installed packages at the start."""
-        return self.path / "environment.txt"
-
-    @property
-    def versions(self) -> Path:
-        """File with the commit of each name on the Hugging Face hub, and the fixed URI of each model in MLflow."""
-        return self.path / "versions.json"
-
-    @property
-    def git_state(self) -> Path:
-        """File with the git commit at the start, and the names of changed files."""
-        return self.path / "git.json"
-
-    @property
-    def git_diff(self) -> Path:
-        """File with the changes to the git commit at the start."""
-        return self.path / "git.diff"
-
-    @property
-    def resumes(self) -> Path:
-        """File with a line for each resume: the restored states and the reset states."""
-        return self.path / "resumes.txt"
-
-    @property
-    def failures(self) -> Path:
-        """File with the errors of restarted training workers: lines with `[` and the time, each above a traceback."""
-        return self.path / "failures.txt"
 
     def add_failure(self, line: str, details: str) -> None:
         """Append a failure of training workers, without secrets, before the workers start again.
@@ -94,82 +104,17 @@ class RunFolder:
         lines = self.failures.read_bytes().splitlines() if self.failures.is_file() else []
         return sum(line.startswith(b"[20") for line in lines)
 
-    @property
-    def samples(self) -> Path:
-        """Folder with a table of samples for each validation."""
-        return self.path / "samples"
-
     def sample_files(self) -> list[Path]:
         """Return the tables of samples, oldest first."""
         return sorted(self.samples.glob(f"step_{'[0-9]' * 8}.json"))
-
-    @property
-    def rollouts(self) -> Path:
-        """Folder with the samples of the newest steps (`debug.dump_rollouts`)."""
-        return self.path / "rollouts"
-
-    @property
-    def export(self) -> Path:
-        """Hugging Face folder of the policy."""
-        return self.path / "policy"
 
     def exported(self) -> Path | None:
         """Return the folder of the exported model; None before the export."""
         return next((path for path in (self.export, self.path / "reward_model") if path.is_dir()), None)
 
-    @property
-    def tracking_run(self) -> Path:
-        """File with the id of the MLflow run."""
-        return self.path / "mlflow_run_id"
-
-    @property
-    def curves(self) -> Path:
-        """Picture of the main metrics."""
-        return self.path / "curves.png"
-
-    @property
-    def stop(self) -> Path:
-        """Request to save and stop after the current step, made by creating this file."""
-        return self.path / "stop"
-
-    @property
-    def stopped(self) -> Path:
-        """File with the step and the reason of a stop before the last step."""
-        return self.path / "stopped.txt"
-
-    @property
-    def finished(self) -> Path:
-        """File with the last step and the goal of the run, written when training and export have ended."""
-        return self.path / "finished.json"
-
-    @property
-    def changes(self) -> Path:
-        """File with the options set differently from the recipe."""
-        return self.path / "changes.yaml"
-
-    @property
-    def lock(self) -> Path:
-        """File with the lock of the run's process."""
-        return self.path / ".lock"
-
-    @property
-    def linked(self) -> Path:
-        """Folder with second names of the files that are being copied to storage."""
-        return self.path / ".linked"
-
-    @property
-    def error(self) -> Path:
-        """File with the error of a failed run."""
-        return self.path / "error.txt"
-
     def failed(self) -> bool:
         """Return True if an error ended the run before the run was finished or stopped."""
         return self.error.is_file() and not (self.finished.is_file() or self.stopped.is_file())
-
-    @property
-    def report(self) -> Path:
-        """Page with the report of the run."""
-        return self.path / "report.html"
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint after `step` steps."""

@@ -5,6 +5,7 @@ During training, the first SIGTERM or SIGHUP asks the workers to save the runnin
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -170,8 +171,13 @@ def stop_before_next(name: str) -> None:
         raise RunStopped(f"{name}: stopped before the start: {EndingSignals.current.requests[0]}")
 
 
-def remove_request(stop: Path, *, before: float) -> None:
-    """Remove the file `stop` of an earlier run. A file since `before`, in seconds since the epoch, ends the run."""
-    with suppress(FileNotFoundError):
+def remove_request(stop: Path, *, before: float = math.inf) -> None:
+    """Remove the file `stop` of an earlier run, or an empty folder of this name.
+
+    A request since `before`, in seconds since the epoch, ends the run. A request that cannot be removed ends each run
+    before its first step, with the path as the reason.
+    """
+    with suppress(OSError):
         if stop.stat().st_mtime < before:
-            stop.unlink()
+            remove = Path.rmdir if stop.is_dir() else Path.unlink
+            remove(stop)

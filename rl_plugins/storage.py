@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
@@ -174,13 +174,13 @@ class Storage:
             list(pool.map(fetch_one, names))
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
-        with self._answering(f"does not remove {name}"):
+        """Remove a file, if there is one."""
+        with self._answering(f"does not remove {name}"), suppress(FileNotFoundError):
             self._files.delete_file(self._full(name))
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder with all its files."""
-        with self._answering(f"does not remove {name}"):
+        """Remove a folder with all its files, if there is one."""
+        with self._answering(f"does not remove {name}"), suppress(FileNotFoundError):
             self._files.delete_dir(self._full(name))
 
     def _full(self, name: str) -> str:

@@ -8,10 +8,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 from rl_plugins.errors import ConfigError, StorageError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors of a full disk."""
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -22,7 +24,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     Raises:
         StorageError: the file cannot be written. An earlier file at `path` is unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Processes in containers have equal numbers.
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -101,5 +104,5 @@ def storing(path: Path) -> Iterator[None]:
 
 def cannot_write(path: Path, error: OSError) -> str:
     """Return one line about a failed write: the path, the reason and the way out."""
-    way_out = "make room on its disk" if error.errno in _FULL else "make its folder writable"
+    way_out = "make room on its disk" if error.errno in FULL else "make its folder writable"
     return f"{path} cannot be written ({error.strerror or error}): {way_out}, then repeat the command"

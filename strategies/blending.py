@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -18,25 +18,18 @@ class BlendedModels:
         names: models with other weights than in their files. Checkpoints hold these models.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shards: Callable[[str], Iterable[tuple[str, Tensor]]]) -> None:
+        self._shards = shards
         self.names: set[str] = set()
 
-    def blend(
-        self,
-        target: str,
-        own: Iterable[tuple[str, Tensor]],
-        other: Iterable[tuple[str, Tensor]],
-        keep: float,
-        averages: dict[str, Tensor],
-    ) -> None:
-        """Set each shard of a model to `keep * own + (1 - keep) * other`, in place.
+    def blend(self, source: str, target: str, keep: float, averages: dict[str, Tensor]) -> None:
+        """Set each shard of model `target` to `keep * target + (1 - keep) * source`, in place. Collective.
 
         Later checkpoints hold the model, also if `keep` is 1 and the weights have not changed.
 
         Args:
-            target: name of the model.
-            own: name and shard of each parameter of the model.
-            other: name and shard of each parameter of the followed model.
+            source: name of the followed model.
+            target: name of the following model.
             keep: share of the own weights in the result, from 0 to 1.
             averages: shards in float32 by name, for a model in low precision, whose rounding would remove small steps.
                 Missing shards start from the model.
@@ -44,7 +37,8 @@ class BlendedModels:
         self.names.add(target)
         if keep == 1:
             return
-        for (name, own_shard), (_, other_shard) in zip(own, other, strict=True):
+        shards = zip(self._shards(target), self._shards(source), strict=True)
+        for (name, own_shard), (_, other_shard) in shards:
             if keep == 0 or own_shard.dtype == torch.float32:
                 own_shard.lerp_(other_shard.to(own_shard), 1 - keep)
             else:

@@ -14,7 +14,8 @@ def named_blocks(model: nn.Module) -> list[nn.Module]:
     The names of the classes of blocks are in `_no_split_modules`.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names][::-1]
+    # FSDP2 puts a class of its own in front of the class of a block.
+    return [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}][::-1]
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

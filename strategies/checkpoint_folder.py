@@ -83,6 +83,8 @@ def read_lightning(folder: Path, models: Mapping[str, nn.Module], blended: Blend
     Raises:
         CheckpointError: the folder is no checkpoint, lacks a blended model, or was saved with other 4-bit weights.
     """
+    if (state := folder / "state").exists():
+        raise CheckpointError(f"{folder} is the folder of a checkpoint, with more than the states: name {state}")
     if not (folder / _LIGHTNING_FILE).is_file():
         raise CheckpointError(f"{folder} is not a checkpoint of this package: it has no file {_LIGHTNING_FILE}")
     blended.check_in(folder)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.ranks import Ranks
+from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.loss_scale import LossScale
 from rl_plugins.strategies.phase_log import PhaseLog
 from rl_plugins.weights.source import WeightSource
@@ -56,6 +57,7 @@ class Strategy(Protocol):
         ranks: this process among the training ranks, since `setup_environment`.
         phase_log: log of time and memory.
         rollout_phases: the rollout engine and its phases.
+        blended: models that follow another model.
         restored: for each model, which states the last loaded checkpoint has restored, in words.
         known_intact: checkpoint with intact files, whose files the next load does not compare again; None to compare
             every checkpoint.
@@ -66,6 +68,7 @@ class Strategy(Protocol):
     ranks: Ranks
     phase_log: PhaseLog
     rollout_phases: RolloutPhases
+    blended: BlendedModels
     restored: Mapping[str, str]
     known_intact: Path | None
 
@@ -109,17 +112,6 @@ class Strategy(Protocol):
         """Yield the name of each parameter of model `name`, and this rank's shard. Collective.
 
         After a write to shards of the policy, call `rollout_phases.weights_changed()`.
-        """
-
-    def blend_weights(self, source: str, target: str, keep: float, averages: dict[str, Tensor]) -> None:
-        """Set the weights of model `target` to `keep * target + (1 - keep) * source`, shard by shard. Collective.
-
-        Args:
-            source: name of the followed model.
-            target: name of the following model.
-            keep: share of the own weights in the result, from 0 to 1.
-            averages: this rank's shards of the result in float32, between two calls; filled if `target` is in low
-                precision.
         """
 
     def barrier(self, name: str | None = None) -> None:

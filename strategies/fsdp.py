@@ -143,7 +143,7 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         self._sequence_parallel, self._expert_parallel = sequence_parallel, expert_parallel
         self._sequences: list[SequenceShards] = []
         self._models: dict[str, nn.Module] = {}
-        self._blended = BlendedModels()
+        self.blended = BlendedModels(self.shards)
 
     # Set-up -----------------------------------------------------------------------------------------------------
 
@@ -282,10 +282,6 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         for key, parameter in self._models[name].named_parameters():
             yield key, shard_of(parameter)
 
-    def blend_weights(self, source: str, target: str, keep: float, averages: dict[str, Tensor]) -> None:
-        """Set the weights of a frozen model to `keep * target + (1 - keep) * source`."""
-        self._blended.blend(target, self.shards(target), self.shards(source), keep, averages)
-
     def _optimizer_tensors(self) -> Iterable[Tensor]:
         for name in self._optimizers_of.keys() & self._on_host_while_sampling():
             yield from optimizer_states(self._optimizers_of[name])
@@ -313,7 +309,7 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         folder = Path(self.broadcast(os.fspath(filepath)))
         writer = writer_of(storage_options, folder)
         for name, model in self._models.items():
-            if name in self._optimizers_of or name in self._blended.names:
+            if name in self._optimizers_of or name in self.blended.names:
                 save_model(writer, folder / name, model, self._optimizers_of.get(name))
         if self.is_global_zero:
             self.add_loss_scales(checkpoint)
@@ -332,7 +328,7 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         folder = Path(self.broadcast(os.fspath(checkpoint_path)))
         check_state(folder, self.known_intact)
         self.known_intact = None
-        states = read_lightning(folder, self._models, self._blended)
+        states = read_lightning(folder, self._models, self.blended)
         self.restore_loss_scales(states)
         self.rollout_phases.memory.wait_for_optimizer()
         self.restored = {name: self._load_model(name, folder / name) for name in self._models}
@@ -348,7 +344,7 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
             return "from its own file"
         else:
             if optimizer is None:
-                self._blended.names.add(name)
+                self.blended.names.add(name)
             load_model(folder, model, optimizer)
         return restored_states(model, optimizer, self.lr_scheduler_configs)
 

@@ -39,7 +39,10 @@ class RayZeroStrategy(ZeroStrategy, RayDeepSpeedStrategy):
 
 
 class RayFSDPStrategy(FSDPStrategy):
-    """FSDP2 with named models and a rollout engine, under Ray Train's `TorchTrainer`. Args: see `FSDPStrategy`."""
+    """FSDP2 with named models and a rollout engine, under Ray Train's `TorchTrainer`. Args: see `FSDPStrategy`.
+
+    Leave out the call of Ray's `prepare_trainer`, which refuses this class.
+    """
 
     _one_rollout_engine = True
 

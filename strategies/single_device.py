@@ -75,7 +75,7 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
         self.ranks = Ranks()
         self.phase_log = PhaseLog(device=device)
         self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory(), self._copy_of_policy)
-        self._blended = BlendedModels()
+        self.blended = BlendedModels(self.shards)
 
     @override
     def setup_environment(self) -> None:
@@ -145,10 +145,6 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
         """Yield each parameter whole."""
         for key, parameter in self.model_engine(name).named_parameters():
             yield key, parameter.data
-
-    def blend_weights(self, source: str, target: str, keep: float, averages: dict[str, Tensor]) -> None:
-        """Set the weights of a frozen model to `keep * target + (1 - keep) * source`."""
-        self._blended.blend(target, self.shards(target), self.shards(source), keep, averages)
 
     def weight_source(self, name: str = POLICY) -> WeightSource:
         """Return the weights of a model."""

@@ -110,7 +110,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         self._trained: dict[str, Any] = {}
         self._scales: dict[str, EngineScale] = {}
         self._saved_states: dict[str, str] = {}
-        self._blended = BlendedModels()
+        self.blended = BlendedModels(self.shards)
 
     # Set-up -----------------------------------------------------------------------------------------------------
 
@@ -352,10 +352,6 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         for key, _, shard in ZeroWeightSource(module, self.global_rank, self.world_size).shards():
             yield key, shard
 
-    def blend_weights(self, source: str, target: str, keep: float, averages: dict[str, Tensor]) -> None:
-        """Set the weights of a frozen model to `keep * target + (1 - keep) * source`. Collective."""
-        self._blended.blend(target, self.shards(target), self.shards(source), keep, averages)
-
     def _module_of(self, name: str) -> nn.Module:
         module: nn.Module = getattr(self._model_engines[name], "module", self._model_engines[name])
         return module
@@ -401,7 +397,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         for name, engine in self._trained.items():
             # For a model with an adapter, the frozen weights remain only in the folder of the model.
             save_shards(writer, engine, folder / name, rank=self.global_rank, without_frozen=has_adapter(engine.module))
-        for name in sorted(self._blended.names - self._trained.keys()):
+        for name in sorted(self.blended.names - self._trained.keys()):
             weights = {k: t.to("cpu", copy=True) for k, t in self.weight_source(name) if self.is_global_zero}
             if self.is_global_zero:
                 writer.make_folder(folder / name)
@@ -417,7 +413,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         folder = Path(checkpoint_path)
         check_state(folder, self.known_intact)
         self.known_intact = None
-        states = read_lightning(folder, self._model_engines, self._blended)
+        states = read_lightning(folder, self._model_engines, self.blended)
         self.rollout_phases.memory.wait_for_optimizer()
         check_shards(folder, list(self._trained))
         self.restored = {
@@ -453,7 +449,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
             return "from its own file"
         module = self._module_of(name)
         weights = weights_in(folder / name, module)
-        self._blended.names.add(name)
+        self.blended.names.add(name)
         copy_weights(module, weights, self.global_rank)
         return "weights"
 

@@ -26,7 +26,7 @@ from rl_plugins.algorithms.filtering import resampling_weights
 from rl_plugins.algorithms.inputs import one_rank
 from rl_plugins.algorithms.masked import whiten
 from rl_plugins.algorithms.policy_losses.distillation import forward_kl_top_k
-from rl_plugins.algorithms.regularization import KL_ESTIMATORS, AdaptiveKL, KLConfig, kl_in_reward
+from rl_plugins.algorithms.regularization import KL_ESTIMATORS, Coefficient, KLConfig, kl_in_reward
 from rl_plugins.algorithms.reward_shaping import OverlongPenalty, overlong_penalty
 from rl_plugins.algorithms.value_loss import value_loss
 from rl_plugins.models.token_distributions import ColumnSpec, distribution_columns
@@ -165,7 +165,7 @@ def _distribution(verl: Verl, column: int, name: str) -> Case:
 
 
 def _our_controller(inputs: Inputs) -> Numbers:
-    controller = AdaptiveKL(KLConfig(0.2, target=0.1, horizon=1000))
+    controller = Coefficient(KLConfig(0.2, target=0.1, horizon=1000))
     values: list[float] = []
     for measured in inputs["entropy_BT"].mean(dim=-1).tolist():
         controller.update(measured, 64)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rl_plugins.algorithms.advantages import ADVANTAGES, WITH_GROUPS, AdvantageEstimator
 from rl_plugins.algorithms.advantages.group_relative import gdpo
+from rl_plugins.algorithms.advantages.returns import reverse_kl
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, aggregate
 from rl_plugins.algorithms.constraint import CostConstraint
 from rl_plugins.algorithms.filtering import GroupFilter, Resampling
@@ -32,8 +33,9 @@ from rl_plugins.algorithms.inputs import (
     one_rank,
     required_inputs,
 )
-from rl_plugins.algorithms.masked import sequence_means
+from rl_plugins.algorithms.masked import rewards_of_tokens, sequence_means
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS, WITH_RATIO, PolicyLoss
+from rl_plugins.algorithms.policy_losses.distillation import forward_kl_top_k
 from rl_plugins.algorithms.policy_losses.modifiers import (
     off_policy_sequence_mask,
     positive_nll,
@@ -135,10 +137,9 @@ class Algorithm(Settings):
             ("aggregation", self.aggregation, AGGREGATIONS),
             ("kl.estimator", self.kl.estimator_name, tuple(KL_ESTIMATORS)),
             ("kl.placement", self.kl.placement, ("loss", "reward")),
-            ("correction", self.correction, tuple(ROLLOUT_CORRECTIONS)),
+            ("correction", self.correction if isinstance(self.correction, str) else "none", tuple(ROLLOUT_CORRECTIONS)),
         ):
-            needs_name = option in ("aggregation", "kl.estimator", "kl.placement")
-            if value not in known if isinstance(value, str) else needs_name:
+            if value not in known:
                 raise ConfigError(f"{option}={value!r} is unknown: use one of {', '.join(known)}")
         if self.aggregation == "seq-mean-token-sum-norm" and self.scale_factor is None:
             raise ConfigError("aggregation=seq-mean-token-sum-norm needs scale_factor")
@@ -162,6 +163,11 @@ class Algorithm(Settings):
             raise ConfigError(
                 "advantage=gdpo compares reward_components alone, and shaping and kl.placement=reward change the "
                 "score: use kl.placement=loss, and shape the components in the reward function"
+            )
+        if (weight := self._unused_weight) and (self.shaping != RewardShaping() or self.kl_is_in_reward):
+            raise ConfigError(
+                f"{weight}=0 leaves the reward out of the loss, and shaping and kl.placement=reward change the reward "
+                f"alone: use kl.placement=loss, leave shaping out, or set {weight} above 0"
             )
 
     @cached_property
@@ -215,6 +221,15 @@ class Algorithm(Settings):
         return self.advantage_function is not gdpo or not self.reward_components
 
     @property
+    def _unused_weight(self) -> str:
+        """Name of the option that leaves the reward out of a distillation, or an empty text."""
+        if self.advantage_function is reverse_kl and not self.advantage_options.get("reward_weight"):
+            return "advantage_options.reward_weight"
+        if self.policy_loss_function is forward_kl_top_k and not self.policy_loss_options.get("policy_weight"):
+            return "policy_loss_options.policy_weight"
+        return ""
+
+    @property
     def kl_is_in_reward(self) -> bool:
         """True if the KL penalty is a part of the reward."""
         return self.kl.coefficient != 0 and self.kl.placement == "reward"
@@ -224,33 +239,15 @@ class Algorithm(Settings):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute token-level rewards, advantages and returns, each [B, T]. Collective.
 
-        The reward of a token is its part of the score (`token_level_scores_BT`). The reward of a masked token goes to
-        the learned token before, because later tokens did not earn the reward; without a learned token before, the
-        reward stays where no token learns from it. The last learned token, or the first position without such a token,
-        gets the rest of the score.
-
         Args:
             inputs: tensors by name: `scores_B`, `response_mask_BT`, `groups_B`, `valid_B`, `response_lengths_B`, and
                 the inputs in `needs`; `token_level_scores_BT` may be left out if no token but the last has a reward.
             kl_coefficient: weight of the KL penalty in the reward.
             sum_over_ranks: element-wise sum of a tensor over ranks.
         """
-        # In float32, the rewards of tokens would not add up to the score, and a group with equal scores would get
-        # advantages of the rounding errors.
-        mask_BT, dtype, scores_B = inputs["response_mask_BT"], inputs["scores_B"].dtype, inputs["scores_B"].double()
-        positions_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
-        last_B1 = (mask_BT.bool() * positions_T).amax(dim=-1, keepdim=True) if mask_BT.shape[1] else None
-        rewards_BT = torch.zeros_like(mask_BT, dtype=scores_B.dtype)
-        if last_B1 is not None:
-            if (of_tokens_BT := inputs.get("token_level_scores_BT")) is not None:
-                before_BT = torch.where(mask_BT.bool(), positions_T, -1).cummax(dim=-1).values
-                target_BT = torch.where(before_BT < 0, positions_T, before_BT)
-                counted_BT = inputs["valid_B"][:, None] & (target_BT < last_B1)
-                rewards_BT = rewards_BT.scatter_add(
-                    1, target_BT, torch.where(counted_BT, of_tokens_BT.to(scores_B.dtype), 0)
-                )
-            final_B = torch.where(inputs["valid_B"], scores_B, 0) - rewards_BT.sum(dim=-1)
-            rewards_BT = torch.where(positions_T == last_B1, final_B[:, None], rewards_BT)
+        mask_BT, dtype = inputs["response_mask_BT"], inputs["scores_B"].dtype
+        scores_B = torch.where(inputs["valid_B"], inputs["scores_B"], 0)
+        rewards_BT = rewards_of_tokens(scores_B, inputs.get("token_level_scores_BT"), mask_BT, inputs["valid_B"])
         if self.kl_is_in_reward:
             rewards_BT = kl_in_reward(
                 rewards_BT,

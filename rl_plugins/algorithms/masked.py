@@ -167,3 +167,34 @@ def group_ranks(values_B: Tensor, groups_B: Tensor, valid_B: Tensor) -> Tensor:
     starts_G = sizes_G.cumsum(dim=0) - sizes_G
     positions_B = torch.arange(len(values_B), device=values_B.device)
     return torch.empty_like(order_B).scatter_(0, order_B, positions_B - starts_G[group_of_B[order_B]])
+
+
+def rewards_of_tokens(
+    scores_B: Tensor, token_level_scores_BT: Tensor | None, mask_BT: Tensor, valid_B: Tensor
+) -> Tensor:
+    """Divide the scores among the tokens, [B, T], float64.
+
+    The reward of a token is its part of the score. The reward of a masked token goes to the learned token before,
+    because later tokens did not earn the reward; without a learned token before, the reward stays where no token learns
+    from it. The last learned token, or the first position without such a token, gets the rest of the score.
+
+    Args:
+        scores_B: score of each sample, 0 for samples that are not valid.
+        token_level_scores_BT: parts of the score by token; None if no token but the last has a reward.
+        mask_BT: 1 for learned tokens.
+        valid_B: False for samples without a score.
+    """
+    # In float32, the rewards of tokens would not add up to the score, and a group with equal scores would get
+    # advantages of the rounding errors.
+    rewards_BT = torch.zeros_like(mask_BT, dtype=torch.float64)
+    if mask_BT.shape[1] == 0:
+        return rewards_BT
+    positions_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
+    last_B1 = (mask_BT.bool() * positions_T).amax(dim=-1, keepdim=True)
+    if token_level_scores_BT is not None:
+        before_BT = torch.where(mask_BT.bool(), positions_T, -1).cummax(dim=-1).values
+        target_BT = torch.where(before_BT < 0, positions_T, before_BT)
+        counted_BT = valid_B[:, None] & (target_BT < last_B1)
+        rewards_BT = rewards_BT.scatter_add(1, target_BT, torch.where(counted_BT, token_level_scores_BT.double(), 0))
+    final_B = scores_B.double() - rewards_BT.sum(dim=-1)
+    return torch.where(positions_T == last_B1, final_B[:, None], rewards_BT)

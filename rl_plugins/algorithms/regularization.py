@@ -16,8 +16,8 @@ Source: http://joschu.net/blog/kl-approx.html; for the gradients, https://arxiv.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -87,131 +87,34 @@ def kl_in_reward(
 # Coefficients -------------------------------------------------------------------------------------------------------
 
 
-class Coefficient(Protocol):
-    """Weight of a term of the loss or of the reward; the state is saved in checkpoints."""
+class Coefficient:
+    """Weight of a term of the loss or of the reward: fixed, or adapted to a measure of each RL step.
 
-    coefficient: float
+    The state is saved in checkpoints. A fixed weight belongs to the configuration and has no state.
 
-    def state_dict(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the state from a checkpoint."""
-
-
-class KLController(Coefficient, Protocol):
-    """Weight of the KL term, adapted to the measured KL."""
-
-    def update(self, measured_kl: float, num_sequences: int, /) -> None:
-        """Adapt the weight to the mean KL of one RL step."""
-
-
-class EntropyController(Coefficient, Protocol):
-    """Weight of the entropy bonus, adapted to the measured entropy."""
-
-    def update(self, measured_entropy: float, /) -> None:
-        """Adapt the weight to the mean entropy of one RL step, in nats per token."""
-
-
-@dataclass
-class FixedCoefficient:
-    """A constant weight."""
-
-    coefficient: float
-
-    def update(self, measured: float, num_sequences: int = 0) -> None:
-        """Leave the weight unchanged."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Return nothing: a fixed weight belongs to the configuration."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Keep the configured weight."""
-
-
-@dataclass
-class AdaptiveKL:
-    """Weight that rises if the KL is above its target and falls if it is below.
-
-    One step changes the weight by at most 20% of n / horizon, with n sequences in the step.
+    Args:
+        config: weight at the start, and a target for an adapted weight.
 
     Attributes:
-        config: weight at the start, target and horizon.
-        coefficient: adapted weight.
-
-    Source: https://arxiv.org/abs/1909.08593, section 2.2.
+        coefficient: weight of the term.
     """
 
-    config: KLConfig
-    coefficient: float = field(init=False)
+    def __init__(self, config: KLConfig | EntropyConfig) -> None:
+        self._config, self.coefficient = config, config.coefficient
 
-    def __post_init__(self) -> None:
-        """Begin with the configured weight."""
-        self.coefficient = self.config.coefficient
-
-    def update(self, measured_kl: float, num_sequences: int) -> None:
-        """Compute `coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon`.
-
-        Raises:
-            ConfigError: n is 5 `horizon` or more, so one step could make the coefficient 0 or negative.
-        """
-        assert self.config.target is not None
-        if num_sequences >= 5 * self.config.horizon:
-            raise ConfigError(
-                f"horizon={self.config.horizon:g}: one step of {num_sequences} sequences could make the coefficient of "
-                f"the KL 0 or negative: set horizon above {num_sequences / 5:g}"
-            )
-        error = max(-0.2, min(0.2, measured_kl / self.config.target - 1))
-        self.coefficient *= 1 + error * num_sequences / self.config.horizon
+    def update(self, measured: float, num_sequences: int) -> None:
+        """Adapt the weight to the mean measure of one RL step with `num_sequences` sequences."""
+        if self._config.target is not None:
+            self.coefficient = self._config.adapted(self.coefficient, measured, num_sequences)
 
     def state_dict(self) -> dict[str, float]:
         """Return the adapted weight."""
-        return {"coefficient": self.coefficient}
+        return {} if self._config.target is None else {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the adapted weight; a state of a fixed weight leaves the configured weight."""
-        self.coefficient = state.get("coefficient", self.coefficient)
-
-
-@dataclass
-class AdaptiveEntropy:
-    """Weight that rises by `rate` if the entropy is below its target, and falls by `rate` if it is above.
-
-    The paper also removes the bonus from the loss while the entropy is above its target; here the weight falls step by
-    step to `minimum`.
-
-    Attributes:
-        config: weight at the start, target, rate and bounds.
-        coefficient: adapted weight.
-
-    Source: Skywork-OR1, https://arxiv.org/abs/2505.22312, adaptive entropy control.
-    """
-
-    config: EntropyConfig
-    coefficient: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Begin with the configured weight."""
-        self.coefficient = self.config.coefficient
-
-    def update(self, measured_entropy: float) -> None:
-        """Set `coefficient +- rate`, within `minimum` and `maximum`; exactly on target the weight stays."""
-        target = self.config.target
-        assert target is not None
-        direction = (measured_entropy < target) - (measured_entropy > target)
-        self.coefficient = self._bounded(self.coefficient + direction * self.config.rate)
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the adapted weight."""
-        return {"coefficient": self.coefficient}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the adapted weight, within the configured range; see `AdaptiveKL.load_state_dict`."""
-        self.coefficient = self._bounded(state.get("coefficient", self.coefficient))
-
-    def _bounded(self, coefficient: float) -> float:
-        return max(self.config.minimum, min(self.config.maximum, coefficient))
+        """Restore an adapted weight, within the configured range; a fixed weight stays as configured."""
+        if self._config.target is not None:
+            self.coefficient = self._config.bounded(state.get("coefficient", self.coefficient))
 
 
 @dataclass(frozen=True)
@@ -255,9 +158,28 @@ class KLConfig(Settings):
         """Name of the estimator, also if `estimator` is None."""
         return self.estimator if self.estimator is not None else "k1" if self.placement == "reward" else "k3"
 
-    def controller(self) -> KLController:
-        """Build the controller of the coefficient."""
-        return FixedCoefficient(self.coefficient) if self.target is None else AdaptiveKL(self)
+    def adapted(self, coefficient: float, measured: float, num_sequences: int) -> float:
+        """Return `coefficient (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)`, with n sequences in the step.
+
+        One step changes the weight by at most 20% of n / horizon.
+
+        Raises:
+            ConfigError: n is 5 `horizon` or more, so one step could make the coefficient 0 or negative.
+
+        Source: https://arxiv.org/abs/1909.08593, section 2.2.
+        """
+        assert self.target is not None
+        if num_sequences >= 5 * self.horizon:
+            raise ConfigError(
+                f"horizon={self.horizon:g}: one step of {num_sequences} sequences could make the coefficient of "
+                f"the KL 0 or negative: set horizon above {num_sequences / 5:g}"
+            )
+        error = max(-0.2, min(0.2, measured / self.target - 1))
+        return coefficient * (1 + error * num_sequences / self.horizon)
+
+    def bounded(self, coefficient: float) -> float:
+        """Return the coefficient, which has no bounds."""
+        return coefficient
 
 
 @dataclass(frozen=True)
@@ -295,6 +217,18 @@ class EntropyConfig(Settings):
         """True if the bonus has a weight at the start or can get one later."""
         return self.coefficient != 0 or self.target is not None
 
-    def controller(self) -> EntropyController:
-        """Build the controller of the coefficient."""
-        return FixedCoefficient(self.coefficient) if self.target is None else AdaptiveEntropy(self)
+    def adapted(self, coefficient: float, measured: float, num_sequences: int) -> float:
+        """Return `coefficient +- rate`, within `minimum` and `maximum`; exactly on target the weight stays.
+
+        The paper also removes the bonus from the loss while the entropy is above its target; here the weight falls step
+        by step to `minimum`.
+
+        Source: Skywork-OR1, https://arxiv.org/abs/2505.22312, adaptive entropy control.
+        """
+        assert self.target is not None
+        direction = (measured < self.target) - (measured > self.target)
+        return self.bounded(coefficient + direction * self.rate)
+
+    def bounded(self, coefficient: float) -> float:
+        """Return the coefficient within `minimum` and `maximum`."""
+        return max(self.minimum, min(self.maximum, coefficient))

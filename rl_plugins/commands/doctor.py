@@ -273,12 +273,11 @@ def _check_import(library: str) -> Finding:
 
 
 def _check_tools() -> Iterator[Finding]:
-    for name, programs, fix in (
-        ("c++", ("c++", "g++", "clang++"), "apt install g++, or name a compiler with CXX"),
-        ("ninja", ("ninja",), "pip install ninja"),
-        ("make", ("make",), "apt install make; without it use pip in place of the Makefile"),
+    for name, path, fix in (
+        ("c++", _compiler(), "apt install g++, or name a compiler with CXX"),
+        ("ninja", shutil.which("ninja"), "pip install ninja"),
+        ("make", shutil.which("make"), "apt install make; without it use pip in place of the Makefile"),
     ):
-        path = next((found for program in programs if (found := shutil.which(program))), None)
         yield Finding(name, "good", path) if path else Finding(name, "absent", "not found", fix)
 
 

@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Any
 from rl_plugins.commands.generate import add_sampling_arguments
 from rl_plugins.commands.main import number, output_path
 from rl_plugins.config.judge import JudgeConfig, check_deadline, judge_config, with_judges
-from rl_plugins.config.settings import AT_LEAST_1, FINITE, FROM_0_TO_1, PROCESSES, SECONDS
+from rl_plugins.config.settings import AT_LEAST_1, FINITE, FROM_0_TO_1, PROCESSES, SECONDS, fits
 from rl_plugins.control_characters import json_without_controls
-from rl_plugins.errors import ConfigError, RewardError
+from rl_plugins.errors import ConfigError, RewardError, config_errors
 from rl_plugins.redaction import REMOVED
 from rl_plugins.text_file import read_yaml
 from rl_plugins.whole_file import storing, write_whole_text
@@ -173,7 +173,6 @@ def reward_config(name: str) -> Mapping[str, Any]:
     Raises:
         ConfigError: there is no such reward, or its file lacks a secret.
     """
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     from rl_plugins.config.hydra_errors import CONFIG_FOLDER, explain
@@ -184,41 +183,42 @@ def reward_config(name: str) -> Mapping[str, Any]:
         file = built_in.get(name, Path(name))
         if not file.is_file():
             raise ConfigError(f"--reward {name}: there is no such file")
-        try:
+        with config_errors("--reward "):
             content: Any = read_yaml(file, "name a file with `reward.functions`, such as the config.yaml of a run")
-        except ConfigError as error:
-            raise ConfigError(f"--reward {error}") from None
-        node = (content.get("reward") or content).get("functions")
-        if not node:
-            raise ConfigError(f"--reward {name}: the file has no `reward.functions`")
         try:
-            functions: Any = OmegaConf.to_container(node, resolve=True)
-            judge_node = (content.get("reward") or content).get("judge")
-            judge: Any = OmegaConf.to_container(judge_node, resolve=True) if judge_node else {}
+            group = content.get("reward") or content
+            functions, judge = _plain(group, "functions"), _plain(group, "judge")
+            turns = _plain(content.get("environment"), "max_turns")
         except OmegaConfBaseException as error:
             raise ConfigError(f"--reward {name}: {explain(error)}") from None
+        if not isinstance(functions, Mapping) or not functions:
+            raise ConfigError(f"--reward {name}: the file has no `reward.functions`")
+        if not isinstance(judge, Mapping | None):
+            raise ConfigError(f"--reward {name}: reward.judge is a group of options, not {judge!r}")
         if repr(REMOVED) in str(functions):
             raise ConfigError(
                 f"--reward {name}: files of a run have {REMOVED} in place of a secret: copy the file, and name the "
                 "variable with the secret, as in api_key: ${oc.env:JUDGE_KEY}"
             )
-        turns = (content.get("environment") or {}).get("max_turns", 1)
-        if turns > 1:
+        if turns is not None and (not fits(turns, int) or turns > 1):
             raise ConfigError(
                 f"--reward {name}: its run has conversations (environment.max_turns={turns}): sample them with "
                 f"--recipe {name}, and leave --reward out"
             )
-        return dict(with_judges(functions, _judge(name, judge), 1))
+        with config_errors(f"--reward {name}: judge."):
+            judge_of_run = judge_config(judge or {})
+        return dict(with_judges(functions, judge_of_run, 1))
     if ":" not in name and "." not in name:
         raise ConfigError(f"--reward {name}: use one of {', '.join(sorted(built_in))}, file.py:name, or module.name")
     return _function(name)
 
 
-def _judge(name: str, options: Mapping[str, Any]) -> JudgeConfig:
-    try:
-        return judge_config(options)
-    except ConfigError as error:
-        raise ConfigError(f"--reward {name}: judge.{error}") from None
+def _plain(group: Any, name: str) -> Any:
+    """Return the value of an option without interpolations; None without the option, or if the group is no mapping."""
+    from omegaconf import OmegaConf
+
+    value = group.get(name) if isinstance(group, Mapping) else None
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def _function(name: str) -> dict[str, str]:
@@ -228,9 +228,9 @@ def _function(name: str) -> dict[str, str]:
 
 def _answer_function(name: str | None) -> Callable[[str], str]:
     from rl_plugins.evaluation.measures import final_answer
-    from rl_plugins.rewards.loading import load_reward
+    from rl_plugins.rewards.loading import load_callable
 
-    return final_answer if name is None else load_reward(_function(name))[1]
+    return final_answer if name is None else load_callable(_function(name), "reward")[1]
 
 
 def _sample_names(inputs: Sequence[str]) -> dict[str, str]:

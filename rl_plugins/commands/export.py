@@ -125,25 +125,21 @@ def export_checkpoint(
     trained = _read_trained_model(checkpoint, model, trust_remote_code)
     if (damage := find_damage(checkpoint)) is not None:
         raise CheckpointError(f"{damage}: export another checkpoint")
-    lora_config, as_adapter = _read_lora_options(checkpoint)
-    if lora is not None:
-        as_adapter = lora == "adapter"
-    if lora == "adapter" and lora_config is None:
+    as_adapter = trained.exports_adapter if lora is None else lora == "adapter"
+    if lora == "adapter" and trained.lora is None:
         raise ConfigError(f"{checkpoint} is of a run without an adapter (model.lora.rank=0): leave --lora out")
     if push is None:
-        _write_folder(checkpoint, out, trained, lora_config, as_adapter=as_adapter)
+        _write_folder(checkpoint, out, trained, as_adapter=as_adapter)
         return None
     # Before hours of work: a file of the run may be damaged, or name a variable of another shell.
-    card = model_card(push, checkpoint, is_adapter=lora_config is not None and as_adapter)
+    card = model_card(push, checkpoint, is_adapter=trained.lora is not None and as_adapter)
     target = PushTarget.open(push, public=public)
-    _write_folder(checkpoint, out, trained, lora_config, as_adapter=as_adapter)
+    _write_folder(checkpoint, out, trained, as_adapter=as_adapter)
     write_whole_text(out / "README.md", card)
     return target.push(out, f"{checkpoint.name} of {checkpoint.absolute().parent.name}")
 
 
-def _write_folder(
-    checkpoint: Path, out: Path, trained: _TrainedModel, lora_config: LoraConfig | None, *, as_adapter: bool
-) -> None:
+def _write_folder(checkpoint: Path, out: Path, trained: _TrainedModel, *, as_adapter: bool) -> None:
     state = checkpoint / "state"
 
     # transformers imports DeepSpeed, which would look for a device and print the result.
@@ -157,13 +153,13 @@ def _write_folder(
     weights = read_weights(state, trained.engine)
     weights |= read_average(checkpoint, {name: tensor.shape for name, tensor in weights.items()})
     description, processor = f"{trained.path} ({state})", trained.load_processor()
-    if lora_config is None:
+    if trained.lora is None:
         policy = _build_architecture(trained)
         tensors = {**dict(policy.named_parameters()), **saved_buffers(policy)}
         weights = _select_weights(weights, tensors, description)
         write_policy(policy, weights, processor, out)
         return
-    adapted, source = _build_adapted_model(trained, lora_config, weights, description)
+    adapted, source = _build_adapted_model(trained, trained.lora, weights, description)
     if as_adapter:
         save_adapter(adapted, source.adapter(), processor, out, is_writer=True)
     else:
@@ -180,6 +176,8 @@ class _TrainedModel:
         engine: name of the model engine in the checkpoint.
         chat_template: `data.chat_template` of the run.
         trust_remote_code: see `LoadingOptions`.
+        lora: adapter of the run; None without an adapter. The checkpoint has the weights of the adapter.
+        exports_adapter: True if the run exports the adapter alone.
     """
 
     path: str
@@ -187,6 +185,8 @@ class _TrainedModel:
     engine: str
     chat_template: str | None
     trust_remote_code: bool
+    lora: LoraConfig | None
+    exports_adapter: bool
 
     @property
     def is_policy(self) -> bool:
@@ -215,6 +215,7 @@ class _TrainedModel:
 def _read_trained_model(checkpoint: Path, model: str | None, trust_remote_code: bool) -> _TrainedModel:
     from omegaconf import OmegaConf
 
+    from rl_plugins.config.models import LoraConfig
     from rl_plugins.models.folder import check_folder
     from rl_plugins.strategies.contract import POLICY, REWARD_MODEL
 
@@ -233,21 +234,11 @@ def _read_trained_model(checkpoint: Path, model: str | None, trust_remote_code: 
     check_folder(folder, trust_remote_code=trust_remote_code)
     engine = REWARD_MODEL if OmegaConf.select(config, "stage") == "reward_modeling" else POLICY
     precision, template = (OmegaConf.select(config, name) for name in ("model.precision", "data.chat_template"))
-    return _TrainedModel(path, precision or "32-true", engine, template, trust_remote_code)
-
-
-def _read_lora_options(checkpoint: Path) -> tuple[LoraConfig | None, bool]:
-    """Return the adapter of the run, or None, and True if the run exports the adapter alone."""
-    from omegaconf import OmegaConf
-
-    from rl_plugins.config.models import LoraConfig
-
-    file = RunFolder(checkpoint.absolute().parent).config
-    config: Any = OmegaConf.to_container(read_yaml(file, REPLACE)) if file.is_file() else {}
-    options = config.get("model", {}).get("lora", {})
-    as_adapter = config.get("run", {}).get("export_lora") == "adapter"
-    # The checkpoint has the weights of the adapter.
-    return (LoraConfig(**{**options, "path": None}) if options.get("rank") else None), as_adapter
+    values: Any = OmegaConf.to_container(config)
+    options = values.get("model", {}).get("lora", {})
+    lora = LoraConfig(**{**options, "path": None}) if options.get("rank") else None
+    exports_adapter = OmegaConf.select(config, "run.export_lora") == "adapter"
+    return _TrainedModel(path, precision or "32-true", engine, template, trust_remote_code, lora, exports_adapter)
 
 
 def _read_sharded_weights(state: Path, engine: str) -> dict[str, Tensor]:

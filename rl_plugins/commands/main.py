@@ -67,16 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         commands = "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
-        print(_USAGE.format(commands, ", ".join(_recipes())))
+        print(_USAGE.format(commands, ", ".join(recipe_names())))
         return 0 if words else 2
     if words[0] == "--version":
         print(f"rl-plugins {__version__}")
         return 0
     name = words.pop(0)
-    if name in _recipes() or name.endswith(".yaml"):
+    if name in recipe_names() or name.endswith(".yaml"):
         return _run_recipe(name, words)
     if name not in COMMANDS:
-        near = get_close_matches(name, [*COMMANDS, *_recipes()], n=1)
+        near = get_close_matches(name, [*COMMANDS, *recipe_names()], n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"the commands are: {', '.join(COMMANDS)}"
         print(f"error: there is no command {name!r}; {hint}", file=sys.stderr)
         return 2
@@ -93,7 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _recipes() -> list[str]:
+def recipe_names() -> list[str]:
+    """Return the names of all recipes."""
     return sorted(file.stem for file in CONFIG_FOLDER.parent.glob("*.py") if file.stem != "__init__")
 
 
@@ -112,8 +113,8 @@ def _run_recipe(name: str, options: list[str]) -> int:
             print(f"error: {name}: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
         recipe = defaults[0]
-        if recipe not in _recipes():
-            print(f"error: {name}: its defaults must begin with a recipe: {', '.join(_recipes())}", file=sys.stderr)
+        if recipe not in recipe_names():
+            print(f"error: {name}: its defaults must begin with a recipe: {', '.join(recipe_names())}", file=sys.stderr)
             return 2
         options = ["--config-dir", str(file.absolute().parent), "--config-name", file.stem, *options]
     sys.argv[1:] = options

@@ -21,7 +21,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.commands.main import number
+from rl_plugins.commands.main import number, recipe_names
 from rl_plugins.config.models import LANGUAGE_MODEL, CriticOptions, OptimizerConfig, ReferenceConfig, TeacherConfig
 from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.precision import dtype_of_passes
@@ -187,8 +187,8 @@ def command_line(recipe: str, words: Sequence[str], options: Mapping[str, Any]) 
         words: overrides of the command line, each `key=value`.
         options: options of a placement with their values. The options replace equal keys of `words`.
     """
-    has_module = (Path(__file__).parents[1] / "recipes" / f"{recipe}.py").is_file()
-    module = [f"rl_plugins.recipes.{recipe}"] if has_module else ["rl_plugins.recipes.grpo", "--config-name", recipe]
+    named = [f"rl_plugins.recipes.{recipe}"]
+    module = named if recipe in recipe_names() else ["rl_plugins.recipes.grpo", "--config-name", recipe]
     kept = [word for word in words if word.partition("=")[0].lstrip("+") not in options]
     return shlex.join(["python", "-m", *module, *kept, *words_of(options)])
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlparse
 
-from rl_plugins.commands.main import number
+from rl_plugins.commands.main import number, recipe_names
 from rl_plugins.config.settings import ABOVE_0
 from rl_plugins.errors import ConfigError, DeadlineExceeded
 from rl_plugins.redaction import redacted_words, without_password
@@ -140,7 +140,7 @@ def job_command(words: Sequence[str]) -> str:
     words = list(words[1:] if words[:1] == ["--"] else words)
     if not words:
         raise ConfigError("no command: rl-plugins submit -- RECIPE key=value ..., or -- python -m MODULE ...")
-    recipes = sorted(path.stem for path in _recipes_folder().glob("[a-z]*.py"))
+    recipes = recipe_names()
     if words[0] in recipes:
         words[:1] = ["python", "-m", f"rl_plugins.recipes.{words[0]}"]
     elif words[0].endswith(".yaml"):
@@ -387,9 +387,3 @@ def _print_logs(client: JobSubmissionClient, job: str) -> None:
         # Ray raises a plain RuntimeError for a lost connection.
         except (RuntimeError, OSError, aiohttp.ClientError):
             time.sleep(_POLL_S)
-
-
-def _recipes_folder() -> Path:
-    import rl_plugins
-
-    return Path(rl_plugins.__file__).parent / "recipes"

@@ -73,6 +73,9 @@ def foreign_name(name: str) -> str | None:
         name: name of the option, of OpenRLHF with its two dashes.
     """
     names = json.loads(_FOREIGN_NAMES.read_text(encoding="utf-8"))
+    # An option of a group in the table, such as verl's `algorithm.filter_groups.enable`.
+    while name not in names and "." in name.rpartition(".")[0]:
+        name = name.rpartition(".")[0]
     if name not in names:
         return None
     project, here = names[name]

@@ -21,7 +21,7 @@ from rl_plugins.config.settings import (
     or_null,
     shown,
 )
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, config_errors
 from rl_plugins.redaction import REMOVED, without_password
 
 JUDGES = ("rl_plugins.rewards.judge.Judge", "rl_plugins.Judge")
@@ -292,7 +292,5 @@ def _has_target(reward: Mapping[Any, Any], targets: Sequence[str]) -> bool:
 
 
 def _option(node: Mapping[str, Any], name: str) -> Any:
-    try:
+    with config_errors("reward.functions, config of a judge: "):
         return getattr(judge_config(node.get("config") or {}), name)
-    except ConfigError as error:
-        raise ConfigError(f"reward.functions, config of a judge: {error}") from None

@@ -32,7 +32,7 @@ from rl_plugins.config.rollout import RolloutConfig, default_gpu_share, default_
 from rl_plugins.config.run import AverageConfig, DebugConfig, GuardConfig, RunConfig, TrackingConfig, tracking_address
 from rl_plugins.config.sampling import EnvironmentOptions, SamplingOptions, Schedule, ValidationConfig
 from rl_plugins.config.settings import AT_LEAST_1, Settings, one_of, shown
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, config_errors
 from rl_plugins.redaction import redacted_value
 from rl_plugins.storage import is_address, local_path
 from rl_plugins.text_file import REPLACE, read_yaml
@@ -369,10 +369,8 @@ def read_config(file: Path, way_out: str = REPLACE) -> RecipeConfig:
         ConfigError: the file is damaged, or an option is wrong. The message begins with the file.
     """
     values = read_yaml(file, way_out)
-    try:
+    with config_errors(f"{file}: "):
         return parse_config(values)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
 
 
 def _check_groups(schema: object, values: object, names: Sequence[str]) -> None:

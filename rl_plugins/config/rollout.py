@@ -36,6 +36,9 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _OTHER_LOG_PROBS_ON_CPU = frozenset({"granitemoehybrid", "lfm2", "qwen3_next"})
 """Types of models for which vLLM's build for CPUs computes other log-probs than transformers (docs/models.md)."""
 
+_UPDATED_IN_PART_ON_GPUS = frozenset({"gpt_oss", "mimo_v2_flash"})
+"""Types of models whose experts vLLM loads past the loader of its weight updates on GPUs, so no update reaches them."""
+
 SPLIT_GPU_SHARE = 0.9
 """Default share of a GPU's memory for a rollout engine without training workers beside the engine."""
 
@@ -184,7 +187,8 @@ class RolloutConfig(EngineOptions):
             is_on_cpu: True if the engine runs on CPU.
 
         Raises:
-            ConfigError: the engine cannot; see `check_engine_adapter`, `check_cpu_engine` and `check_engine_positions`.
+            ConfigError: the engine cannot; see `check_engine_adapter`, `check_cpu_engine`, `check_gpu_updates` and
+                `check_engine_positions`.
         """
         if self.vllm.get("speculative_config") and reads_images(model):
             raise ConfigError(
@@ -195,6 +199,9 @@ class RolloutConfig(EngineOptions):
             check_engine_adapter(path, model, lora)
         if self.engine == "vllm" and is_on_cpu:
             check_cpu_engine(path, model)
+        sends_weights = not lora.rank or self.lora == "merged"
+        if self.engine == "vllm" and not is_on_cpu and sends_weights:
+            check_gpu_updates(path, model)
         check_engine_positions(path, model, tokens)
 
 
@@ -296,6 +303,23 @@ def check_cpu_engine(path: str, model: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{path}: for {kind}, vLLM on CPU computes other log-probs than transformers: use another model, a GPU, or "
             "rollout.engine=transformers (TransformersRollout)"
+        )
+
+
+def check_gpu_updates(path: str, model: Mapping[str, Any]) -> None:
+    """Check that updates of an engine on GPUs reach all weights of a model.
+
+    Args:
+        path: name or folder of the model, for the message.
+        model: content of the model's config.json.
+
+    Raises:
+        ConfigError: vLLM would keep the experts of the first policy.
+    """
+    if (kind := model.get("model_type")) in _UPDATED_IN_PART_ON_GPUS:
+        raise ConfigError(
+            f"{path}: on GPUs, weight updates of vLLM do not reach the experts of models of the type {kind}: use "
+            "rollout.lora=adapter with model.lora.rank, or rollout.engine=transformers (TransformersRollout)"
         )
 
 

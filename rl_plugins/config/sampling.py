@@ -52,6 +52,11 @@ _WORDS = Range(
     "must be a list of texts",
     lambda value: isinstance(value, list) and all(isinstance(word, str) and word for word in value),
 )
+_STOPS = Range("must be a list of texts, none empty", lambda value: fits(value, list[str]) and all(value))
+_STOP_IDS = Range(
+    "must be a list of token ids, 0 or more",
+    lambda value: fits(value, list[int]) and all(token >= 0 for token in value),
+)
 _MAPPING = Range("must be a mapping", lambda value: isinstance(value, Mapping))
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _STRUCTURE = Range(
@@ -129,8 +134,8 @@ class SamplingOptions(Settings):
     top_p: Annotated[float, ABOVE_0_TO_1] = 1.0
     top_k: Annotated[int, _TOP_K] = -1
     min_p: Annotated[float, FROM_0_TO_1] = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Annotated[tuple[str, ...], _STOPS] = ()
+    stop_token_ids: Annotated[tuple[int, ...], _STOP_IDS] = ()
     # Settings with different arguments may have the same hash.
     vllm: dict[str, Any] = field(default_factory=dict, hash=False)
 

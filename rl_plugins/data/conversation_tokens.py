@@ -20,11 +20,11 @@ import numpy as np
 
 from rl_plugins.data.chat_template import TemplateRefusal, refused_messages, render
 from rl_plugins.data.conversations import ASSISTANT, CALLS, MESSAGES, REASONING, REASONING_KEYS, TOOLS, Message
+from rl_plugins.data.following_messages import check_shows_tools
 from rl_plugins.data.image_prompts import Processor, has_image_processor, tokenizer_of
 from rl_plugins.data.images import in_parts
 from rl_plugins.data.reasoning import END_OF_THOUGHT, THINK
 from rl_plugins.data.tokenization import PlainTexts, TokenizerRefusal, encode_with_places
-from rl_plugins.data.tool_messages import check_shows_tools
 from rl_plugins.errors import ConfigError, RowError
 
 if TYPE_CHECKING:

@@ -38,6 +38,7 @@ from rl_plugins.data.reasoning import without_second_think
 from rl_plugins.data.tokenization import (
     FilterOrError,
     TokenizerRefusal,
+    check_end_of_sequence,
     check_round_trip,
     tokenize_responses,
     within_limit,
@@ -175,6 +176,7 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             if self.images is None and has_image_processor(self.tokenizer):
                 self.images = ImagePromptEncoder(self.tokenizer, self.bad_images)
             tokenizer: PreTrainedTokenizerBase = tokenizer_of(self.tokenizer)
+            check_end_of_sequence(tokenizer)
             check_chat_template(tokenizer)
             check_template_options(tokenizer, self.chat_template_kwargs)
             check_round_trip(tokenizer, (row["prompt"] for row in rows))
@@ -226,25 +228,20 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             self.images.check_responses(rows, response_ids)
         return response_ids
 
-    def rows_within_limits(
-        self, prompts: TokenizedPrompts, response_lengths: np.ndarray, max_response_tokens: int
+    def within_limits(
+        self, rows: PromptRows, kept: np.ndarray, response_lengths: np.ndarray, max_response_tokens: int
     ) -> np.ndarray:
         """Return the numbers of the rows with a prompt and responses within the limits, int64 [M].
 
         Args:
-            prompts: tokenised prompts of all rows.
+            rows: all rows.
+            kept: numbers of the rows with a prompt within its limit.
             response_lengths: int64 [N], tokens of each row's longest response.
             max_response_tokens: longest response, in tokens.
 
         Raises:
             ConfigError: a response is longer and `overlong_prompts` is "error", or no row is left.
         """
-        return self.within_limits(prompts.rows, prompts.kept, response_lengths, max_response_tokens)
-
-    def within_limits(
-        self, rows: PromptRows, kept: np.ndarray, response_lengths: np.ndarray, max_response_tokens: int
-    ) -> np.ndarray:
-        """Return those of the `kept` rows with responses within the limit; see `rows_within_limits`."""
         short = within_limit(
             rows,
             response_lengths,
@@ -358,8 +355,7 @@ class PromptDataModule(StepDataModule[PromptBatch]):
         validation: rows for validation.
         curriculum: options of a curriculum, which draws prompts by the rewards of their samples so far. None for no
             curriculum. Needs a stage that samples.
-        options: options of `StepDataModule`: `tokenizer`, `prompts_per_step`, `max_prompt_tokens`, `eval_batch_size`,
-            `overlong_prompts`, `bad_images`, `seed`, `chat_template_kwargs`.
+        options: further options of `StepDataModule`.
     """
 
     def __init__(

@@ -32,4 +32,5 @@ def final_number(text: str) -> str | None:
     if not numbers:
         return None
     number = f"{Decimal(numbers[0 if marker else -1].replace(',', '')):f}"
-    return number.rstrip("0").rstrip(".") if "." in number else number
+    number = number.rstrip("0").rstrip(".") if "." in number else number
+    return "0" if number == "-0" else number

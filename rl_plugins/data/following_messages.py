@@ -1,4 +1,6 @@
-"""Token ids between a response of a policy and its next response, from messages in the chat template."""
+"""Token ids between a response of a policy and its next response, from messages in the chat template: replies of
+environments (`TurnTokenizer`), results of tools (`ToolMessages`), and messages of agents (`FollowingMessages`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.data.chat_template import TemplateRefusal, check_chat_template, render
+from rl_plugins.data.chat_template import Messages, TemplateRefusal, check_chat_template, render
 from rl_plugins.data.tokenization import PlainTexts
 from rl_plugins.errors import ConfigError
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Placeholders; no template changes a single word.
+_MOST_ENDS = 1024
 _SAID, _ARGUMENT, _NEXT = "whatever-was-said", "whatever-was-asked", "whatever-came-back"
 
 
@@ -94,6 +97,9 @@ class FollowingMessages:
         """
         key = tuple(call.name for call in calls)
         if key not in self._ends:
+            # A policy may invent names of tools.
+            if len(self._ends) >= _MOST_ENDS:
+                self._ends.clear()
             self._ends[key] = self._find_end(calls)
         return self._ends[key]
 
@@ -119,7 +125,13 @@ class FollowingMessages:
         try:
             return render(self._tokenizer, [{"role": "user", "content": "?"}, turn, *messages], self._options)
         except TemplateRefusal as error:
-            raise self._refused(calls, str(error)) from error
+            if calls:
+                raise self._refused(calls, str(error)) from error
+            raise ConfigError(
+                f"the chat template of {self._tokenizer.name_or_path!r} refuses a message of the role "
+                f"{', '.join(repr(message['role']) for message in messages)} after a response: {error}; change the "
+                "message, or the template"
+            ) from error
 
     def _refused(self, calls: Sequence[ToolUse], reason: str) -> ConfigError:
         name = self._tokenizer.name_or_path
@@ -129,6 +141,114 @@ class FollowingMessages:
                 "or set its `chat_template`"
             )
         return ConfigError(
-            f"the chat template of {name!r} takes no message after a response ({reason}): use the tokenizer of an "
-            "instruction-tuned model, or set its `chat_template`"
+            f"the chat template of {name!r} changes the text of the policy's responses, so no message can follow a "
+            f"response ({reason}): use the tokenizer of an instruction-tuned model, or set its `chat_template`"
         )
+
+
+class TurnTokenizer:
+    """Tokens of messages after a response without calls, with a limit; see `FollowingMessages`.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        template_options: further variables of its chat template.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or the template changes or drops the text of a response.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer, self._texts = tokenizer, PlainTexts(tokenizer)
+        self._following = FollowingMessages(tokenizer, template_options or {})
+        self._following.end_of(())
+
+    def tokens(self, messages: Messages, last_token: int, max_tokens: int) -> tuple[list[int], bool]:
+        """Return the token ids after a response, and True if a text was cut off.
+
+        Args:
+            messages: the messages with their roles.
+            last_token: last token of the response before the messages; a special token is not repeated.
+            max_tokens: largest number of tokens of all texts of the messages; a text beyond is cut off.
+
+        Raises:
+            ConfigError: the chat template does not accept the role of a message.
+        """
+        room, was_cut, kept = max_tokens, False, []
+        for message in messages:
+            content_ids = self._texts.encode(self._texts.hide(str(message["content"])))
+            if len(content_ids) > room:
+                was_cut, message = True, {**message, "content": self._tokenizer.decode(content_ids[:room])}
+            room -= min(room, len(content_ids))
+            kept.append(message)
+        return self._following.tokens((), kept, last_token), was_cut
+
+
+class ToolMessages:
+    """Tokens between a response with calls and the next response; see `FollowingMessages`.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        template_options: further variables of its chat template; `tools` has the schemas.
+
+    Raises:
+        ConfigError: the chat template shows no tools, or has no tool role.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> None:
+        self._following = FollowingMessages(tokenizer, template_options)
+        check_shows_tools(tokenizer, template_options)
+        self._following.end_of(_calls([template_options["tools"][0]["function"]["name"]]))
+
+    def tokens(self, names: Sequence[str], results: Sequence[str], last_token: int) -> list[int]:
+        """Return the token ids after a response with calls.
+
+        Args:
+            names: name of the tool of each call.
+            results: text of each result. Special tokens in results are plain text.
+            last_token: last token of the response; a special token is not repeated.
+        """
+        if not self._takes(names):
+            names, results = names[:1], ["\n".join(results)]
+        return self._following.tokens(_calls(names), self.messages(names, results), last_token)
+
+    def messages(self, names: Sequence[str], results: Sequence[str]) -> list[dict[str, Any]]:
+        """Return a message for each result."""
+        return [
+            {"role": "tool", "name": call.name, "tool_call_id": call.identity, "content": result}
+            for call, result in zip(_calls(names), results, strict=True)
+        ]
+
+    def _takes(self, names: Sequence[str]) -> bool:
+        """Return False if the template refuses several calls in a turn."""
+        try:
+            self._following.end_of(_calls(names))
+        except ConfigError:
+            if len(names) == 1:
+                raise
+            return False
+        return True
+
+
+def check_shows_tools(tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if the chat template does not show the tools of `template_options`."""
+    question = [{"role": "user", "content": "?"}]
+    try:
+        with_tools, without = (
+            render(tokenizer, question, {**template_options, "tools": tools})
+            for tools in (template_options["tools"], None)
+        )
+    except TemplateRefusal as error:
+        raise ConfigError(
+            f"the chat template of {tokenizer.name_or_path!r} has no tool role ({error}): use the tokenizer of a model "
+            "with tools, or set its `chat_template`"
+        ) from error
+    if with_tools == without:
+        raise ConfigError(
+            f"the chat template of {tokenizer.name_or_path!r} does not show tools to the policy: use the tokenizer "
+            "of a model with tools, or set its `chat_template`"
+        )
+
+
+def _calls(names: Sequence[str]) -> list[ToolUse]:
+    # Nine letters or digits, which all templates accept.
+    return [ToolUse(f"call{place:05d}", name) for place, name in enumerate(names)]

@@ -7,10 +7,10 @@ makes the same checks as the data modules.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from rl_plugins.config.data import DataConfig
 from rl_plugins.data.content_parts import with_texts
@@ -37,50 +37,24 @@ def find_text(row: Row, key: str, option: str, location: str) -> str:
     Raises:
         RowError: the row has no such key, or the value is not a text or is empty.
     """
+    text: str = _find(row, key, option, location, "a text", lambda value: isinstance(value, str) and value.strip())
+    return text
+
+
+def _find(row: Row, key: str, option: str, location: str, expected: str, fits: Callable[[Any], object]) -> Any:
+    """Return the value under a dotted key, or raise a RowError for a value that does not fit."""
     value = find(row, key, option, location)
-    if not isinstance(value, str) or not value.strip():
-        _refuse(location, option, key, value, "a text")
+    if not fits(value):
+        raise RowError(location, f"{option}={key!r}", f"holds {value!r}, not {expected}")
     return value
 
 
-def find_number(row: Row, key: str, option: str, location: str) -> float:
-    """Return the finite number under a dotted key.
-
-    Raises:
-        RowError: the row has no such key, or the value is not a finite number.
-    """
-    value = find(row, key, option, location)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        _refuse(location, option, key, value, "a finite number")
-    return float(value)
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def find_label(row: Row, key: str, option: str, location: str) -> bool:
-    """Return the truth value under a dotted key.
-
-    Raises:
-        RowError: the row has no such key, or the value is neither true nor false.
-    """
-    value = find(row, key, option, location)
-    if not isinstance(value, bool):
-        _refuse(location, option, key, value, "true (desirable) or false")
-    return value
-
-
-def find_list(row: Row, key: str, option: str, location: str) -> list[Any]:
-    """Return the list under a dotted key.
-
-    Raises:
-        RowError: the row has no such key, or the value is not a list or is empty.
-    """
-    value = find(row, key, option, location)
-    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        _refuse(location, option, key, value, "a list with an entry for every step")
-    return list(value)
-
-
-def _refuse(location: str, option: str, key: str, value: object, expected: str) -> NoReturn:
-    raise RowError(location, f"{option}={key!r}", f"holds {value!r}, not {expected}")
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
 
 
 # Responses of a row -----------------------------------------------------------------------------------------------
@@ -108,7 +82,9 @@ def read_pair(row: Row, chosen_key: str, rejected_key: str, margin_key: str | No
     """
     chosen = find_text(row, chosen_key, "chosen_key", location)
     rejected = find_text(row, rejected_key, "rejected_key", location)
-    margin = 0.0 if margin_key is None else find_number(row, margin_key, "margin_key", location)
+    margin = 0.0
+    if margin_key is not None:
+        margin = float(_find(row, margin_key, "margin_key", location, "a finite number", _is_number))
     if chosen == rejected:
         field = f"chosen_key={chosen_key!r} and rejected_key={rejected_key!r}"
         raise RowError(location, field, f"they hold the same text {chosen[:40]!r}: remove the row")
@@ -121,7 +97,8 @@ def read_judged(row: Row, response_key: str, label_key: str, location: str) -> t
     Raises:
         RowError: the response or the label is missing or of another type.
     """
-    return find_text(row, response_key, "response_key", location), find_label(row, label_key, "label_key", location)
+    response, expected = find_text(row, response_key, "response_key", location), "true (desirable) or false"
+    return response, _find(row, label_key, "label_key", location, expected, lambda value: isinstance(value, bool))
 
 
 def read_steps(row: Row, steps_key: str, labels_key: str, location: str) -> tuple[list[str], list[float | None]]:
@@ -130,8 +107,10 @@ def read_steps(row: Row, steps_key: str, labels_key: str, location: str) -> tupl
     Raises:
         RowError: steps or labels are missing, differ in number or are of another type, or no step has a label.
     """
-    steps = find_list(row, steps_key, "steps_key", location)
-    labels = find_list(row, labels_key, "labels_key", location)
+    steps, labels = (
+        list(_find(row, key, option, location, "a list with an entry for every step", _is_list))
+        for option, key in (("steps_key", steps_key), ("labels_key", labels_key))
+    )
     steps_field, labels_field = f"steps_key={steps_key!r}", f"labels_key={labels_key!r}"
     for position, step in enumerate(steps):
         if not isinstance(step, str) or not step.strip():

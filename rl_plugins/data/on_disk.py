@@ -7,7 +7,7 @@ reader decodes a whole row group for one row.)
 
 from __future__ import annotations
 
-import errno
+import os
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from rl_plugins.data.sequence_with_slices import SequenceWithSlices
 from rl_plugins.errors import StorageError
+from rl_plugins.whole_file import FULL
 
 
 class MappedRows(SequenceWithSlices[Mapping[str, Any]]):
@@ -116,9 +117,13 @@ def _named_full_disk() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        # Without a folder for temporary files, tempfile raises a FileNotFoundError without a name.
+        folder = os.environ.get("TMPDIR", "/tmp") if error.filename is None else tempfile.gettempdir()
+        is_refused = isinstance(error, FileNotFoundError | PermissionError) and folder in str(error.filename or folder)
+        if error.errno not in FULL and not is_refused:
             raise
+        reason = "the disk is full" if error.errno in FULL else f"no file can be written here ({error.strerror})"
         raise StorageError(
-            f"{tempfile.gettempdir()}: the disk is full. Every worker writes its rows and token ids to this folder: "
+            f"{folder}: {reason}. Every worker writes its rows and token ids to this folder: "
             "make room (about the size of the uncompressed data per worker), or name another folder with TMPDIR"
         ) from error

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from rl_plugins.config.data import MixturePart
-from rl_plugins.data.parquet import Paths, PromptRows, RowForm, RowSource, load_rows
+from rl_plugins.data.parquet import OWN_COLUMNS, Paths, PromptRows, RowForm, RowSource, load_rows
 from rl_plugins.errors import ConfigError
 
 # Last number of a seed: its purpose.
@@ -109,10 +109,10 @@ def load_parts(source: Source, columns: Sequence[str], form: RowForm | None = No
         The rows, and the number of the first row of each part.
 
     Raises:
-        ConfigError: see `load_rows`.
+        ConfigError: see `load_rows`; or a column of prompts has the name of a column that training adds.
     """
     if not isinstance(source, Mapping):
-        return load_rows(source, columns, form), [0]
+        return _load_rows(source, columns, form), [0]
     for name, part in source.items():
         if not isinstance(part, MixturePart):
             raise ConfigError(
@@ -120,9 +120,17 @@ def load_parts(source: Source, columns: Sequence[str], form: RowForm | None = No
                 "a list of rows, or MixturePart(files=[...]) under each name"
             )
     parts = cast(Mapping[str, MixturePart], source).values()
-    rows = load_rows([path for part in parts for path in part.paths], columns, form)
+    rows = _load_rows([path for part in parts for path in part.paths], columns, form)
     sizes = [len(part.paths) for part in parts]
     return rows, [rows.origins[sum(sizes[:number])][1] for number in range(len(sizes))]
+
+
+def _load_rows(source: Paths | RowSource, columns: Sequence[str], form: RowForm | None) -> PromptRows:
+    rows = load_rows(source, columns, form)
+    if "reward_model" in columns and (taken := sorted(OWN_COLUMNS.intersection(rows.columns))):
+        name, _ = rows.origins[0]
+        raise ConfigError(f"{name}: training adds a column {taken[0]!r} of its own: rename the column of the data")
+    return rows
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ UNSCORED_COLUMNS = tuple(name for name in COLUMNS if name != "reward_model")
 """Columns of rows with given responses, which need no reward."""
 _OPTIONAL = ("ability", "extra_info")
 """Columns that rows may lack."""
+OWN_COLUMNS = frozenset({"ending", "image_fault", "image_inputs", "prompt_images", "routed_experts"})
+"""Columns that training adds to the columns of prompts."""
 
 # Rows with images are large.
 _BATCH_ROWS, _BATCH_BYTES = 1024, 2**26

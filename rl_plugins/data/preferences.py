@@ -20,7 +20,6 @@ from rl_plugins.data.labelled import LabelledBatch
 from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import RowBatch, TokenizedColumns, TokenizedPrompts
-from rl_plugins.data.tokenization import check_end_of_sequence
 from rl_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,8 +91,7 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
         validate_on: `prompts` serves the prompts of validation rows as `PromptBatch`, and the rows need no responses;
             `pairs` serves validation rows as `PairBatch`.
         max_response_tokens: longest response, in tokens, end of sequence included.
-        options: options of `StepDataModule`: `tokenizer`, `prompts_per_step`, `max_prompt_tokens`, `eval_batch_size`,
-            `overlong_prompts`, `bad_images`, `seed`, `chat_template_kwargs`.
+        options: further options of `StepDataModule`.
     """
 
     def __init__(
@@ -134,10 +132,8 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
         """Tokenise prompts and responses and apply the limits.
 
         Raises:
-            ConfigError: a row lacks a text, a margin or a label, its two responses are equal, or the tokenizer has no
-                end-of-sequence token.
+            ConfigError: a row lacks a text, a margin or a label, or its two responses are equal.
         """
-        check_end_of_sequence(tokenizer)
         prompts = self.build_prompts(rows, tokenizer)
         if split == "validation" and self.validate_on == "prompts":
             return prompts
@@ -156,7 +152,7 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
         rejected_ids = self.tokenize_responses(rows, (pair.rejected for pair in pairs()), tokenizer, prompts)
         margins = np.fromiter((pair.margin for pair in pairs()), dtype=np.float64)
         longest = np.maximum(chosen_ids.lengths, rejected_ids.lengths)
-        kept = self.rows_within_limits(prompts, longest, self.max_response_tokens)
+        kept = self.within_limits(rows, prompts.kept, longest, self.max_response_tokens)
         return TokenizedColumns(
             {
                 "prompt_ids": prompts.prompt_ids,
@@ -179,7 +175,7 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
 
         response_ids = self.tokenize_responses(rows, (text for text, _ in judged()), tokenizer, prompts)
         labels = np.fromiter((label for _, label in judged()), dtype=np.bool_)
-        kept = self.rows_within_limits(prompts, response_ids.lengths, self.max_response_tokens)
+        kept = self.within_limits(rows, prompts.kept, response_ids.lengths, self.max_response_tokens)
         return TokenizedColumns(
             {"prompt_ids": prompts.prompt_ids, "response_ids": response_ids, "labels": labels},
             kept,

@@ -19,8 +19,9 @@ from rl_plugins.data.labelled import LabelledBatch
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import UNSCORED_COLUMNS, Paths, PromptRows, RowSource
-from rl_plugins.data.prompts import TokenizedColumns
-from rl_plugins.data.tokenization import TokenizerRefusal, check_end_of_sequence, encode_texts
+from rl_plugins.data.prompts import TokenizedColumns, TokenizedPrompts
+from rl_plugins.data.reasoning import without_second_think
+from rl_plugins.data.tokenization import TokenizerRefusal, encode_texts
 from rl_plugins.errors import RowError
 
 if TYPE_CHECKING:
@@ -49,8 +50,7 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
             step, a number between them for the probability that the step is right, null for a step without a label.
         step_separator: text at the end of every step but the last.
         max_response_tokens: longest response, in tokens, end of sequence included.
-        options: options of `StepDataModule`: `tokenizer`, `prompts_per_step`, `max_prompt_tokens`, `eval_batch_size`,
-            `overlong_prompts`, `bad_images`, `seed`, `chat_template_kwargs`.
+        options: further options of `StepDataModule`.
     """
 
     def __init__(
@@ -80,14 +80,12 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
         """Tokenise prompts and steps and apply the limits.
 
         Raises:
-            ConfigError: a row has no steps, or another number of labels than steps, or the tokenizer has no
-                end-of-sequence token.
+            ConfigError: a row has no steps, or another number of labels than steps.
         """
-        check_end_of_sequence(tokenizer)
         prompts = self.build_prompts(rows, tokenizer)
-        response_ids = MappedLists(ids for ids, _ in self._responses(rows, tokenizer))
-        labels = MappedLists((labels for _, labels in self._responses(rows, tokenizer)), np.float64)
-        kept = self.rows_within_limits(prompts, response_ids.lengths, self.max_response_tokens)
+        response_ids = MappedLists(ids for ids, _ in self._responses(rows, tokenizer, prompts))
+        labels = MappedLists((labels for _, labels in self._responses(rows, tokenizer, prompts)), np.float64)
+        kept = self.within_limits(rows, prompts.kept, response_ids.lengths, self.max_response_tokens)
         return TokenizedColumns(
             {"prompt_ids": prompts.prompt_ids, "response_ids": response_ids, "labels": labels},
             kept,
@@ -97,12 +95,13 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
         )
 
     def _responses(
-        self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase
+        self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, prompts: TokenizedPrompts
     ) -> Iterator[tuple[list[int], list[float]]]:
         """Yield the token ids and the token labels of each row's response."""
         for number, row in enumerate(rows):
             steps, labels = read_steps(row, self.steps_key, self.labels_key, rows.location(number))
             texts = separated_steps(steps, self.step_separator)
+            texts[0] = without_second_think(texts[0], tokenizer, prompts.prompt_ids[number])
             try:
                 ids_of_steps = encode_texts(texts, tokenizer)
             except TokenizerRefusal as refusal:
@@ -112,6 +111,8 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
             labels_of_tokens: list[float] = []
             for ids, label in zip(ids_of_steps, labels, strict=True):
                 response += ids
+                if not ids:  # the step was the second `<think>` alone
+                    continue
                 labels_of_tokens += [NO_LABEL] * (len(ids) - 1) + [NO_LABEL if label is None else float(label)]
             yield response, labels_of_tokens
 

@@ -25,7 +25,7 @@ from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Paths, PromptRows, RowForm, RowSource
 from rl_plugins.data.prompts import TokenizedColumns, TokenizedPrompts
-from rl_plugins.data.tokenization import check_end_of_sequence, within_limit
+from rl_plugins.data.tokenization import within_limit
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import AGAIN
 from rl_plugins.text_file import read_json_object
@@ -58,8 +58,7 @@ class SFTDataModule(StepDataModule[SFTBatch]):
             rows as training rows, for `val/loss`.
         max_response_tokens: longest response, in tokens, end of sequence included; of a conversation, all tokens from
             the first reply on.
-        options: options of `StepDataModule`: `tokenizer`, `prompts_per_step`, `max_prompt_tokens`, `eval_batch_size`,
-            `overlong_prompts`, `bad_images`, `seed`, `chat_template_kwargs`.
+        options: further options of `StepDataModule`.
     """
 
     def __init__(
@@ -106,10 +105,8 @@ class SFTDataModule(StepDataModule[SFTBatch]):
         """Tokenise prompts and responses and apply the limits.
 
         Raises:
-            ConfigError: a row has no text under `response_key`, the chat template refuses a conversation, or the
-                tokenizer has no end-of-sequence token.
+            ConfigError: a row has no text under `response_key`, or the chat template refuses a conversation.
         """
-        check_end_of_sequence(tokenizer)
         if self.messages_key is not None and not self._has_prompts(split):
             return self._build_conversations(rows, tokenizer)
         prompts = self.build_prompts(rows, tokenizer)
@@ -119,7 +116,7 @@ class SFTDataModule(StepDataModule[SFTBatch]):
             find_text(row, self.response_key, "response_key", rows.location(number)) for number, row in enumerate(rows)
         )
         response_ids = self.tokenize_responses(rows, texts, tokenizer, prompts)
-        kept = self.rows_within_limits(prompts, response_ids.lengths, self.max_response_tokens)
+        kept = self.within_limits(rows, prompts.kept, response_ids.lengths, self.max_response_tokens)
         columns = {"prompt_ids": prompts.prompt_ids, "response_ids": response_ids}
         return TokenizedColumns(columns, kept, lambda rows, **values: values, images=prompts.images)
 

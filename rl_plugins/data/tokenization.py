@@ -1,4 +1,4 @@
-"""Token ids of prompts, responses and turns: tokenizer, length limit, digest.
+"""Token ids of prompts and responses: tokenizer, length limit, digest.
 
 The data modules tokenise every text once. Tokens sampled by a policy are never tokenised again, because the text of
 sampled tokens need not give the same tokens.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 
 from rl_plugins.control_characters import whole_characters
-from rl_plugins.data.chat_template import Messages, TemplateRefusal, render
+from rl_plugins.data.chat_template import Messages, render
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import PromptRows
 from rl_plugins.errors import ConfigError
@@ -33,8 +33,6 @@ _CHUNK = 1024
 _VOCABULARIES = ("tokenizer*", "vocab*", "*.model")
 # Messages of the round trip, and characters of a message in an error.
 _PROBES, _SHOWN = 32, 40
-# Placeholder for the policy's response; no template changes a single word.
-_RESPONSE = "whatever-was-said"
 # Characters that Unicode keeps out of texts, around the number of a special token.
 _MARK = "\ufdd0{}\ufdd1"
 _MARKS = re.compile("\ufdd0(\\d{1,9})\ufdd1", re.ASCII)
@@ -369,65 +367,3 @@ def digest(sequences: Iterable[Sequence[int] | np.ndarray]) -> str:
     for ids in sequences:
         hasher.update(len(ids).to_bytes(8, "little") + np.asarray(ids, dtype=np.int64).tobytes())
     return hasher.hexdigest()
-
-
-# Turns of a conversation ------------------------------------------------------------------------------------------
-
-
-class TurnTokenizer:
-    """Tokens between two responses of a policy in a conversation.
-
-    Args:
-        tokenizer: tokenizer of the policy.
-        template_options: further variables of its chat template.
-
-    Raises:
-        ConfigError: the chat template changes or drops the text of a response.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any] | None = None) -> None:
-        self._tokenizer, self._options = tokenizer, dict(template_options or {})
-        self._texts = PlainTexts(tokenizer)
-        self._text_after_response([{"role": "user", "content": "and then?"}])
-
-    def tokens(self, messages: Messages, last_token: int, max_tokens: int) -> tuple[list[int], bool]:
-        """Return the end of the policy's turn, messages to the policy, and the start of the policy's next turn.
-
-        Args:
-            messages: the messages with their roles.
-            last_token: last token of the response before the messages; a special token is not repeated.
-            max_tokens: largest number of tokens of all texts of the messages; a text beyond is cut off.
-
-        Returns:
-            The token ids, and True if a text was cut off.
-
-        Raises:
-            ConfigError: the chat template does not accept the role of a message.
-        """
-        room, was_cut, kept = max_tokens, False, []
-        for message in messages:
-            content_ids = self._texts.encode(self._texts.hide(str(message["content"])))
-            if len(content_ids) > room:
-                was_cut, message = True, {**message, "content": self._tokenizer.decode(content_ids[:room])}
-            room -= min(room, len(content_ids))
-            kept.append(self._texts.hide(message))
-        text = self._texts.following(last_token, self._text_after_response(kept))
-        return self._texts.encode(text), was_cut
-
-    def _text_after_response(self, messages: Messages) -> str:
-        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _RESPONSE}]
-        try:
-            text = render(self._tokenizer, [*asked, *messages], self._options)
-        except TemplateRefusal as error:
-            raise ConfigError(
-                f"the chat template of {self._tokenizer.name_or_path!r} refuses a message of the role "
-                f"{', '.join(repr(message['role']) for message in messages)} after a response: {error}; change the "
-                "message, or the template"
-            ) from error
-        _, found, after = text.partition(_RESPONSE)
-        if not found:
-            raise ConfigError(
-                f"the chat template of {self._tokenizer.name_or_path!r} changes the text of the policy's responses, "
-                "so no message can follow a response: an environment needs another template"
-            )
-        return after

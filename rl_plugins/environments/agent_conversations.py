@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.data.following_messages import FollowingMessages, ToolUse
+from rl_plugins.data.following_messages import FollowingMessages, ToolUse, check_shows_tools
 from rl_plugins.data.tokenization import encode_prompts
-from rl_plugins.data.tool_messages import check_shows_tools
 from rl_plugins.environments.agent import AgentEnvironment
 from rl_plugins.environments.agent_process import AgentArguments
 from rl_plugins.environments.endpoint import Endpoint, HttpAnswer, Received
@@ -380,11 +379,10 @@ class AgentConversations:
         for one, read, choice in zip(turns, parsed, choices, strict=True):
             state.turns += 1
             state.counts["malformed"] += read.is_malformed
-            uses = zip(choice.calls, read.calls, strict=False)
             sequence = _Answered(
                 messages=[*call.messages, choice.message],
                 tools=call.tools,
-                called=[ToolUse(str(use["id"]), name) for use, (name, _) in uses],
+                called=[ToolUse(str(use["id"]), str(use["function"]["name"])) for use in choice.calls],
                 last_token=one.tokens[-1],
                 received=state.received,
                 sent=sent,

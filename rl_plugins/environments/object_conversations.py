@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl_plugins.data.chat_template import TemplateRefusal, check_chat_template, refused_messages
-from rl_plugins.data.tokenization import TokenizerRefusal, TurnTokenizer, encode_prompts
+from rl_plugins.data.following_messages import TurnTokenizer
+from rl_plugins.data.tokenization import TokenizerRefusal, encode_prompts
 from rl_plugins.environments.object_host import ObjectHost
 from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.step_result import Answer

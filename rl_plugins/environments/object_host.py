@@ -101,6 +101,9 @@ class ObjectHost:
             key: key of the object, unique among the objects in use.
             row: row of the data, with `seed`; argument of the first call.
         """
+        if self._ready and not self._objects and self._process.has_ended():
+            # It ended between two steps, and no object is to blame.
+            self._replace_process()
         self._waiting.append((key, row))
         self._start_waiting()
 

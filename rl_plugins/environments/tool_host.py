@@ -168,6 +168,9 @@ class ToolHost:
 
     def _send(self) -> None:
         """Run waiting calls with a place; after the loss of a process, suspects run first, each without other calls."""
+        if self._ready and not self._running and self._process.has_ended():
+            # It ended between two steps, and no call is to blame.
+            self._replace(set(), "died", f"the process {self._process.describe_end()}")
         if not self._ready or any(call.is_suspect for call in self._running.values()):
             return
         if self._suspects:

@@ -131,6 +131,8 @@ class _Server:
             if isinstance(result, ToolResult):
                 reward = read_score({"score": result.reward}, f"{tool.name}: reward")
                 return "", text_of(result.content), reward
+            if isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping):
+                raise TypeError("a tool for verl returns (response, reward, metrics): return rl.ToolResult here")
             return "", text_of(result), _NO_REWARD
         except TimeoutError as error:
             if deadline.expired():

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.sampling import EnvironmentOptions
-from rl_plugins.data.tool_messages import ToolMessages
+from rl_plugins.data.following_messages import ToolMessages
 from rl_plugins.environments.tool_host import Result, ToolHost
 from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError
@@ -239,9 +239,9 @@ class ToolConversations:
         faulty = any(len(opened.results) == len(opened.calls) for opened in self._open.values())
         if self._places:
             for number, result in self._host.results(0.0 if answers or faulty else wait_s).items():
-                key, place = self._places.pop(number, (0, 0))
-                if key in self._open:
-                    self._open[key].results[place] = result
+                # The calls of a forgotten response have no place.
+                if (found := self._places.pop(number, None)) and found[0] in self._open:
+                    self._open[found[0]].results[found[1]] = result
         done = [key for key, opened in self._open.items() if len(opened.results) == len(opened.calls)]
         return {**answers, **{key: self._reply(key, self._open.pop(key)) for key in done}}
 

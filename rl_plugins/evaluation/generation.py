@@ -87,12 +87,14 @@ class SampleFile:
     def check(self) -> None:
         """Compare the settings with the settings of an existing file, or of its parts.
 
+        Before the first part is made, settings may change.
+
         Raises:
             ConfigError: the settings differ; the message names the differences.
         """
         if self.path.exists():
             found, place = read_settings(self.path), self.path
-        elif self._settings_file.is_file():
+        elif self._settings_file.is_file() and any(self._folder.glob("*.parquet")):
             found, place = json.loads(self._settings_file.read_text()), self._folder
         else:
             return
@@ -220,8 +222,6 @@ class Job:
             prompts.update(json.dumps(row, sort_keys=True, default=str).encode())
         return {
             **asdict(self),
-            # Files without this setting have no options.
-            "template_options": dict(self.template_options) or None,
             "weights": fingerprint(model),
             "prompts": prompts.hexdigest(),
         }

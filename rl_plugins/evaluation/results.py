@@ -32,10 +32,10 @@ from rl_plugins.evaluation.measures import (
 from rl_plugins.rewards.records import (
     Score,
     ScoringRequest,
-    check_failure_rate,
     failed,
     failure_counts,
     scoring_request,
+    too_many,
 )
 
 ALL = "all"
@@ -162,7 +162,8 @@ def evaluate(
         scores = _scores(rows) if samples.is_scored else score(_requests(rows))
         # To save memory, all failures of a kind share one message.
         failed += [examples.setdefault(result.failure, result) for result in scores if result.failure is not None]
-        check_failure_rate(failed, max_failure_rate, total)
+        if len(failed) > max_failure_rate * total:
+            raise too_many(failed, len(failed), total, max_failure_rate)
         for number, row in enumerate(rows):
             row_scores = [result.value for result in scores[number * size : (number + 1) * size]]
             answers = [str(answer_of(answer)) for answer in row["answers" if samples.is_scored else "responses"]]

@@ -28,6 +28,7 @@ from rl_plugins.algorithms.inputs import (
     required_inputs,
 )
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES
+from rl_plugins.algorithms.regularization import Coefficient
 from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.config.placement import CRITIC_POOLS
@@ -244,8 +245,7 @@ def check_algorithm(config: RecipeConfig) -> None:
         algorithm.shaping.shaped(
             **{name: inputs[name] for name in ("scores_B", "response_lengths_B", "groups_B", "valid_B")}
         )
-        algorithm.kl.controller().update(0.0, config.batch.prompts_per_step * config.batch.samples_per_prompt)
-        algorithm.entropy.controller()
+        Coefficient(algorithm.kl).update(0.0, config.batch.prompts_per_step * config.batch.samples_per_prompt)
         _, advantages_BT, _ = algorithm.advantages(inputs, kl_coefficient=coefficient)
         if algorithm.constraint is not None:
             algorithm.advantages(costs_as_rewards(inputs), kl_coefficient=-coefficient)

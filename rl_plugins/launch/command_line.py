@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.checks import check_batch, check_options
@@ -64,7 +65,6 @@ def recipe_main(config_name: str) -> None:
         # The types of all runs of --multirun are checked before the first run starts.
         composed = [(parse_config(config), recipe) for config, recipe in compose_for_command_line(config_name)]
         for config, recipe in composed:
-            stop_before_next(config.run.name)
             run_recipe(config, recipe)
 
     exit_on_user_error(run)
@@ -91,16 +91,12 @@ def exit_on_user_error(run: Callable[[], object], resume: str = "run.resume=auto
         except RunStopped as stopped:
             print(f"{stopped}. To continue, repeat the command with {resume}", flush=True)
             # Ray would call a job with another status than 0 failed.
-            sys.exit(0 if _is_ray_job() else os.EX_TEMPFAIL)
+            is_job = "job_submission_id" in os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "")
+            sys.exit(0 if is_job else os.EX_TEMPFAIL)
         except KeyboardInterrupt as interrupt:
             state = f": {interrupt}. To continue, repeat the command with {resume}" if str(interrupt) else ""
             print(f"interrupted by {signals.name}{state}", file=sys.stderr)
             sys.exit(signals.status)
-
-
-def _is_ray_job() -> bool:
-    """Return True if this process is the command of a Ray job."""
-    return "job_submission_id" in os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "")
 
 
 def compose_config(config_name: str, overrides: list[str], folder: Path = CONFIG_FOLDER) -> Any:
@@ -217,15 +213,13 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
     register_schemas()
     # Without this variable Hydra prints its own text around an error, and ends the process.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    sys.argv[1:] = _flags_first(sys.argv[1:])
-    composed: list[tuple[Any, str]] = []
-    jobs: list[list[str]] = []
+    words = _flags_first(sys.argv[1:])
+    composed, jobs = list[tuple[Any, str]](), list[list[str]]()
 
     def keep(config: DictConfig) -> None:
         own = HydraConfig.get()
-        recipe = _recipe_of(str(own.job.config_name), config_name)
-        overrides = list(own.overrides.task)
-        composed.append((_without_replaced_options(config, str(own.job.config_name), overrides), recipe))
+        name, overrides = str(own.job.config_name), list(own.overrides.task)
+        composed.append((_without_replaced_options(config, name, overrides), _recipe_of(name, config_name)))
         jobs.append(overrides)
 
     # --help shows this name.
@@ -233,10 +227,16 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
     decorate = hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)
     main: Callable[[], None] = decorate(keep)
     try:
-        main()
+        # Hydra writes the options of a sweep, with their secrets, into this folder.
+        with TemporaryDirectory() as folder_of_sweep:
+            sys.argv[1:] = [*words, override("hydra.sweep.dir", folder_of_sweep)]
+            main()
     # Hydra also raises plain ValueErrors.
     except (HydraException, ValueError) as error:
         raise ConfigError(explain(error, lambda: keys_of(compose_config(config_name, [])))) from None
+    finally:
+        # The run's folder and MLflow have the command.
+        sys.argv[1:] = words
     for (config, _), name in zip(composed, _ends_of_names(jobs), strict=True):
         if name:
             # A pipeline has a name of its own.
@@ -247,8 +247,7 @@ def compose_for_command_line(config_name: str) -> list[tuple[Any, str]]:
 def _flags_first(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with flags and their values first: Hydra's parser accepts no flags between overrides."""
     flags, overrides = list[str](), list[str]()
-    left = iter(arguments)
-    for argument in left:
+    for argument in (left := iter(arguments)):
         if argument in _FLAGS_WITH_VALUE:
             flags += [argument, *islice(left, 1)]
         elif argument.startswith("~") or ("=" in argument and not argument.startswith("-")):
@@ -359,7 +358,7 @@ def run_recipe(
         ConfigError: the configuration, or for example a data file, is wrong. No heavy process has started.
         UserError: the run could not go on: a damaged checkpoint, failed rewards, a full disk, diverged training.
         RayLost: Ray ended during the run.
-        RunStopped: the run stopped on request, and has saved a checkpoint.
+        RunStopped: the run stopped on request, and has saved a checkpoint; or a signal came before the run began.
         KeyboardInterrupt: a signal ended the run at once. The message names the newest checkpoint.
     """
     from rl_plugins.launch.build_lock import clear_stale_build_locks, extensions_folder
@@ -372,6 +371,7 @@ def run_recipe(
     from rl_plugins.launch.stored_run import stored_run
 
     started = time.time()
+    stop_before_next(config.run.name)
     if config.launcher == "local":
         # Set before the checks import torch: spinning threads make other threads up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

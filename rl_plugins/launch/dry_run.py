@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 from rl_plugins.config.data import DataConfig
 from rl_plugins.config.judge import asks_engine, with_engines
 from rl_plugins.config.recipe import SAMPLING_STAGES, RecipeConfig
-from rl_plugins.errors import ConfigError
-from rl_plugins.launch.agent_environment import check_agent
+from rl_plugins.errors import ConfigError, config_errors
 from rl_plugins.launch.instantiation import training_data
 from rl_plugins.launch.measured_rows import MeasuredRows, kinds_of, options_in_errors
-from rl_plugins.launch.stateful_environment import check_stateful
-from rl_plugins.launch.tool_environment import check_tools
+from rl_plugins.launch.task_environment import try_environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,9 +100,7 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     if not config.environment.scores_itself:
         replies = _check_rewards(config, first_of_source, tokenizer)
         _check_replies(config, replies, tokenizer)
-    check_stateful(config, first_of_source, tokenizer)
-    check_agent(config, first_of_source, tokenizer)
-    template_options = check_tools(config, tokenizer)
+    template_options = try_environment(config, first_of_source, tokenizer)
     if tokenizer is None:
         return
     for rows in filter(None, (training, validation)):
@@ -130,7 +126,7 @@ def _loaded(source: Source, kind: str, config: RecipeConfig) -> tuple[PromptRows
 
 
 def _check_tools_key(conversations: PromptRows, key: str) -> None:
-    """Refuse a key that the user gives and no conversation has: the policy would learn calls without tools."""
+    """Refuse a key in no conversation: the policy would learn calls without tools."""
     from rl_plugins.data.conversations import TOOLS
 
     if key != DataConfig.tools_key and not any(row[TOOLS] for row in conversations):
@@ -195,10 +191,8 @@ def _policy_folder(config: RecipeConfig) -> Path:
 
 def _check_teachers(config: RecipeConfig, sources: Iterable[str]) -> None:
     for source in sorted(sources):
-        try:
+        with config_errors("teacher.paths: "):
             config.teacher.teacher_of(source)
-        except ConfigError as error:
-            raise ConfigError(f"teacher.paths: {error}") from None
 
 
 def _first_of_source(rows: Iterable[Row]) -> dict[str, Row]:
@@ -300,11 +294,13 @@ def _load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of the policy; return None if the policy has no file with a fast tokenizer.
 
     Raises:
-        ConfigError: the tokenizer cannot be read, has no chat template, or the template does not know an option.
+        ConfigError: the tokenizer cannot be read, or has no chat template or no end-of-sequence token; or the template
+            does not know an option.
     """
     from transformers import PreTrainedTokenizerFast
 
     from rl_plugins.data.chat_template import check_chat_template, check_template_options
+    from rl_plugins.data.tokenization import load_tokenizer
 
     path = config.model.path
     if not (_policy_folder(config) / "tokenizer.json").is_file():
@@ -318,13 +314,14 @@ def _load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase | None:
         raise ConfigError(
             f"model.path={path}: its tokenizer cannot be read ({reason}): download or export the model again"
         ) from None
+    if tokenizer.eos_token_id is None:
+        # The class that AutoTokenizer chooses may have an end of its own.
+        tokenizer = load_tokenizer(str(_policy_folder(config)), trust_remote_code=config.model.trust_remote_code)
     if config.data.chat_template is not None:
         tokenizer.chat_template = config.data.chat_template
     check_chat_template(tokenizer)
-    try:
+    with config_errors("data."):
         check_template_options(tokenizer, config.data.chat_template_kwargs)
-    except ConfigError as error:
-        raise ConfigError(f"data.{error}") from None
     return tokenizer
 
 
@@ -334,7 +331,7 @@ def _check_replies(config: RecipeConfig, replies: Iterable[Message], tokenizer: 
     Raises:
         ConfigError: the template refuses a reply.
     """
-    from rl_plugins.data.tokenization import TurnTokenizer
+    from rl_plugins.data.following_messages import TurnTokenizer
 
     if tokenizer is not None and _replies_of_reward(config):
         turns = TurnTokenizer(tokenizer, config.data.chat_template_kwargs)

@@ -17,10 +17,8 @@ from rl_plugins.config.data import DataConfig
 from rl_plugins.config.hydra_errors import explain
 from rl_plugins.config.recipe import RecipeConfig, read_config, written
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingOptions
-from rl_plugins.errors import ConfigError
-from rl_plugins.launch.agent_environment import agent_environment
-from rl_plugins.launch.stateful_environment import stateful_environment
-from rl_plugins.launch.tool_environment import tool_environment
+from rl_plugins.errors import ConfigError, config_errors
+from rl_plugins.launch.task_environment import task_environment
 from rl_plugins.redaction import REMOVED
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.text_file import read_yaml
@@ -43,7 +41,7 @@ def open_environment(config: RecipeConfig) -> Iterator[AnyEnvironment]:
         ConfigError: the environment cannot be used; see `ToolEnvironment`, `StatefulEnvironment` and
             `AgentEnvironment`.
     """
-    environment = tool_environment(config) or stateful_environment(config) or agent_environment(config)
+    environment = task_environment(config)
     if environment is None:
         options = config.environment
         yield EnvironmentConfig(
@@ -93,11 +91,10 @@ class ResponseOptions:
             for name in ("data.chat_template_kwargs", "data.chat_template", "sampling.stop", "sampling.stop_token_ids"):
                 if (value := OmegaConf.select(values, name)) is not None:
                     OmegaConf.update(options, name, value)
-            return cls._of(OmegaConf.to_object(options.data), OmegaConf.to_object(options.sampling))
+            with config_errors(f"{file}: "):
+                return cls._of(OmegaConf.to_object(options.data), OmegaConf.to_object(options.sampling))
         except OmegaConfBaseException as error:
             raise ConfigError(f"{file}: {explain(error)}") from None
-        except ConfigError as error:
-            raise ConfigError(f"{file}: {error}") from None
 
     @classmethod
     def _of(cls, data: Any, sampling: Any) -> ResponseOptions:
@@ -120,10 +117,8 @@ def recipe_with_conversations(file: Path) -> RecipeConfig:
     Raises:
         ConfigError: the file or an option is wrong, the file lacks a secret, or the policy has no conversations.
     """
-    try:
+    with config_errors("--recipe "):
         config = read_config(file, "name the config.yaml of a run")
-    except ConfigError as error:
-        raise ConfigError(f"--recipe {error}") from None
     options = config.environment
     if not config.generates or not (options.tools or options.scores_itself or options.max_turns > 1):
         raise ConfigError(

@@ -7,7 +7,6 @@ process needs the model.
 from __future__ import annotations
 
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -16,11 +15,11 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from rl_plugins.config.recipe import RecipeConfig
-from rl_plugins.errors import ConfigError, DeadlineExceeded, StorageError, user_errors_of_tasks
+from rl_plugins.errors import ConfigError, DeadlineExceeded, config_errors, user_errors_of_tasks
 from rl_plugins.hub.files import adapter_folder, download, repository_files
 from rl_plugins.hub.names import HubName, model_name
 from rl_plugins.launch.pinned_versions import SCHEME, PinnedVersions
-from rl_plugins.whole_file import link_or_copy
+from rl_plugins.whole_file import link_or_copy, write_whole
 
 _DATA = re.compile(
     r"hf://datasets/(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)"
@@ -97,17 +96,8 @@ def _some(files: Sequence[str]) -> str:
 
 def _copied(file: Path, copy: Path) -> Path:
     """Give a file of the cache a name in another folder. A copy of the same size is of the same commit."""
-    try:
-        if copy.is_file() and copy.stat().st_size == file.stat().st_size:
-            return copy
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        # Other runs may copy the same file now.
-        with tempfile.TemporaryDirectory(prefix=f".{copy.name}.", dir=copy.parent) as partial:
-            new = Path(partial, "copy")
-            link_or_copy(file.resolve(), new)
-            new.replace(copy)
-    except OSError as error:
-        raise StorageError(f"{copy} cannot be written ({error.strerror}): choose another run.output_dir") from None
+    if not (copy.is_file() and copy.stat().st_size == file.stat().st_size):
+        write_whole(copy, lambda new: link_or_copy(file.resolve(), new))
     return copy
 
 
@@ -189,11 +179,8 @@ def fetch_on_machines(config: RecipeConfig, nodes: Sequence[Mapping[str, Any]]) 
         done, _ = ray.wait(list(waiting), timeout=_SAY_EVERY_S)
         for task in done:
             address = waiting.pop(task)
-            try:
-                with user_errors_of_tasks():
-                    ray.get(task, timeout=_SAY_EVERY_S)
-            except ConfigError as error:
-                raise ConfigError(f"machine {address}: {error}") from None
+            with config_errors(f"machine {address}: "), user_errors_of_tasks():
+                ray.get(task, timeout=_SAY_EVERY_S)
         waited, machines = time.monotonic() - begun, ", ".join(sorted(waiting.values()))
         if waiting and waited > _DEADLINE_S:
             raise DeadlineExceeded(f"the run waited {waited:.0f} s for {machines} to download {names}")

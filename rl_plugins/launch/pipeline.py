@@ -16,18 +16,18 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_plugins.config.environment_variables import resolved_without_environment
 from rl_plugins.config.hydra_errors import explain
-from rl_plugins.config.pipeline import PipelineConfig, PipelineStage
+from rl_plugins.config.pipeline import PipelineConfig
 from rl_plugins.config.recipe import RecipeConfig, options_of, parse_config, read_config
 from rl_plugins.config.run import LOCAL_FOLDER, tracking_address
 from rl_plugins.config.settings import FOLDER_NAME
-from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped, UserError
+from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped, UserError, config_errors
 from rl_plugins.launch.command_line import (
     check_all_options,
     compose_config,
@@ -41,7 +41,6 @@ from rl_plugins.launch.stored_run import stored_run
 from rl_plugins.redaction import redacted, redacted_value, without_password
 from rl_plugins.run_folder import RunFolder, append_metrics, read_metrics
 from rl_plugins.run_lock import owned
-from rl_plugins.signals import stop_before_next
 from rl_plugins.storage import folder_in
 from rl_plugins.text_file import REMOVE, REPLACE, read_text, read_yaml
 from rl_plugins.tracking.run import RunDescription, TrackedRun
@@ -50,7 +49,6 @@ from rl_plugins.tracking.store import check_store, import_mlflow, open_client
 from rl_plugins.tracking.unsent_metrics import UnsentMetrics
 from rl_plugins.whole_file import storing, write_whole_text
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _OPEN_TIMEOUT_S = 60.0
@@ -104,7 +102,8 @@ def run_pipeline(composed: DictConfig) -> Path:
     if resolved.dry_run:
         left = (name for name in configs if RunFolder(folder / name).exported() is None)
         for name in islice(left, 1):
-            _name_stage(name, partial(run_recipe, configs[name]))
+            with config_errors(f"stage {name}: "):
+                run_recipe(configs[name])
         return folder
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,14 +132,14 @@ def _run_stages(
             if run.exported() is not None and run.finished.is_file() and not config.run.storage:
                 print(f"{label}: complete, see {run.path}", flush=True)
             else:
-                stop_before_next(label)
                 print(label, flush=True)
                 config.tracking.parent_run = parent.run_id() if parent else None
                 # Folders of models of earlier stages exist now.
                 config.make_paths_absolute()
                 when_checked = parent.add_stage if parent else None
                 recipe = resolved.stages[name].recipe
-                _name_stage(name, partial(run_recipe, config, recipe, when_checked, pinned[name]))
+                with config_errors(f"stage {name}: "):
+                    run_recipe(config, recipe, when_checked, pinned[name])
             if parent:
                 parent.log_validation(name)
 
@@ -167,13 +166,11 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
     for name, stage in pipeline.stages.items():
         _check_own_options(f"stages.{name}.options", stage.options)
         own_options = {"run": {**run, "name": name, "dry_run": pipeline.dry_run}, "tracking": tracking}
-
-        def compose(stage: PipelineStage = stage, own_options: Mapping[str, Any] = own_options) -> RecipeConfig:
+        with config_errors(f"stage {name}: "):
             # Merged as plain values: `parse_config` compares the result with the schema, and names the wrong option.
             recipe = OmegaConf.create(OmegaConf.to_container(compose_config(stage.recipe, list(stage.choices))))
-            return parse_config(OmegaConf.merge(recipe, pipeline.common, stage.options, own_options))
-
-        config = configs[name] = _name_stage(name, compose)
+            config = parse_config(OmegaConf.merge(recipe, pipeline.common, stage.options, own_options))
+        configs[name] = config
         if config.run.storage:
             config.run.storage = folder_in(config.run.storage, pipeline.name)
     if not configs:
@@ -200,19 +197,21 @@ def _check_stages(
     for name, config in configs.items():
         if resume:
             config.run.resume = "auto"
-        _name_stage(name, partial(check_all_options, config))
+        with config_errors(f"stage {name}: "):
+            check_all_options(config)
     known = _known_versions(configs, folder) if resume else {}
     pinned = {}
     for name, config in configs.items():
         versions = PinnedVersions(known)
-        _name_stage(name, partial(fetch_data, config, versions))
-        _name_stage(name, partial(config.replace_model_paths, partial(pinned_model, versions)))
-        known |= versions.used
-        pinned[name] = versions.used
-        if not resume:
-            _name_stage(name, partial(stored_run, config, RunFolder(folder / name)))
-        if RunFolder(folder / name).exported() is None:
-            _name_stage(name, partial(check_stage_ahead, config, folder))
+        with config_errors(f"stage {name}: "):
+            fetch_data(config, versions)
+            config.replace_model_paths(partial(pinned_model, versions))
+            known |= versions.used
+            pinned[name] = versions.used
+            if not resume:
+                stored_run(config, RunFolder(folder / name))
+            if RunFolder(folder / name).exported() is None:
+                check_stage_ahead(config, folder)
     return pinned
 
 
@@ -222,7 +221,8 @@ def _known_versions(configs: Mapping[str, RecipeConfig], folder: Path) -> dict[s
         return known
     for name, config in configs.items():
         run = RunFolder(folder / name)
-        known |= PinnedVersions.of_run(run, _name_stage(name, partial(stored_run, config, run))).known
+        with config_errors(f"stage {name}: "):
+            known |= PinnedVersions.of_run(run, stored_run(config, run)).known
     return known
 
 
@@ -236,14 +236,6 @@ def _resolve(composed: DictConfig) -> Any:
         return OmegaConf.merge(schema, resolved_without_environment(merged))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from None
-
-
-def _name_stage(stage: str, call: Callable[[], T]) -> T:
-    """Return the result of a call, with the name of the stage in the message of a `ConfigError`."""
-    try:
-        return call()
-    except ConfigError as error:
-        raise ConfigError(f"stage {stage}: {error}") from None
 
 
 class ParentRun:

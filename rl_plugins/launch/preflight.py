@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from rl_plugins.config.models import LANGUAGE_MODEL, SCHEDULES, LoraConfig, Opti
 from rl_plugins.config.precision import dtype_of_passes
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.rollout import check_cpu_head_size
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, config_errors
 from rl_plugins.hub.files import model_folder
 from rl_plugins.hub.names import model_name
 from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
@@ -108,10 +108,8 @@ def _check_optimizers(config: RecipeConfig) -> None:
             # The import loads torch, which takes seconds.
             from rl_plugins.stages.optimizer import try_optimizer
 
-            try:
+            with config_errors(f"{group}."):
                 try_optimizer(options)
-            except ConfigError as error:
-                raise ConfigError(f"{group}.{error}") from None
 
 
 def _check_attention(name: str, *, on_cpu: bool) -> None:
@@ -261,12 +259,15 @@ def check_models(
         if is_left_out(path):
             continue
         # Weights of the hub come after all checks, because their download takes time.
-        model = models[path] = check_model_folder(
+        found = models[path] = check_model_folder(
             option, path, weights=model_name(path) is None, trust_remote_code=config.model.trust_remote_code
         )
         if option != "reward.judge.model":
-            check_whole_weights(f"{option}={path}", model)
-        _check_trained_parts(config, path, model, is_left_out)
+            check_whole_weights(f"{option}={path}", found)
+    _check_trained_parts(config, models, is_left_out)
+    for option, path in config.model_paths.items():
+        if (model := models.get(path)) is None:
+            continue
         if option == "model.path":
             _check_heads(config, model)
             if (patches := config.batch.patches_per_micro_batch) and not reads_images(model):
@@ -282,8 +283,7 @@ def check_models(
                 check_engine_weights(on_gpus, model, read_machine())
         if option == "reward.judge.model" and _on_cpu(config):
             check_cpu_head_size(f"{option}={path}", model)
-        limit = context_window(model)
-        if limit is not None and prompt + response > limit:
+        if (limit := context_window(model)) is not None and prompt + response > limit:
             raise ConfigError(
                 f"data.max_prompt_tokens={prompt} and sampling.max_tokens={response} make {prompt + response} tokens, "
                 f"and {option}={path} takes {limit}: lower one of the two"
@@ -307,7 +307,7 @@ class _Trained(NamedTuple):
 
 
 def _check_trained_parts(
-    config: RecipeConfig, path: str, model: dict[str, Any], is_left_out: Callable[[str], bool]
+    config: RecipeConfig, models: Mapping[str, dict[str, Any]], is_left_out: Callable[[str], bool]
 ) -> None:
     """Check the models from a folder for the parts in options: vision tower, experts, and layers with an adapter."""
     trained = [_Trained(config.model.path, "model.lora", config.model.lora, "optimizer", config.optimizer)]
@@ -315,7 +315,8 @@ def _check_trained_parts(
         start = critic.path or config.model.path
         trained.append(_Trained(start, f"{name}.lora", critic.lora, f"{name}.optimizer", critic.optimizer))
     for each in trained:
-        if each.path != path:
+        path = each.path
+        if (model := models.get(path)) is None:
             continue
         if each.lora.rank and each.lora.experts and not expert_count(model):
             raise ConfigError(f"{each.lora_option}.experts=true: {path} has no experts: leave the option out")
@@ -330,8 +331,7 @@ def _check_trained_parts(
             from rl_plugins.launch.algorithm_check import check_adapter
 
             check_adapter(each.lora_option, path, lora, trust_remote_code=config.model.trust_remote_code)
-        lr = each.optimizer.vision_lr
-        if lr is None:
+        if (lr := each.optimizer.vision_lr) is None:
             continue
         option = f"{each.optimizer_option}.vision_lr={lr:g}"
         if not reads_images(model):

@@ -33,7 +33,7 @@ def scorer_of(config: RecipeConfig, judge_urls: Sequence[str] = ()) -> RewardPoo
     return RewardPool(
         rewards,
         num_workers=reward.num_workers,
-        start_timeout_s=max(_START_S, reward.load_timeout_s),
+        start_timeout_s=_START_S + reward.load_timeout_s,
         gpus_per_worker=reward.gpus,
         memory_mb=reward.memory_mb,
         pass_env=reward.pass_env,

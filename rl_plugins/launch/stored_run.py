@@ -49,7 +49,10 @@ def stored_run(config: RecipeConfig, folder: RunFolder) -> StoredRun | None:
                 f"run.storage={config.run.storage}: the copy and the run ({folder.path}) would be in one folder: name "
                 "another folder, or leave the option out"
             )
-    run = StoredRun(storage, folder, keep=config.run.keep_checkpoints)
+    # A file of MLflow in the output folder stays on its machine, so another machine begins a new run in its own file.
+    in_output = f"sqlite:///{Path(config.run.output_dir).absolute()}/"
+    with_id = config.tracking.uri is not None and not config.tracking.uri.startswith(in_output)
+    run = StoredRun(storage, folder, keep=config.run.keep_checkpoints, restores_tracking_run=with_id)
     try:
         if not config.run.resume and run.has_results():
             raise ConfigError(
@@ -69,9 +72,19 @@ class StoredRun:
         folder: local folder of the run.
         keep: number of newest checkpoints to keep in storage.
         stall_s: seconds without a copied part after which the end of a run gives up.
+        restores_tracking_run: restore the id of the MLflow run.
     """
 
-    def __init__(self, storage: Storage, folder: RunFolder, *, keep: int, stall_s: float = _STALL_S) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        folder: RunFolder,
+        *,
+        keep: int,
+        stall_s: float = _STALL_S,
+        restores_tracking_run: bool = True,
+    ) -> None:
+        self._restores_tracking_run = restores_tracking_run
         self._storage, self._folder, self._keep, self._stall_s = storage, folder, keep, stall_s
         # State of each copied file, by its path; None for a file of an earlier process in an unknown state.
         self._copied: dict[str, object] = {}
@@ -149,6 +162,7 @@ class StoredRun:
             for name in stored
             if not _CHECKPOINT.match(name)
             and not _LOCAL.match(name)
+            and (self._restores_tracking_run or name != self._folder.tracking_run.name)
             # The export of a run that has not finished may lack files.
             and (is_finished or name.partition("/")[0] not in exports)
         ]

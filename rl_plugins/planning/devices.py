@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -143,10 +143,8 @@ def read_cpu(path: Path) -> Device:
         ConfigError: the file is missing or has other content.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        names = {field.name for field in fields(Device)}
-        return Device(**{key: value for key, value in values.items() if key in names})
-    except (OSError, json.JSONDecodeError, TypeError) as error:
+        return Device(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"calibration file {path}: {error}; `python -m benchmarks.calibrate --output FILE` measures a machine"
         ) from None

@@ -26,7 +26,7 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.python_file import nearest
-from rl_plugins.rewards.loading import load_reward, name_of
+from rl_plugins.rewards.loading import load_callable, name_of
 from rl_plugins.rewards.records import Score, ScoringRequest, failed, for_tokens, read_scores
 from rl_plugins.user_code import UNDECIDED, SoftDeadline, only_one_process, run_concurrently, run_with_deadline
 
@@ -68,7 +68,7 @@ class RewardFunction:
             ConfigError: the function cannot be loaded, asks for an argument outside the fields of a sample and the
                 configuration, mixes singular and plural names, or does not take a configured argument.
         """
-        self.name, self.function, self.fixed = load_reward(config)
+        self.name, self.function, self.fixed = load_callable(config, "reward")
         if isinstance(self.function, CompositeReward):
             self.is_async, self.batched = self.function.is_async, self.function.batched
             return

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.config.judge import ENGINE_KEY, PLACEHOLDER, JudgeConfig, check_template, judge_config
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, config_errors
 from rl_plugins.rewards.calling import CompositeReward
 from rl_plugins.rewards.judge_answers import AnswerFolder, JudgeAnswer, read_score
 from rl_plugins.rewards.judge_server import JudgeServer, NoAnswer, RequestLimits
@@ -95,11 +95,9 @@ class Judge(CompositeReward):
         Raises:
             ConfigError: an option is missing or out of range, or the environment has no key.
         """
-        try:
+        with config_errors("config of the judge (in a recipe: reward.judge): "):
             self.config = judge_config(config)
             self._template = _read_template(self.config)
-        except ConfigError as error:
-            raise ConfigError(f"config of the judge (in a recipe: reward.judge): {error}") from None
         addresses = [str(self.config.url)] if self.config.url else list(urls)
         for name, value in {"url": addresses, "model": self.config.model}.items():
             if not value:

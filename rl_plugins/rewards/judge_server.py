@@ -133,6 +133,8 @@ class JudgeServer:
         self._random = random.Random()
         self._next_start = self._next_log = 0.0
         self._away_since: float | None = None
+        # Time until which a question repeats its request.
+        self._away_until = 0.0
 
     async def ask(self, body: Mapping[str, Any], stop: float) -> JudgeReply:
         """Send a question until there is an answer.
@@ -158,6 +160,7 @@ class JudgeServer:
             if outcome.kind == "away":
                 left_s = self._note_absence(outcome.reason)
                 is_over, delay_s = left_s <= 0, min(delay_s, left_s)
+                self._away_until = time.monotonic() + delay_s + self._limits.timeout_s
             else:
                 self._note_presence()
                 faults += 1
@@ -254,7 +257,7 @@ class JudgeServer:
     def _note_absence(self, reason: str) -> float:
         """Remember that the server is away, and log the wait at intervals; return the seconds left for the wait."""
         now = time.monotonic()
-        if self._away_since is None:
+        if self._away_since is None or now > self._away_until:
             self._away_since, self._next_log = now, now
         left_s = self._away_since + self._limits.wait_s - now
         if left_s > 0 and now >= self._next_log:

@@ -105,7 +105,7 @@ class WorkerLimits:
 
 def at_most(limit: int, most: int) -> int:
     """Return a limit in bytes, or the hard limit `most` if the hard limit is lower."""
-    return limit if most == resource.RLIM_INFINITY else min(limit, most)
+    return min(limit, 2**63 - 1 if most == resource.RLIM_INFINITY else most)
 
 
 def _private_bytes() -> int:

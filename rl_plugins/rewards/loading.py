@@ -25,11 +25,6 @@ from rl_plugins.python_file import callable_of, callable_of_file, nearest
 from rl_plugins.user_code import load_user_code
 
 
-def load_reward(config: Mapping[str, Any]) -> tuple[str, Callable[..., Any], dict[str, Any]]:
-    """Load the function or class of a reward; see `load_callable`."""
-    return load_callable(config, "reward")
-
-
 def load_callable(config: Mapping[str, Any], kind: str) -> tuple[str, Callable[..., Any], dict[str, Any]]:
     """Load the function or class of a configuration.
 
@@ -44,7 +39,14 @@ def load_callable(config: Mapping[str, Any], kind: str) -> tuple[str, Callable[.
     Raises:
         ConfigError: a key, module, file or name is missing, or a class does not take the keyword arguments.
     """
-    return _ready(*find_callable(config, kind), kind)
+    name, function, options = find_callable(config, kind)
+    if not inspect.isclass(function):
+        return name, function, options
+    check_constructor(name, function, options, kind)
+    instance = load_user_code(name, "its constructor", lambda: function(**options), kind)
+    if not callable(instance):
+        raise ConfigError(f"{kind} {name!r}: the class has no method __call__")
+    return name, instance, {}
 
 
 def find_callable(config: Mapping[str, Any], kind: str) -> tuple[str, Callable[..., Any], dict[str, Any]]:
@@ -61,15 +63,13 @@ def find_callable(config: Mapping[str, Any], kind: str) -> tuple[str, Callable[.
         ConfigError: a key, module, file or name is missing.
     """
     options = {str(key): plain(value) for key, value in config.items()}
-    if callable(options.get("_target_")):
-        function = options.pop("_target_")
-        return getattr(function, "__qualname__", type(function).__name__), function, options
-    if "_target_" in options:
-        name = str(options.pop("_target_"))
-        module_name, _, attribute = name.rpartition(".")
+    name = name_of(options)
+    if callable(found := options.get("_target_")):
+        del options["_target_"]
+    elif "_target_" in options:
+        module_name, _, attribute = str(options.pop("_target_")).rpartition(".")
         found = callable_of(_import_module(module_name, name, kind), attribute, f"{kind} {name!r}")
     elif "path" in options and "name" in options:
-        name = name_of(options)
         found = callable_of_file(str(options.pop("path")), str(options.pop("name")), kind)
     else:
         raise ConfigError(f"{kind} {options!r} names no function: give `_target_`, or `path` and `name`")
@@ -82,18 +82,6 @@ def name_of(config: Mapping[str, Any]) -> str:
     if callable(target):
         return str(getattr(target, "__qualname__", type(target).__name__))
     return str(target) if target else f"{config.get('path')}:{config.get('name')}"
-
-
-def _ready(
-    name: str, function: Callable[..., Any], options: dict[str, Any], kind: str
-) -> tuple[str, Callable[..., Any], dict[str, Any]]:
-    if not inspect.isclass(function):
-        return name, function, options
-    check_constructor(name, function, options, kind)
-    instance = load_user_code(name, "its constructor", lambda: function(**options), kind)
-    if not callable(instance):
-        raise ConfigError(f"{kind} {name!r}: the class has no method __call__")
-    return name, instance, {}
 
 
 def check_constructor(name: str, function: Callable[..., Any], options: Mapping[str, Any], kind: str) -> None:

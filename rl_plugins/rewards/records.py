@@ -20,6 +20,8 @@ from rl_plugins.user_code import describe
 Message = Mapping[str, Any]
 Failure = Literal["raised", "timeout", "not_finite", "died", "memory", "image"]
 
+_LARGEST = 1e18
+"""Largest number whose square, summed over the samples of a step, is a float32."""
 _ALLOWED_FAILURES = 10
 """Number of failures in a few samples that say nothing about their share."""
 JUDGE_DETAILS = "judge/"
@@ -146,9 +148,9 @@ def read_scores(outcome: object, name: str, batch: int | None) -> list[Score]:
 
     Args:
         outcome: result of the reward function, or the exception it raised. A result is a number (also a 0-d array or
-            tensor), a mapping with "score" and further numbers, or a reply, which may have the "reward" of the turn. A
-            mapping may have "token_rewards", whose sum is the score unless there is a "score". A batched call returns a
-            list of results.
+            tensor), a mapping with "score" and further numbers, or a reply, which may have the "reward" of the turn.
+            Further texts in a mapping are left out. A mapping may have "token_rewards", whose sum is the score unless
+            there is a "score". A batched call returns a list of results.
         name: name of the reward, for messages.
         batch: number of samples of a batched call. None for a call with one sample.
     """
@@ -192,7 +194,10 @@ def read_score(result: object, name: str) -> Score:
         return failed("raised", f"{name}: the returned mapping has no 'score', only {list(map(str, values))}")
     numbers = {}
     for key, value in values.items():
-        number = _number(value, name, str(key))
+        # Functions for verl also return texts, such as the found answer under `pred`.
+        if key != "score" and (value is None or isinstance(value, str)):
+            continue
+        number = _number(value, name, str(key), largest=_LARGEST if key == "score" else sys.float_info.max)
         if isinstance(number, Score):
             return number
         numbers[str(key)] = number
@@ -213,7 +218,7 @@ def _token_rewards(given: object, name: str) -> tuple[float, ...] | Score:
     return tuple(read)
 
 
-def _number(value: Any, name: str, key: str, token: int | None = None) -> float | Score:
+def _number(value: Any, name: str, key: str, token: int | None = None, *, largest: float = _LARGEST) -> float | Score:
     """Read a finite number, also of a 0-d array or tensor; return a failure for all else.
 
     Args:
@@ -221,14 +226,16 @@ def _number(value: Any, name: str, key: str, token: int | None = None) -> float 
         name: name of the reward, for messages.
         key: key of the value in the result of the reward.
         token: place of the token with the value, if the key has a value for each token.
+        largest: largest value.
     """
     number = value.item() if getattr(value, "ndim", None) == 0 else value
-    if isinstance(number, int | float) and abs(number) <= sys.float_info.max:
+    if isinstance(number, int | float) and abs(number) <= largest:
         return float(number)
     subject = f"{name}: {key!r}" if token is None else f"{name}: {key!r} of token {token}"
     if not isinstance(number, int | float):
         return failed("raised", f"{subject} is {_type(number)}, not a number")
-    shown = number if isinstance(number, float) else "too large for a float"
+    is_large = isinstance(number, int) or math.isfinite(number)
+    shown = f"too large: training takes numbers up to {largest:g}" if is_large else number
     return failed("not_finite", f"{subject} is {shown}")
 
 
@@ -240,26 +247,6 @@ def failure_counts(scores: Sequence[Score]) -> dict[str, int]:
     """Count the failures of each kind. Every kind is a key, so that all ranks log the same metrics."""
     counts = Counter(score.failure for score in scores)
     return {kind: counts[kind] for kind in get_args(Failure)}
-
-
-def check_failure_rate(
-    scores: Sequence[Score | None], max_failure_rate: float, num_requests: int | None = None
-) -> None:
-    """Raise an error if too many rewards failed.
-
-    Args:
-        scores: one entry per request. None for a request without a score yet, which counts as not failed.
-        max_failure_rate: largest allowed share of failed requests, 0 to 1.
-        num_requests: number of all requests, if `scores` has only a part of the entries.
-
-    Raises:
-        RewardError: more than `max_failure_rate` of the requests failed. The message has both numbers, and the most
-            frequent failure with one example.
-    """
-    failures = _failures_among(scores)
-    total = len(scores) if num_requests is None else num_requests
-    if len(failures) > max_failure_rate * total:
-        raise _too_many(failures, len(failures), total, max_failure_rate)
 
 
 class FailureRate:
@@ -288,7 +275,7 @@ class FailureRate:
         count = len(failures) + sum(failed for failed, _ in self._calls)
         total = len(scores) + sum(size for _, size in self._calls)
         if failures and count > max(self._largest * total, self._allowed):
-            raise _too_many(failures, count, total, self._largest)
+            raise too_many(failures, count, total, self._largest)
 
     def add(self, scores: Sequence[Score | None]) -> None:
         """Check the scores of a finished call as `check` does, and keep their numbers for the next calls."""
@@ -302,7 +289,8 @@ def _failures_among(scores: Sequence[Score | None]) -> list[Score]:
     return [score for score in scores if score is not None and score.failure is not None]
 
 
-def _too_many(failures: Sequence[Score], count: int, total: int, max_failure_rate: float) -> RewardError:
+def too_many(failures: Sequence[Score], count: int, total: int, max_failure_rate: float) -> RewardError:
+    """Return the error with both numbers, and the most frequent failure with one example."""
     kind, of_kind = Counter(score.failure for score in failures).most_common(1)[0]
     example = next(score.message for score in failures if score.failure == kind)
     return RewardError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rl_plugins.config.sampling import EnvironmentConfig
-from rl_plugins.data.tokenization import TurnTokenizer
+from rl_plugins.data.following_messages import TurnTokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.records import Score, ScoringRequest, failed, finite_score
 from rl_plugins.rewards.trajectory import Reply, Turn

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from decimal import Decimal
+from numbers import Rational, Real
 from typing import Any
 
 from rl_plugins.data.boxed import last_box
@@ -23,11 +24,25 @@ def exact_match(solution_str: str, ground_truth: object, ignore_case: bool = Fal
 
     Args:
         solution_str: text of the response.
-        ground_truth: right answer.
+        ground_truth: right answer, a text or a number.
         ignore_case: ignore the difference between upper and lower case.
+
+    Raises:
+        ValueError: the ground truth is neither a text nor a number.
     """
-    given, wanted = solution_str.strip(), str(ground_truth).strip()
+    given, wanted = solution_str.strip(), _text_of(ground_truth).strip()
     return float(given.casefold() == wanted.casefold() if ignore_case else given == wanted)
+
+
+def _text_of(ground_truth: object) -> str:
+    """Return the text of a ground truth. A number has no exponent, nor zeros after the last digit of a fraction."""
+    # NumPy's numbers are Real, and decimals are not.
+    if not isinstance(ground_truth, str | Real | Decimal) or ground_truth != ground_truth:
+        raise ValueError(f"the ground truth {ground_truth!r} is neither a text nor a number")
+    if isinstance(ground_truth, str | Rational):
+        return str(ground_truth)
+    text = f"{Decimal(str(ground_truth or 0)):f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def correct_and_format(
@@ -61,7 +76,7 @@ def final_answer(solution_str: str, ground_truth: object, require_marker: bool =
     Raises:
         ValueError: the ground truth has no number.
     """
-    wanted = final_number(str(ground_truth))
+    wanted = final_number(_text_of(ground_truth))
     if wanted is None:
         raise ValueError(f"the ground truth {ground_truth!r} has no number")
     given = None if require_marker and MARKER not in solution_str else final_number(solution_str)
@@ -96,7 +111,7 @@ class MathVerify:
         Raises:
             ValueError: the ground truth cannot be parsed.
         """
-        text = str(ground_truth)
+        text = _text_of(ground_truth)
         box = last_box(text, braced=True)
         if box or not (last_box(text) or _FORMULA.search(text)):
             # The package reads no dollar sign in a box, several boxes as a set, and boxes without braces well.

@@ -167,20 +167,3 @@ def trial_deadline_s(reward_config: Mapping[str, Any], deadline_s: float) -> flo
         deadline_s: seconds for one call in the run.
     """
     return min(deadline_s, max(DEADLINE_S, 1.5 * longest_timeout(reward_config)))
-
-
-def check_reward(
-    reward_config: Mapping[str, Any], sample_request: ScoringRequest, *, deadline_s: float = DEADLINE_S
-) -> Score:
-    """Score one sample in a child process, before anything heavy starts.
-
-    Args:
-        reward_config: one reward, or a mapping from data source to reward (see `calling`).
-        sample_request: the sample.
-        deadline_s: seconds for the call.
-
-    Raises:
-        ConfigError: the reward cannot be loaded, the sample's data source has no reward, or the reward fails.
-    """
-    with RewardTrial(reward_config, deadline_s=deadline_s) as trial:
-        return trial.score(sample_request)

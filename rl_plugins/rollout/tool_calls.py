@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rl_plugins.control_characters import whole_characters
 from rl_plugins.data.reasoning import END_OF_THOUGHT, THINK
 from rl_plugins.json_text import read_foreign_json
 
@@ -98,7 +99,7 @@ class FunctionParser:
         calls, text = self.calls(response, before), decoded(self._tokenizer, response, skip_special_tokens=True)
         if not calls or any(call.fault for call in calls):
             return ParsedResponse(text, is_malformed=bool(calls))
-        return ParsedResponse("", [(call.name, json.dumps(dict(call.arguments))) for call in calls])
+        return ParsedResponse("", [(whole_characters(call.name), json.dumps(dict(call.arguments))) for call in calls])
 
     def text_before_calls(self, response: Sequence[int], before: Sequence[int]) -> str:
         """Return no text, because any text may become a call of the user's function."""

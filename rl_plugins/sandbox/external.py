@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, get_args
 
 from rl_plugins.control_characters import without_controls
+from rl_plugins.errors import ConfigError
 from rl_plugins.json_text import read_foreign_json
 from rl_plugins.sandbox import supervisor
 from rl_plugins.sandbox.namespaces import (
@@ -154,7 +155,9 @@ def bubblewrap(folders: Sequence[str]) -> CommandSandbox:
     def prefix(limits: SandboxLimits) -> list[str]:
         words = [command, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
         words += ["--uid", "1000", "--gid", "1000", "--proc", "/proc", "--dev", "/dev"]
-        words += ["--remount-ro", "/dev", "--size", str(limits.disk_mb * _MIB), "--tmpfs", "/tmp"]
+        # A shared mapping of the real /dev/zero is memory that no limit counts. Reads of /dev/full give zeros, too.
+        words += ["--dev-bind", "/dev/full", "/dev/zero", "--remount-ro", "/dev"]
+        words += ["--size", str(limits.disk_mb * _MIB), "--tmpfs", "/tmp"]
         for path in visible:
             if os.path.exists(path):
                 words += ["--ro-bind", os.path.realpath(path), path]
@@ -171,11 +174,19 @@ class RemoteSandbox:
     Args:
         address: address of the server.
         headers: headers of each request, such as Authorization.
+
+    Raises:
+        ConfigError: the value of a header has characters that no header may have. The message hides the value.
     """
 
     def __init__(self, address: str, headers: Mapping[str, str]) -> None:
         self._address = address
-        self._headers = {"Content-Type": "application/json", **{name: str(value) for name, value in headers.items()}}
+        # A secret in a file often ends with a line end.
+        given = {name: str(value).strip() for name, value in headers.items()}
+        for name, value in given.items():
+            if not (value.isascii() and value.isprintable()):
+                raise ConfigError(f"headers.{name}: the value has characters that no header may have: correct it")
+        self._headers = {"Content-Type": "application/json", **given}
 
     def run(self, job: SandboxJob) -> SandboxResult:
         """Run a program. A request without an answer, or with the status 429 or 503, is sent again.

@@ -89,6 +89,8 @@ class CodeSandbox:
         self.parallel = parallel or len(os.sched_getaffinity(0))
         self._places = threading.BoundedSemaphore(self.parallel)
         self._backend = _backend_of(sandbox, list(folders), headers or {})
+        if self._interpreter is not None or self.limits != _DEFAULT:
+            self._try_options()
 
     def run(
         self,
@@ -121,6 +123,25 @@ class CodeSandbox:
             return self._backend.run(SandboxJob(program, stdin, own, self._interpreter, self._file_name))
         finally:
             self._places.release()
+
+    def _try_options(self) -> None:
+        """Run an empty program with the interpreter and the limits, but with much time.
+
+        Raises:
+            ConfigError: the interpreter does not start, or Python does not end well under the limits.
+        """
+        limits = replace(self.limits, cpu_s=_PATIENT.cpu_s, wall_s=_PATIENT.wall_s)
+        name = "limits" if self._interpreter is None else f"interpreter={list(self._interpreter)}"
+        try:
+            result = self._backend.run(SandboxJob("\n", "", limits, self._interpreter, self._file_name))
+            # Another interpreter may refuse an empty program.
+            fault = "" if result.ok or self._interpreter is not None else f"({_last_line(result)}): raise the limit"
+        except SandboxError as error:
+            way_out = "" if self._interpreter is None else ": install it in a folder that programs may read"
+            fault = f"({error}){way_out}"
+        if fault:
+            self.close()
+            raise ConfigError(f"{name}: an empty program did not run {fault}")
 
     def close(self) -> None:
         """End the sandbox and all of its programs."""
@@ -210,5 +231,8 @@ def _try_program(backend: Backend) -> None:
         raise
     if not result.ok or result.stdout != "ready\n":
         backend.close()
-        last = (result.stderr.strip().splitlines() or [f"exit status {result.exit_status} {result.limit}".strip()])[-1]
-        raise SandboxError(f"a program that prints its input failed: {last}")
+        raise SandboxError(f"a program that prints its input failed: {_last_line(result)}")
+
+
+def _last_line(result: SandboxResult) -> str:
+    return (result.stderr.strip().splitlines() or [f"exit status {result.exit_status} {result.limit}".strip()])[-1]

@@ -19,10 +19,12 @@ _FILTER_MODE = 2
 _INSTRUCTION = "HBBI"
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _KILL, _ALLOW, _FAIL = 0x80000000, 0x7FFF0000, 0x00050000
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 24, 40
 _KIND_OF_SOCKET = 15
 """Bits of a socket's type without its flags."""
 _NEW_NAMESPACES = 0x7E020000
+_SHARED_WITHOUT_FILE = 0x21
+"""Flags MAP_SHARED and MAP_ANONYMOUS of `mmap`."""
 _OTHER_NUMBERS = 0x40000000
 """Numbers of a second set of calls on x86-64 (x32)."""
 
@@ -39,6 +41,7 @@ class _Machine:
     Attributes:
         architecture: number of the processor in the kernel's audit records.
         clone: number of `clone`.
+        mmap: number of `mmap`.
         prlimit: number of `prlimit64`.
         socketpair: number of `socketpair`.
         denied: numbers of the refused calls.
@@ -46,6 +49,7 @@ class _Machine:
 
     architecture: int
     clone: int
+    mmap: int
     prlimit: int
     socketpair: int
     denied: dict[str, int]
@@ -76,7 +80,10 @@ _ARM = {
     "sethostname": 161, "setdomainname": 162, "lookup_dcookie": 18, "move_pages": 239, "migrate_pages": 238,
     "mbind": 235, "set_mempolicy": 237, "personality": 92, "vhangup": 58, "vmsplice": 75,
 }  # fmt: skip
-_MACHINES = {"x86_64": _Machine(0xC000003E, 56, 302, 53, _X86), "aarch64": _Machine(0xC00000B7, 220, 261, 199, _ARM)}
+_MACHINES = {
+    "x86_64": _Machine(0xC000003E, 56, 9, 302, 53, _X86),
+    "aarch64": _Machine(0xC00000B7, 220, 222, 261, 199, _ARM),
+}
 
 
 def has_filter() -> bool:
@@ -120,6 +127,10 @@ def _instructions(machine: _Machine) -> list[tuple[int, int, int, int]]:
     code += [(_EQUAL, 0, 7, machine.socketpair), first, (_EQUAL, 0, 3, socket.AF_UNIX)]
     code += [(_LOAD, 0, 0, _SECOND_ARGUMENT), (_AND, 0, 0, _KIND_OF_SOCKET), (_EQUAL, 1, 0, socket.SOCK_STREAM)]
     code += [refuse, (_RETURN, 0, 0, _ALLOW)]
+    # Shared memory without a file: its pages stay in memory, and count for no process, after a program has told the
+    # kernel to forget their addresses (MADV_DONTNEED).
+    code += [(_EQUAL, 0, 5, machine.mmap), (_LOAD, 0, 0, _FOURTH_ARGUMENT), (_AND, 0, 0, _SHARED_WITHOUT_FILE)]
+    code += [(_EQUAL, 0, 1, _SHARED_WITHOUT_FILE), refuse, (_RETURN, 0, 0, _ALLOW)]
     # Limits of the own process only: the number 0 is the own process.
     code += [(_EQUAL, 0, 3, machine.prlimit), first, (_EQUAL, 1, 0, 0), refuse]
     return [*code, (_RETURN, 0, 0, _ALLOW)]

@@ -43,7 +43,9 @@ from rl_plugins.sandbox.supervisor import (
 OUTER_USER = 65534
 """User of the supervisors and programs in the server's namespace."""
 _USER = 1000
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+# A shared mapping of the real /dev/zero is memory that no limit counts. Reads of /dev/full give zeros, too.
+_DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
+"""Devices of the sandbox, each with the device of the machine."""
 _LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
 _FILES = {
     "passwd": f"root:x:0:0::/tmp:/bin/sh\nsandbox:x:{_USER}:{_USER}::/tmp:/bin/sh\n",
@@ -140,8 +142,8 @@ def _prepare_root(visible: Sequence[str]) -> None:
         _show(path, source)
     for folder in ("dev", "etc", "proc", "tmp"):
         os.makedirs(f"/new/{folder}", exist_ok=True)
-    for name in _DEVICES:
-        _bind(f"/old/dev/{name}", f"/new/dev/{name}")
+    for name, source in _DEVICES.items():
+        _bind(f"/old/dev/{source}", f"/new/dev/{name}")
         attributes = kernel.READ_ONLY_ATTRIBUTE | kernel.NO_SUID_ATTRIBUTE | kernel.NO_EXEC_ATTRIBUTE
         kernel.set_mount_attributes(f"/new/dev/{name}", attributes, recursive=False)
     for name, target in {**_LINKS, "shm": "/tmp"}.items():

@@ -99,10 +99,9 @@ def limit_resources(limits: Mapping[str, float], processes: int | None) -> None:
     }
     if processes is not None:
         wanted[resource.RLIMIT_NPROC] = processes
-    for kind, value in wanted.items():
+    for kind, asked in wanted.items():
         largest = resource.getrlimit(kind)[1]
-        if largest != resource.RLIM_INFINITY:
-            value = min(value, largest)
+        value = min(asked, 2**63 - 1 if largest == resource.RLIM_INFINITY else largest)
         resource.setrlimit(kind, (value, value))
 
 

@@ -160,7 +160,8 @@ class GroupBuffer:
 
     def take(self, chosen: Sequence[SampleSet], mini_batches: int) -> Experience:
         """Return this rank's part of the chosen groups, for `mini_batches` mini-batches. Collective."""
-        kept = Experience.concat(self._parts)
+        # A draw whose conversations all failed has no groups, and may lack columns.
+        kept = Experience.concat([part for part in self._parts if len(part)] or self._parts[:1])
         ordered = even_order(chosen, mini_batches, self.ranks.world_size)
         return redistribute(kept, torch.arange(len(kept)).split(self.group_size), ordered, self.ranks)
 

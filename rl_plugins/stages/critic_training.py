@@ -32,10 +32,10 @@ from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.packing import shares_prompts
 from rl_plugins.models.scalar_head import load_scalar_head, position_scores, response_values
 from rl_plugins.plain_file import load_plain, save_plain
+from rl_plugins.stages.forward_passes import SequenceRows
 from rl_plugins.stages.metrics import TokenMetrics
 from rl_plugins.stages.micro_batches import Cutter, Lengths, PatchBudget
 from rl_plugins.stages.optimizer import MicroBatchLoss, build_optimizer
-from rl_plugins.stages.sequence_rows import SequenceRows
 from rl_plugins.strategies.contract import COST_CRITIC, CRITIC
 from rl_plugins.strategies.loss_scale import LossScale
 from rl_plugins.vision_language import with_frozen_tower

@@ -6,7 +6,7 @@ Both critics are the same part with another name. A critic is a model of the sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,6 @@ from rl_plugins.stages.critic_training import FIELDS, ValueObjective, explained_
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import TokenMetrics
 from rl_plugins.stages.optimizer import Optimize
-
-
-def policy_learns(critics: Iterable[Critic], step: int) -> bool:
-    """Return True if no critic warms up in a step. The policy waits for its critics."""
-    return not any(critic.warms_up(step) for critic in critics)
 
 
 class Critic:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.constraint import LagrangeMultiplier, constrained_advantages, costs_as_rewards
-from rl_plugins.algorithms.regularization import KLController
+from rl_plugins.algorithms.regularization import Coefficient
 from rl_plugins.algorithms.rollout_correction import diagnostics
 from rl_plugins.config.sampling import Schedule
 from rl_plugins.data.experience import ROUTED_EXPERTS, Experience, computed
 from rl_plugins.errors import DataError
-from rl_plugins.stages.critics import Critic, policy_learns
+from rl_plugins.stages.critics import Critic
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.off_policy import needs_old_log_probs
 from rl_plugins.stages.process_rewards import ProcessRewards
@@ -48,7 +48,7 @@ class ExperienceMaker:
         algorithm: Algorithm,
         passes: ForwardPasses,
         schedule: Schedule,
-        kl_controller: KLController,
+        kl_controller: Coefficient,
         *,
         updates: int,
         critics: Sequence[Critic],
@@ -59,6 +59,8 @@ class ExperienceMaker:
         self._algorithm, self._passes, self._schedule = algorithm, passes, schedule
         self._kl_controller, self._critics, self._multiplier = kl_controller, critics, multiplier
         self._process_rewards, self._teachers = process_rewards, teachers
+        correction = algorithm.rollout_correction
+        self._correction = correction if correction.decoupled else None
         self._needs_old_log_probs = needs_old_log_probs(algorithm, schedule, updates)
         self._strategy = passes.strategy
         self.metrics: dict[str, float] = {}
@@ -93,7 +95,9 @@ class ExperienceMaker:
         if replay is None:
             return
         refuse_joint_passes(self._passes.named_models()[POLICY], "router_replay")
-        if replay.source == "rollout" and ROUTED_EXPERTS not in samples.columns:
+        # Conversations that failed before the first response have no routes.
+        has_responses = bool(samples.response_lengths.any())
+        if replay.source == "rollout" and has_responses and ROUTED_EXPERTS not in samples.columns:
             raise DataError(
                 "router_replay=rollout: the rollout engine returns no experts: build the engine with "
                 "return_experts=True, or use router_replay=recompute"
@@ -158,8 +162,8 @@ class ExperienceMaker:
 
     def _correct_for_rollout(self, samples: Experience) -> None:
         """Weigh or reject samples by the gap between the sampler and the trained policy."""
-        correction, ranks = self._algorithm.rollout_correction, self._strategy.ranks
-        if not correction.decoupled:
+        correction, ranks = self._correction, self._strategy.ranks
+        if correction is None:
             return
         policies: dict[str, Tensor] = {
             "log_probs_BT": computed(samples.old_log_probs),
@@ -193,7 +197,7 @@ class ExperienceMaker:
         costs_B = torch.where(samples.valid, computed(samples.costs), 0).double()
         sums = torch.stack([costs_B.sum(), samples.valid.sum().double()])
         sum_of_costs, num_samples = self._strategy.ranks.sum(sums).tolist()
-        if policy_learns(self._critics, step):
+        if not any(critic.warms_up(step) for critic in self._critics):
             multiplier.update(sum_of_costs, num_samples)
         self.metrics["cost"] = sum_of_costs / num_samples if num_samples else float("nan")
         self.metrics |= {"lambda": multiplier.value, "cost_in_window": multiplier.mean_cost}

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.images import IMAGE_INPUTS, ImageInputs, num_patches
 from rl_plugins.models.packing import even_parts, first_of_prompt
-from rl_plugins.stages.sequence_rows import most_sequences
 from rl_plugins.vision_language import patch_size
 
 MaxOverRanks = Callable[[Tensor], Tensor]
@@ -78,6 +77,13 @@ class Lengths:
             sequences_per_sample=most_sequences(samples),
             images_B=images_B,
         )
+
+
+def most_sequences(samples: Experience) -> int:
+    """Return the largest number of sequences of a sample."""
+    if samples.sequences is None or not samples.sequences.numel():
+        return 1
+    return 1 + int(samples.sequences.max())
 
 
 class Bundle(NamedTuple):

@@ -247,7 +247,7 @@ def _schedule(config: OptimizerConfig, optimizer: Optimizer) -> Any:
     return schedule
 
 
-def _named(value: Any, module: str, field: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _named(value: object, module: str, field: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the class or function of a name, a dotted path or a node, and the arguments of a node."""
     node = dict(value) if isinstance(value, Mapping) else {"_target_": value}
     path = str(node.pop("_target_"))
@@ -260,7 +260,7 @@ def _named(value: Any, module: str, field: str) -> tuple[Callable[..., Any], dic
         raise ConfigError(f"{field}={path}: {' '.join(str(error).split())}: {hint}") from None
 
 
-def _called(make: Callable[..., Any], first: Any, options: Mapping[str, Any], field: str, group: str) -> Any:
+def _called(make: Callable[..., Any], first: object, options: Mapping[str, Any], field: str, group: str) -> Any:
     known = inspect.signature(make).parameters
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
         for name in options:

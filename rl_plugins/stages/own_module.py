@@ -246,7 +246,7 @@ def state_of_stage(checkpoint: Mapping[str, Any], stage: LightningModule) -> Map
         )
     state: Mapping[str, Any] = checkpoint["stage"]
     own = stage_name(stage)
-    if (other := state.get("stage", own)) != own:
+    if (other := state["stage"]) != own:
         raise CheckpointError(
             f"the checkpoint is of the stage {other}, and {own} cannot continue it: leave ckpt_path out, and start "
             "from the weights (stage.export or rl-plugins export writes the folder of a model)"

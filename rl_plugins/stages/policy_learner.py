@@ -11,16 +11,16 @@ from torch import Tensor
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.masked import sequence_means
 from rl_plugins.algorithms.policy_losses.modifiers import top_entropy_mask
-from rl_plugins.algorithms.regularization import EntropyController, KLController
+from rl_plugins.algorithms.regularization import Coefficient
 from rl_plugins.config.sampling import Schedule
 from rl_plugins.data.experience import Experience, computed
 from rl_plugins.device_copies import to_device
 from rl_plugins.errors import DataError
 from rl_plugins.rollout.engine import step_seed
-from rl_plugins.stages.critics import Critic, policy_learns
+from rl_plugins.stages.critics import Critic
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
-from rl_plugins.stages.off_policy import compares_with_sampler, needs_old_log_probs
+from rl_plugins.stages.off_policy import compares_with_sampler
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
 from rl_plugins.strategies.contract import POLICY
 
@@ -54,8 +54,8 @@ class PolicyLearner:
         updates_per_step: int,
         passes_per_step: int,
         seed: int,
-        kl_controller: KLController,
-        entropy_controller: EntropyController,
+        kl_controller: Coefficient,
+        entropy_controller: Coefficient,
     ) -> None:
         self._algorithm, self._passes, self._optimize = algorithm, passes, optimize
         self._critics = critics
@@ -63,13 +63,12 @@ class PolicyLearner:
         self._updates_per_step, self._passes_per_step = updates_per_step, passes_per_step
         self._updates = updates_per_step * passes_per_step
         self._compares_with_sampler = compares_with_sampler(algorithm, schedule)
-        self._needs_old_log_probs = needs_old_log_probs(algorithm, schedule, self._updates)
         self._strategy = passes.strategy
         self._kl_controller, self._entropy_controller = kl_controller, entropy_controller
 
     def update(self, batch: Experience, step: int) -> dict[str, float]:
         """Take the optimizer steps of RL step `step`; return the metrics, averaged over all ranks. Collective."""
-        tokens, learns = TokenMetrics(), policy_learns(self._critics, step)
+        tokens, learns = TokenMetrics(), not any(critic.warms_up(step) for critic in self._critics)
         for number, mini_batch in enumerate(self._mini_batches(batch), 1):
             for critic in self._critics:
                 critic.update(mini_batch, tokens, last=number == self._updates)
@@ -138,11 +137,10 @@ class PolicyLearner:
             on_host = mini_batch[indices].trimmed()
             current = self._passes.log_probs(POLICY, on_host, entropy_gradient=self._algorithm.entropy.active)
             micro = to_device(on_host, self._passes.device)
-            if self._compares_with_sampler:
-                old_BT = micro.rollout_log_probs
-            else:
-                # In the first update the policy is the policy before the update, and the ratio is 1.
-                old_BT = current.log_probs_BT.detach() if first else computed(micro.old_log_probs)
+            current_BT = current.log_probs_BT.detach()
+            # In the first update the policy is the policy before the update, and the ratio is 1.
+            before_BT = current_BT if first or self._compares_with_sampler else computed(micro.old_log_probs)
+            old_BT = micro.rollout_log_probs if self._compares_with_sampler else before_BT
             entropy_BT = computed(current.entropy_BT)
             tensors = self._algorithm.corrected(
                 {
@@ -160,7 +158,6 @@ class PolicyLearner:
                 counts=counts,
                 positive_counts=positive_counts,
             )
-            before_BT = old_BT if self._needs_old_log_probs else current.log_probs_BT.detach()
             gap_BT = (before_BT - micro.rollout_log_probs).abs()
             metrics.add_each({**values, "entropy": entropy_BT}, tensors["response_mask_BT"])
             metrics.add({"rollout_gap": gap_BT}, micro.response_mask, maximum=True)
@@ -176,6 +173,7 @@ class PolicyLearner:
     def _adapt(self, batch: Experience, metrics: Mapping[str, float], *, learns: bool) -> dict[str, float]:
         """Update the controllers if the policy learns, and return their coefficients."""
         ranks, mask_BT = self._strategy.ranks, batch.response_mask
+        num_sequences = batch.shape[0] * ranks.world_size
         adapted: dict[str, float] = {}
         if self._algorithm.kl_is_in_reward:
             kl_B = sequence_means(
@@ -188,9 +186,9 @@ class PolicyLearner:
         kl = {**metrics, **adapted}.get("train/kl")
         if kl is not None:
             if learns:
-                self._kl_controller.update(kl, batch.shape[0] * ranks.world_size)
+                self._kl_controller.update(kl, num_sequences)
             adapted["train/kl_coefficient"] = self._kl_controller.coefficient
         if self._algorithm.entropy.active and "train/entropy" in metrics:
-            self._entropy_controller.update(metrics["train/entropy"])
+            self._entropy_controller.update(metrics["train/entropy"], num_sequences)
             adapted["train/entropy_coefficient"] = self._entropy_controller.coefficient
         return adapted

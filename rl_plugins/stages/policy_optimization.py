@@ -16,6 +16,7 @@ from torch import nn
 from typing_extensions import Unpack, override
 
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.regularization import Coefficient
 from rl_plugins.config.models import CriticConfig, OptimizerConfig, RewardModelConfig, TeacherConfig
 from rl_plugins.config.sampling import SamplingConfig, Schedule
 from rl_plugins.data.experience import Experience
@@ -150,8 +151,8 @@ class PolicyOptimization(Stage):
         self.updates_per_step, self.passes_per_step, self.seed = updates_per_step, passes_per_step, seed
         self.updates = updates_per_step * passes_per_step
         self.router_replay = RouterReplay(router_replay) if router_replay else None
-        self.kl_controller = self.algorithm.kl.controller()
-        self.entropy_controller = self.algorithm.entropy.controller()
+        self.kl_controller = Coefficient(self.algorithm.kl)
+        self.entropy_controller = Coefficient(self.algorithm.entropy)
         constraint = self.algorithm.constraint
         self.multiplier = None if constraint is None else constraint.multiplier()
         needs = self.algorithm.needs
@@ -324,7 +325,7 @@ class PolicyOptimization(Stage):
             self.process_reference = self.load_model(path, PROCESS_REFERENCE)
 
     def _load_scalar_head(self, path: str, *, new_head: bool, frozen: str | None = None) -> nn.Module:
-        with self.sharded_init(frozen):
+        with self.strategy.sharded_init(frozen):
             options = options_of(frozen, self.loading)
             return load_scalar_head(path, dtype=self.model_dtype, new_head=new_head, **options)
 

@@ -115,20 +115,17 @@ class PreferenceExamples:
         def beside(values: Tensor) -> Tensor:
             return to_device(values.to(log_probs_R.dtype), log_probs_R.device)
 
-        columns: dict[str, Tensor | None] = {
-            "log_probs": log_probs_R,
-            "ref_log_probs": None if self.ref_log_probs_R is None else beside(self.ref_log_probs_R[members_R]),
-            "lengths": beside(self.samples.response_mask[members_R].sum(dim=-1)),
-        }
+        lengths_R = beside(self.samples.response_mask[members_R].sum(dim=-1))
+        columns = {"{}log_probs_N": log_probs_R, "{}lengths_N": lengths_R}
+        if self.ref_log_probs_R is not None:
+            columns["ref_{}log_probs_N"] = beside(self.ref_log_probs_R[members_R])
         if self.members_NK.shape[1] == 1:
             desirable_N = to_device(self.desirable_N[indices_N], log_probs_R.device)
-            judged = {f"{name}_N": column for name, column in columns.items()}
+            judged = {name.format(""): column_N for name, column_N in columns.items()}
             return {**judged, "desirable_N": desirable_N, "reference_point": self.reference_point}
         inputs: dict[str, Any] = {"margins_N": beside(self.margins_N[indices_N])}
-        for name, column in columns.items():
-            prefix, plain = ("ref_", name.removeprefix("ref_")) if name.startswith("ref_") else ("", name)
-            chosen, rejected = (None, None) if column is None else column.chunk(2)
-            inputs |= {f"{prefix}chosen_{plain}_N": chosen, f"{prefix}rejected_{plain}_N": rejected}
+        for name, column_R in columns.items():
+            inputs[name.format("chosen_")], inputs[name.format("rejected_")] = column_R.chunk(2)
         return inputs
 
 

@@ -7,7 +7,7 @@ update over micro-batches with whole pairs, averaged over the examples of the gl
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from rl_plugins.stages.preference_examples import PreferenceExamples, mismatched
 from rl_plugins.strategies.contract import POLICY, REFERENCE
 
 
-@dataclass(frozen=True)
 class PreferenceObjective:
     """A preference loss and its inputs.
 
@@ -35,52 +34,27 @@ class PreferenceObjective:
         loss: name in `PREFERENCE_LOSSES`, or a function like the functions there.
         options: keyword arguments of the loss, such as `beta`.
 
+    Attributes:
+        function: the loss.
+        takes_pairs: True if the loss compares the two responses of a pair.
+        needs_reference_point: True if the loss needs KTO's reference point.
+        needs_reference: True if the loss needs log-probs under the reference.
+
     Raises:
         ConfigError: neither pairs nor judged responses have the inputs of the loss.
     """
 
-    loss: str | PreferenceLoss = "dpo"
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Look up the loss and check its inputs."""
-        object.__setattr__(self, "loss", named_function(PREFERENCE_LOSSES, self.loss, self.options))
-        if not self.takes_pairs and not self.needs <= JUDGED_INPUTS:
+    def __init__(self, loss: str | PreferenceLoss, options: Mapping[str, Any]) -> None:
+        self.function, self.options = named_function(PREFERENCE_LOSSES, loss, options), options
+        self.name, needs = self.function.__name__, set(required_inputs(self.function, options))
+        self.takes_pairs = takes_pairs(self.function, options)
+        self.needs_reference_point = "reference_point" in needs
+        self.needs_reference = self.needs_reference_point or any(name.startswith("ref_") for name in needs)
+        if not self.takes_pairs and not needs <= JUDGED_INPUTS:
             raise ConfigError(
-                f"the loss {self.name} needs {', '.join(sorted(self.needs))}: pairs have "
+                f"the loss {self.name} needs {', '.join(sorted(needs))}: pairs have "
                 f"{', '.join(sorted(PAIR_INPUTS))}, and single responses have {', '.join(sorted(JUDGED_INPUTS))}"
             )
-
-    @property
-    def function(self) -> PreferenceLoss:
-        """The loss."""
-        assert not isinstance(self.loss, str)
-        return self.loss
-
-    @property
-    def name(self) -> str:
-        """Name of the loss."""
-        return self.function.__name__
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Names of the inputs of the loss."""
-        return frozenset(required_inputs(self.function, self.options))
-
-    @property
-    def takes_pairs(self) -> bool:
-        """True if the loss compares the two responses of a pair."""
-        return takes_pairs(self.function, self.options)
-
-    @property
-    def needs_reference_point(self) -> bool:
-        """True if the loss needs KTO's reference point."""
-        return "reference_point" in self.needs
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if the loss needs log-probs under the reference."""
-        return self.needs_reference_point or any(name.startswith("ref_") for name in self.needs)
 
 
 @dataclass(frozen=True)

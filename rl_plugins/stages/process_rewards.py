@@ -8,7 +8,7 @@ the model before training.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import torch
@@ -32,11 +32,9 @@ from rl_plugins.config.settings import ABOVE_0, FROM_0_TO_1, Settings, one_of
 from rl_plugins.data.experience import Experience, computed
 from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError, DataError
-from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import mean_over_ranks
 from rl_plugins.stages.optimizer import MicroBatchLoss, Optimize
-from rl_plugins.stages.sequence_rows import SequenceRows
 
 PROCESS_REWARD_MODEL = "process_reward_model"
 PROCESS_REFERENCE = "process_reference"
@@ -105,7 +103,8 @@ class ProcessRewards:
     def __init__(
         self, config: ProcessRewardConfig, passes: ForwardPasses, optimize: Optimize, updates_per_step: int
     ) -> None:
-        self._config, self._passes, self._optimize = config, passes, optimize
+        self._config, self._optimize = config, optimize
+        self._passes = replace(passes, temperature=1.0, router_replay=None)
         self._updates_per_step = updates_per_step
         self._strategy = passes.strategy
 
@@ -167,10 +166,7 @@ class ProcessRewards:
         return columns["log_probs"]
 
     def _log_probs(self, name: str, micro: Experience) -> Tensor:
-        engine, rows = self._strategy.model_engine(name), SequenceRows.of(micro)
-        inputs, packing, device = self._passes.inputs(engine, rows), self._passes.packing, self._passes.device
-        found = response_log_probs(engine, **inputs, packed=packing, entropy=False, device=device)
-        return rows.fold(found.log_probs_BT[: len(rows.samples)])
+        return self._passes.log_probs(name, micro, entropy=False).log_probs_BT
 
     def _add_opponents(self, targets: TensorDict, log_probs_BT: Tensor, samples: Experience) -> None:
         """Add the opponents of each sample's preference, by the model before the update."""

@@ -64,7 +64,7 @@ class RewardModeling(Stage):
 
     @override
     def load_model(self, path: str, frozen: str | None = None) -> nn.Module:
-        with self.sharded_init(frozen):
+        with self.strategy.sharded_init(frozen):
             return load_scalar_head(path, dtype=self.model_dtype, **options_of(frozen, self.loading))
 
     # The step ---------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class RewardModeling(Stage):
             self.optimize(self._losses(examples))
         metrics = self._metrics.averages(self.strategy.ranks.sum, self.strategy.ranks.max)
         seconds = time.perf_counter() - start
-        tokens = float(self.strategy.ranks.sum(examples.tokens.double()))
+        tokens = float(self.strategy.ranks.sum(examples.experience.sequence_lengths.sum().double()))
         self.end_step({**metrics, "time/step": seconds, "tokens_per_s": tokens / seconds})
 
     def _examples(self, batch: PairBatch | ProcessRewardBatch) -> Pairs | Steps:
@@ -160,11 +160,6 @@ class Pairs:
         """Lengths of the pairs."""
         return Lengths.of_examples(self.experience, self._both(torch.arange(self._count)).view(2, -1).T)
 
-    @property
-    def tokens(self) -> Tensor:
-        """Number of tokens of all samples together."""
-        return self.experience.sequence_lengths.sum()
-
     def __len__(self) -> int:
         """Return the number of pairs."""
         return self._count
@@ -206,11 +201,6 @@ class Steps:
     def lengths(self) -> Lengths:
         """Lengths of the responses."""
         return Lengths.of(self.experience)
-
-    @property
-    def tokens(self) -> Tensor:
-        """Number of tokens of all samples together."""
-        return self.experience.sequence_lengths.sum()
 
     def __len__(self) -> int:
         """Return the number of responses."""

@@ -23,7 +23,7 @@ from rl_plugins.stages.experience_maker import shape_rewards
 from rl_plugins.stages.forward_passes import ForwardPasses
 from rl_plugins.stages.metrics import SampleMetrics
 from rl_plugins.stages.sampling import PromptSampler, SampleScorer, ShownSamples, greedy
-from rl_plugins.stages.scheduled_sampler import ScheduledSampler
+from rl_plugins.stages.scheduled_sampler import ScheduledSampler, group_seed
 
 
 class Rollouts:
@@ -178,7 +178,10 @@ class Rollouts:
 
     def _add_greedy_baseline(self, samples: Experience, prompts: PromptBatch, step: int) -> None:
         """Fill `baseline_scores` with the shaped score of a greedy response to each prompt. Collective."""
-        baseline = self._sampler.sample(prompts, greedy(self._sampling), step)
+        # An environment starts the greedy response like the samples of the group.
+        numbers = samples.groups[:: self._sampling.num_samples].tolist()
+        seeds = [group_seed(self._sampler.seed, number) for number in numbers]
+        baseline = self._sampler.sample(prompts, greedy(self._sampling), step, seeds)
         self.sample_metrics.add_greedy(self._score(baseline))
         shape_rewards(baseline, self._algorithm)
         # Without a score of the greedy response there is no baseline for the group.

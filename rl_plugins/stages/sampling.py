@@ -83,7 +83,9 @@ class PromptSampler:
     seed: int
     conversations: Conversations | None = None
 
-    def sample(self, prompts: PromptBatch, sampling: SamplingConfig, step: int) -> Experience:
+    def sample(
+        self, prompts: PromptBatch, sampling: SamplingConfig, step: int, seeds: list[int] | None = None
+    ) -> Experience:
         """Sample responses to this rank's prompts. Collective.
 
         Policy optimization has `ScheduledSampler` for its training samples, which may sample ahead. Online preference
@@ -93,8 +95,9 @@ class PromptSampler:
             prompts: at least one prompt.
             sampling: sampling settings, equal on all ranks.
             step: step of the stage, which is also the version of the policy.
+            seeds: seed of each prompt; None takes new seeds in each step.
         """
-        seeds = [sample_seed(self.seed, step, row) for row in prompts.rows]
+        seeds = seeds or [sample_seed(self.seed, step, row) for row in prompts.rows]
         generations = self.generate(prompts, sampling, seeds, step)
         return self.experience(prompts, generations, sampling.num_samples, prompts.rows)
 

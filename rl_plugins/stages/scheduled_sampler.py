@@ -63,6 +63,11 @@ def row_of(number: int) -> int:
     return number % _ROWS
 
 
+def group_seed(seed: int, number: int) -> int:
+    """Return the seed of the samples of a group. The seed depends on neither the rank nor the step of the training."""
+    return sample_seed(seed, *divmod(number, _ROWS))
+
+
 class GroupQueue:
     """The groups of one rank, by tickets: rising numbers in the order of arrival.
 
@@ -397,14 +402,9 @@ class ScheduledSampler:
             sampler.submit(self._requests(tickets), self._sampling, together=False)
 
     def _requests(self, tickets: Sequence[int]) -> list[GroupRequest]:
-        groups = [self._queue[ticket] for ticket in tickets]
-        # The seed of a sample depends on the number of the prompt's batch, neither on the rank nor on the step.
-        return [
-            self._sampler.request(
-                ticket, group.prompt, 0, sample_seed(self._sampler.seed, group.batch_index, group.prompt.rows[0])
-            )
-            for ticket, group in zip(tickets, groups, strict=True)
-        ]
+        groups = {ticket: self._queue[ticket] for ticket in tickets}
+        seeds = {ticket: group_seed(self._sampler.seed, group.number) for ticket, group in groups.items()}
+        return [self._sampler.request(ticket, group.prompt, 0, seeds[ticket]) for ticket, group in groups.items()]
 
     def _experience(self, groups: Sequence[Group]) -> tuple[PromptBatch, Experience]:
         prompts = PromptBatch.concat([group.prompt for group in groups])
@@ -442,7 +442,8 @@ class ScheduledSampler:
             age_BT = (step - samples.policy_versions) * mask_BT
             tokens, age = strategy.ranks.sum(torch.stack([mask_BT.sum(), age_BT.sum()])).tolist()
             metrics["rollout/staleness"] = age / max(tokens, 1)
-            metrics["rollout/staleness_max"] = float(strategy.ranks.max(age_BT.max()[None]).item())
+            oldest = age_BT.max()[None] if age_BT.numel() else age_BT.new_zeros(1)  # all responses may be empty
+            metrics["rollout/staleness_max"] = float(strategy.ranks.max(oldest).item())
         return metrics
 
     # State ------------------------------------------------------------------------------------------------------

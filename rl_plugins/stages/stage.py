@@ -7,7 +7,6 @@ evaluation, logging and schedules use this clock. Lightning's `global_step` coun
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,10 +32,16 @@ from rl_plugins.stages.metrics import update_measures
 from rl_plugins.stages.optimizer import FurtherLoss, MicroBatchLoss, announce, build_optimizer, only_one, with_further
 from rl_plugins.stages.own_module import OwnModel, call_hooks_of, check_schedules, stage_name, state_of_stage
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
-from rl_plugins.stages.trainer_flags import COMPILED, check_trainer, silence_warnings, take_gradient_clip
+from rl_plugins.stages.trainer_flags import (
+    COMPILED,
+    check_trainer,
+    hide_gradient_clip,
+    show_gradient_clip,
+    silence_warnings,
+)
 from rl_plugins.stages.validation import GenerationValidation
 from rl_plugins.storage import local_path
-from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy, strategy_of
+from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy
 from rl_plugins.vision_language import with_frozen_tower
 
 
@@ -148,11 +153,12 @@ class Stage(LightningModule):
         silence_warnings()
         if self._compiler_ctx is not None:
             raise ConfigError(COMPILED.format("stage"))
-        self._trainers_clip = take_gradient_clip(self.trainer)
+        self._trainers_clip = hide_gradient_clip(self.trainer)
         return super().configure_callbacks()
 
     @override
     def setup(self, stage: str) -> None:
+        show_gradient_clip(self.trainer)
         if self._parts_of is not self.strategy:
             self._parts_of = self.strategy
             self.make_parts(self.strategy)
@@ -175,17 +181,9 @@ class Stage(LightningModule):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy of the trainer.
-
-        Raises:
-            ConfigError: the strategy of the trainer cannot run a stage.
-        """
-        return strategy_of(self.trainer)
-
-    @override
-    def teardown(self, stage: str) -> None:
-        # Another stage may use the same trainer.
-        self.trainer.gradient_clip_val = self._trainers_clip
+        """The strategy of the trainer, which `configure_callbacks` has checked."""
+        strategy: Strategy = self.trainer.strategy  # type: ignore[assignment]
+        return strategy
 
     # Models -----------------------------------------------------------------------------------------------------
 
@@ -200,7 +198,7 @@ class Stage(LightningModule):
     def _trained_model(self) -> nn.Module:
         if self.own_model.path is not None:
             return with_adapter(self.load_model(self.own_model.path), self.own_model.lora)
-        model = self.own_model.module(self.trainer, self.sharded_init)
+        model = self.own_model.module(self.trainer, self.strategy.sharded_init)
         if self.packing:
             use_packed_attention(model.get_base_model() if has_adapter(model) else model)
         if self.compares_log_probs:
@@ -215,7 +213,7 @@ class Stage(LightningModule):
             path: Hugging Face name or folder.
             frozen: name of the model, if it is frozen.
         """
-        with self.sharded_init(frozen):
+        with self.strategy.sharded_init(frozen):
             model = load_causal_lm(path, dtype=self.model_dtype, **options_of(frozen, self.loading))
         if self.compares_log_probs:
             turn_off_dropout(model)
@@ -240,10 +238,6 @@ class Stage(LightningModule):
         if not lora and has_adapter(policy) and path in (None, getattr(policy.get_base_model(), "name_or_path", None)):
             return None
         return with_adapter(self.load_model(str(path or self.own_model.path), REFERENCE), lora)
-
-    def sharded_init(self, frozen: str | None = None) -> AbstractContextManager[None]:
-        """Shard models loaded inside this context; `frozen` is the name of a frozen model."""
-        return self.strategy.sharded_init(frozen)
 
     @property
     def model_dtype(self) -> torch.dtype:

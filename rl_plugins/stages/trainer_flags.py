@@ -34,6 +34,7 @@ COMPILED = (
 
 _FAMILIES = ("train/", "val/", "time/", "memory/", "rollout/", "idle/", "throughput/")
 """Beginnings of the names of metrics of stages and of this package's callbacks."""
+_HIDDEN_CLIP = "hidden_gradient_clip_val"
 
 
 def check_not_compiled(model: object) -> None:
@@ -132,7 +133,16 @@ def silence_warnings() -> None:
     warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before `optimizer\.step\(\)`")
 
 
-def take_gradient_clip(trainer: Trainer) -> float | None:
-    """Return the trainer's bound on gradient norms, and clear the flag, which Lightning would refuse."""
-    bound, trainer.gradient_clip_val = trainer.gradient_clip_val, None
+def hide_gradient_clip(trainer: Trainer) -> float | None:
+    """Return the trainer's bound on gradient norms, and hide the flag, which Lightning would refuse."""
+    flags = vars(trainer)
+    # A fit with an exception before `setup`, such as for missing data, has left the flag hidden.
+    hidden = flags.get(_HIDDEN_CLIP)
+    bound = hidden if trainer.gradient_clip_val is None else trainer.gradient_clip_val
+    flags[_HIDDEN_CLIP], trainer.gradient_clip_val = bound, None
     return None if bound is None else float(bound)
+
+
+def show_gradient_clip(trainer: Trainer) -> None:
+    """Give a trainer its hidden flag back, after Lightning has verified the flags."""
+    trainer.gradient_clip_val = vars(trainer).pop(_HIDDEN_CLIP, trainer.gradient_clip_val)

@@ -11,6 +11,7 @@ from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.prompts import PromptBatch, foreign_batch
 from rl_plugins.evaluation.measures import final_answer, measure, summarize
 from rl_plugins.rewards.records import Score
+from rl_plugins.rollout.engine import sample_seed
 from rl_plugins.stages.metrics import interval_metrics, mean_details, mean_over_ranks, sum_details
 from rl_plugins.stages.sampling import PromptSampler, SampleScorer, sample_rows
 
@@ -54,7 +55,10 @@ class GenerationValidation:
         if not prompts.rows:
             self._sampler.generate(prompts, self._sampling, [], step)
             return
-        samples = self._sampler.sample(prompts, self._sampling, step)
+        # Each validation has the same seeds, so an environment gives a row the same task. No training sample has a seed
+        # of four numbers.
+        seeds = [sample_seed(self._sampler.seed, row, 0, 1) for row in prompts.rows]
+        samples = self._sampler.sample(prompts, self._sampling, step, seeds)
         scores = self._scorer.score(samples)
         self._scores += scores
         answers = [ending.last for ending in samples.columns.get("ending", ())] or samples.columns["response"]

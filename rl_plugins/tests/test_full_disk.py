@@ -24,7 +24,7 @@ from rl_plugins.run_folder import RunFolder, append_metrics
 from rl_plugins.signals import stop_on_signals
 from rl_plugins.tests.callbacks.training import build_stage, train
 from rl_plugins.tests.files import limited_file_size
-from rl_plugins.whole_file import append_text
+from rl_plugins.whole_file import append_text, write_whole, write_whole_text
 
 
 def test_append_text_on_a_full_disk(tmp_path: Path) -> None:
@@ -34,6 +34,18 @@ def test_append_text_on_a_full_disk(tmp_path: Path) -> None:
             append_text(tmp_path / "notes.txt", "two\n")
     append_text(tmp_path / "new" / "notes.txt", "one\n")
     assert (tmp_path / "new" / "notes.txt").read_text() == "one\n"
+
+
+def test_two_writers_of_one_file_do_not_share_a_temporary_file(tmp_path: Path) -> None:
+    file = tmp_path / "data.parquet"
+
+    def write_late(temporary: Path) -> None:
+        temporary.write_text("first")
+        # The other writer is a process of another container with the same number.
+        write_whole_text(file, "second")
+
+    write_whole(file, write_late)
+    assert file.read_text() == "first" and [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
 # A folder in the place of a file fails for every user, root as well.

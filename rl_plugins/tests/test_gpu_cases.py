@@ -144,7 +144,8 @@ def test_cases_of_all_sections_run_on_cpu() -> None:
     assert {place for place in skipped if place[0] != "cuda_ipc"} == NEEDS_GPU
     assert {result.status for result in results if result.section == "cuda_ipc"} == {SKIPPED}
     gaps = [result.figures["gap"] for result in results if "gap" in result.figures]
-    assert len(gaps) == len(SOME) - 1 and max(gaps) < 0.3
+    # The case of sequence parallelism compares no log-probs.
+    assert len(gaps) == sum(map(len, SOME.values())) - 1 and max(gaps) < 0.3
 
 
 def test_first_step_with_optimizer_states_on_the_host_equals_the_plain_step() -> None:

@@ -76,6 +76,11 @@ def test_load_plain_names_a_missing_file(tmp_path: Path) -> None:
         load_plain(tmp_path / "file")
 
 
+def test_load_plain_names_the_file_in_the_folder_of_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path} is a folder: .*its entry `state`$"):
+        load_plain(tmp_path)
+
+
 def test_save_plain_raises_the_error_of_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="File too large"), limited_file_size(10_000):
         save_plain(torch.zeros(100_000), tmp_path / "file")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from rl_plugins.errors import ConfigError
 from rl_plugins.tracking.provenance import describe_file
 from rl_plugins.tracking.run import TrackedRun
-from rl_plugins.tracking.store import check_store, import_mlflow, open_client, use_store
+from rl_plugins.tracking.store import check_store, import_mlflow, long_requests, open_client, use_store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -130,7 +130,7 @@ def _log_model(run: TrackedRun, policy: Path, example: str) -> ModelInfo:
 
     # MLflow looks for the model card of every folder on the hub, and warns about a missing card.
     logging.getLogger("mlflow.transformers").setLevel(logging.ERROR)
-    with mlflow.start_run(run.run_id):
+    with long_requests(), mlflow.start_run(run.run_id):
         return mlflow.transformers.log_model(
             # MLflow takes a relative path for a name on the hub.
             str(policy.absolute()),
@@ -282,7 +282,8 @@ def _download(option: str, uri: str, folder: Path) -> None:
         # The temporary folder itself can be read by its user only.
         target = Path(partial, "model")
         target.mkdir()
-        downloaded = Path(mlflow.artifacts.download_artifacts(uri, dst_path=str(target)))
+        with long_requests():
+            downloaded = Path(mlflow.artifacts.download_artifacts(uri, dst_path=str(target)))
         # MLflow's transformers flavour has the model in a subfolder.
         candidates = (downloaded / "model", downloaded)
         model = next((candidate for candidate in candidates if (candidate / "config.json").is_file()), None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +28,8 @@ OTHER_STORES = ("databricks", "postgresql", "mysql", "mssql")
 """Schemes of MLflow's stores beside servers, SQLite files and folders."""
 
 _CONNECT_TIMEOUT_S = 3.0
+_REQUEST_TIMEOUT, _TRANSFER_TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT"
+"""Variables of MLflow, in seconds."""
 _OPEN_TIMEOUT_S = 120.0
 _SQLITE = "sqlite:///"
 _CORRECT = (
@@ -55,8 +59,8 @@ def configure_mlflow() -> None:
     By default MLflow retries a request for two minutes.
     """
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-    os.environ.setdefault("MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT", "600")
+    os.environ.setdefault(_REQUEST_TIMEOUT, "10")
+    os.environ.setdefault(_TRANSFER_TIMEOUT, "600")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     # Training machines often have no access to the internet.
@@ -65,6 +69,21 @@ def configure_mlflow() -> None:
     os.environ.setdefault("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "false")
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+@contextmanager
+def long_requests() -> Iterator[None]:
+    """Let requests inside this context take as long as the transfer of a large file.
+
+    An MLflow server answers an upload when its own storage has the file.
+    """
+    configure_mlflow()
+    before = os.environ[_REQUEST_TIMEOUT]
+    os.environ[_REQUEST_TIMEOUT] = os.environ[_TRANSFER_TIMEOUT]
+    try:
+        yield
+    finally:
+        os.environ[_REQUEST_TIMEOUT] = before
 
 
 def check_store(uri: str) -> None:
@@ -98,6 +117,11 @@ def check_store(uri: str) -> None:
                 f"MLflow store {uri}: the folder {folder} does not exist or cannot be written: make the folder, or "
                 "leave out tracking.uri and MLFLOW_TRACKING_URI for a file in run.output_dir"
             )
+        for path in (file, Path(f"{file}.lock")):
+            if path.exists() and not os.access(path, os.W_OK):
+                raise ConfigError(
+                    f"MLflow store {uri}: {path} of another user cannot be written: use a server, or a file of your own"
+                )
     # A database may have a driver: mysql+pymysql.
     elif uri != "databricks" and url.scheme.partition("+")[0] not in _schemes():
         raise ConfigError(f"MLflow store {uri}: MLflow opens no such store: {_CORRECT}")

@@ -210,7 +210,7 @@ def bilevel_gae(
     values_BT = torch.where(learned_BT, values_BT.detach(), 0)
     gains_BT = torch.zeros_like(rewards_BT)
     gain_B = turn_gain_B = next_value_B = next_turn_value_B = rewards_BT.new_zeros(len(rewards_BT))
-    next_turn_B = torch.full_like(groups_B, -1)
+    next_turn_B = turns_BT.new_full((len(turns_BT),), -1)
     for t in reversed(range(rewards_BT.shape[1])):
         learned_B, reward_B, value_B, turn_B = learned_BT[:, t], rewards_BT[:, t], values_BT[:, t], turns_BT[:, t]
         ends_turn_B = learned_B & (turn_B != next_turn_B)

@@ -66,7 +66,7 @@ def kl_cov(
     advantages_BT: Tensor,
     response_mask_BT: Tensor,
     selected_BT: Tensor,
-    coefficient: float = 0.1,
+    coefficient: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Unclipped surrogate `-A ratio`; selected tokens also pay `coefficient |log_probs - old_log_probs|`.
 
@@ -83,7 +83,7 @@ def kl_cov(
     Raises:
         ValueError: `coefficient` is negative.
 
-    Source: https://arxiv.org/abs/2505.22617, KL-Cov, eq. 14 (with a coefficient of 1).
+    Source: https://arxiv.org/abs/2505.22617, KL-Cov, eq. 14.
     """
     check_ranges(float, NOT_NEGATIVE, coefficient=coefficient)
     log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(

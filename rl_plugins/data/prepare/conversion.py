@@ -212,9 +212,9 @@ def convert(
         index = -1
         for index, (location, record) in enumerate(entries):
             row = conversion.row(record, split, index, location)
-            if held_out_share and _uniform_hash(row["prompt"]) < held_out_share:
-                row["extra_info"]["split"] = "test"
-            yield row["extra_info"]["split"], row
+            held_out = held_out_share and _uniform_hash(row["prompt"]) < held_out_share
+            row["extra_info"]["split"] = target = "test" if held_out else split
+            yield target, row
         if index < 0:
             raise ConfigError(f"the input of the split {split!r} has no records: name other files or another split")
 
@@ -310,6 +310,8 @@ def conversion_of(options: Namespace) -> Conversion:
         ConfigError: the fields fit no kind of file, or the share is out of range.
     """
     names = FieldNames(**{field.name: getattr(options, field.name) for field in fields(FieldNames)})
+    if own := {"split", "index"}.intersection(options.extra):
+        raise ConfigError(f"--extra {own.pop()}: extra_info has a field of this name already: rename the field")
     if not 0 <= options.test_share < 1:
         raise ConfigError(f"--test-share={options.test_share}: must be from 0 to below 1")
     # Raises for fields that fit no kind of file, before anything is read.

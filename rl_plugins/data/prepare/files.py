@@ -128,14 +128,20 @@ def saved_splits(folder: Path) -> dict[str, Path]:
         ConfigError: the folder holds no such data set.
     """
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
-        return {name: folder / name for name in splits}
+        return {name: folder / name for name in _read_entry(folder / "dataset_dict.json", "splits")}
     if (folder / "state.json").is_file():
         return {"train": folder}
     raise ConfigError(
         f"{folder}: no data set written with save_to_disk (such a folder has a dataset_dict.json or a state.json); "
         "`rl-plugins prepare jsonl` reads JSON lines and parquet files"
     )
+
+
+def _read_entry(file: Path, key: str) -> list[Any]:
+    try:
+        return list(json.loads(file.read_text(encoding="utf-8"))[key])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{file}: not readable ({type(error).__name__}: {error}): save the data set again") from None
 
 
 def read_saved(folder: Path) -> Iterator[tuple[str, Record]]:
@@ -145,7 +151,7 @@ def read_saved(folder: Path) -> Iterator[tuple[str, Record]]:
         ConfigError: a file of the split is missing or unreadable.
     """
     number = 0
-    for file in json.loads((folder / "state.json").read_text())["_data_files"]:
+    for file in _read_entry(folder / "state.json", "_data_files"):
         path = folder / file["filename"]
         try:
             with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as batches:

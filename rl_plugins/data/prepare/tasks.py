@@ -10,13 +10,13 @@ import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rl_plugins.data.boxed import last_box
 from rl_plugins.data.parquet import prompt_row
 from rl_plugins.data.prepare.files import Record, RowList, read_split
+from rl_plugins.data.prepare.splits import choose_splits
 from rl_plugins.errors import ConfigError
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -60,23 +60,11 @@ def addition_rows(*, below: int, num_train: int, num_test: int, seed: int, num_d
     """
     if not 2 <= below <= 10**9:
         raise ConfigError(f"below={below}: choose 2 to 10^9")
-    if min(num_train, num_test) < 1:
-        raise ConfigError(f"num_train={num_train}, num_test={num_test}: each must be 1 or more")
-    if num_dev < 0:
-        raise ConfigError(f"num_dev={num_dev}: must be 0 or more")
     sizes = {"train": num_train, "test": num_test} | ({"dev": num_dev} if num_dev else {})
-    total = sum(sizes.values())
-    if total > below * below:
-        raise ConfigError(
-            f"{total} rows are asked for ({', '.join(f'{n} {split}' for split, n in sizes.items())}), but there are "
-            f"only {below * below} questions with below={below}: raise it or ask for fewer rows"
-        )
-    pairs = iter(random.Random(seed).sample(range(below * below), total))
+    chosen = choose_splits(range(below * below), random.Random(seed), sizes)
     return {
-        split: [
-            _addition_row(pair // below, pair % below, split, index) for index, pair in enumerate(islice(pairs, size))
-        ]
-        for split, size in sizes.items()
+        split: [_addition_row(*divmod(pair, below), split, index) for index, pair in enumerate(pairs)]
+        for split, pairs in chosen.items()
     }
 
 

@@ -82,6 +82,9 @@ def read_chat_call(body: bytes) -> ChatCall:
         raise Refused(f"{place}: {first['msg']}" if place else str(first["msg"])) from error
     except (VLLMValidationError, ValueError) as error:
         raise Refused(str(error)) from error
+    # Some validators of vLLM read the body before its types are checked.
+    except (AttributeError, LookupError, TypeError) as error:
+        raise Refused(f"the body is no chat completion ({type(error).__name__}: {error})") from error
     _check(request)
     tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
     return ChatCall(

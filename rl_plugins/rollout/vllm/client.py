@@ -165,7 +165,7 @@ class VLLMRollout:
         """Submit groups. Collective if `together`."""
         self._sampling.submit(requests, sampling, together=together)
 
-    def collect(self, required: Sequence[int], count: int) -> Mapping[int, RemoteSamples]:
+    def collect(self, required: Sequence[int], count: int) -> Mapping[int, Generations | RemoteSamples]:
         """Wait for groups, and return the finished groups by ticket."""
         return self._sampling.collect(required, count)
 

@@ -62,6 +62,10 @@ GLOO = "gloo"
 _PRIMITIVES = 128
 _NEVER_SENT = ("correction_bias", "expert_bias", "router_bias")
 """Ends of the names of parameters of vLLM, which are buffers in transformers: biases in the choice of experts."""
+_IDS_OF_THINKING = (
+    "reasoning_start_token_ids", "natural_reasoning_end_token_ids", "reasoning_end_token_ids",
+)  # fmt: skip
+"""Names of the tensors of vLLM's `thinking_token_budget`."""
 
 
 class PackedProducts:
@@ -311,12 +315,17 @@ class WorkerExtension:
     def keep_unsent_weights(self) -> None:
         """Let the weights without updates survive a sleep of the weights.
 
-        No update sends biases in the choice of experts, and the draft model of speculative decoding.
+        No update sends biases in the choice of experts, the draft model of speculative decoding, and the token ids
+        around the model's thinking.
         """
         # The worker of vLLM has the method.
         draft: Any = self.get_draft_model()  # type: ignore[attr-defined]
         names = [name for name, _ in self.model_runner.model.named_parameters() if name.endswith(_NEVER_SENT)]
         self.model_config.sleep_preserve_parameter_names = names + ["draft.*"] * (draft is not None)
+        # vLLM makes these token ids with the weights, and a sleep would free them.
+        budget = getattr(getattr(self.model_runner, "sampler", None), "thinking_budget_state", None)
+        for name in _IDS_OF_THINKING if budget is not None and budget.enabled else ():
+            setattr(budget, name, getattr(budget, name).clone())
 
     def end_weight_update(self) -> None:
         """End an update that has failed in another worker. In the worker of the failure, vLLM has ended the update."""

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from rl_plugins.control_characters import whole_characters
 from rl_plugins.data.chat_template import TemplateRefusal, render
 from rl_plugins.data.reasoning import opens_reasoning
 from rl_plugins.errors import ConfigError
@@ -97,7 +98,9 @@ class VLLMToolParser:
             return ParsedResponse(whole, is_malformed=bool(calls))
         reasoning, text = self._read(response, before)
         found = self._parser.extract_tool_calls(text, request=self._request)
-        named = [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        functions = [call.function for call in found.tool_calls]
+        # An escape in the JSON of a call may be half a character.
+        named = [(whole_characters(one.name), whole_characters(one.arguments)) for one in functions]
         return ParsedResponse(reasoning + (found.content or ""), named)
 
     def text_before_calls(self, response: Sequence[int], before: Sequence[int]) -> str:

@@ -13,8 +13,9 @@ from rl_plugins.algorithms.advantages.group_relative import rloo
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, local_counts
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.filtering import GroupFilter, Resampling
+from rl_plugins.algorithms.masked import rewards_of_tokens
 from rl_plugins.algorithms.policy_losses.clipped import gmpo
-from rl_plugins.algorithms.regularization import AdaptiveKL, FixedCoefficient, KLConfig
+from rl_plugins.algorithms.regularization import KLConfig
 from rl_plugins.algorithms.reward_shaping import RewardShaping
 from rl_plugins.algorithms.rollout_correction import Rejection, RolloutCorrection, rejection_mask
 from rl_plugins.errors import ConfigError
@@ -112,6 +113,18 @@ def test_rewards_of_masked_tokens_go_to_learned_tokens_before_and_never_to_later
     assert advantages_BT.tolist() == [[0.0] * 5] * 2
 
 
+def test_rewards_of_tokens_give_the_rest_of_the_score_to_the_last_learned_token() -> None:
+    scores_B, valid_B = torch.tensor([40.0, 40.0, 0.0]), torch.tensor([True, True, False])
+    # The second sample has no learned token, and the third has no score.
+    mask_BT = torch.tensor([[0.0, 1, 0, 1, 0], [0, 0, 0, 0, 0], [0, 1, 0, 1, 0]])
+    of_tokens_BT = torch.tensor([[1.0, 2, 4, 8, 16]] * 3)
+    rewards_BT = rewards_of_tokens(scores_B, of_tokens_BT, mask_BT, valid_B)
+    assert rewards_BT.tolist() == [[1, 6, 0, 33, 0], [40, 0, 0, 0, 0], [0] * 5] and rewards_BT.dtype == torch.float64
+    assert rewards_of_tokens(scores_B, None, mask_BT, valid_B).tolist() == [[0, 0, 0, 40, 0], [40, 0, 0, 0, 0], [0] * 5]
+    for nothing_BT in (None, of_tokens_BT[:, :0]):
+        assert rewards_of_tokens(scores_B, nothing_BT, mask_BT[:, :0], valid_B).shape == (3, 0)
+
+
 @for_each("advantage", ["grpo", "grpo_passk"])
 def test_equal_scores_of_a_group_have_no_advantage_whatever_the_rewards_of_tokens(advantage: str) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -180,7 +193,7 @@ def test_algorithm_loss_measures_kl_and_leaves_out_kl_placed_in_the_reward() -> 
     assert loss == loss_and_gradient(with_kl, batch, 0.9)[0]
 
 
-def test_algorithm_needs_and_kl_controller_follow_the_configuration() -> None:
+def test_algorithm_needs_follow_the_configuration() -> None:
     assert Algorithm().needs == frozenset()
     assert Algorithm(kl=KLConfig(coefficient=0.1)).needs == {"ref_log_probs_BT"}
     in_reward = Algorithm(kl=KLConfig(coefficient=0.1, placement="reward"))
@@ -189,9 +202,6 @@ def test_algorithm_needs_and_kl_controller_follow_the_configuration() -> None:
     assert Algorithm(policy_loss="kl_cov").needs == {"selected_BT", "old_log_probs_BT"}
     assert Algorithm(correction="token_tis").needs == {"old_log_probs_BT"}
     assert Algorithm(correction="bypass").needs == frozenset()
-    assert KLConfig(coefficient=0.1).controller() == FixedCoefficient(0.1)
-    adaptive = KLConfig(coefficient=0.1, target=0.2, horizon=5.0)
-    assert adaptive.controller() == AdaptiveKL(adaptive)
 
 
 @for_each(
@@ -237,11 +247,43 @@ def test_algorithm_needs_and_kl_controller_follow_the_configuration() -> None:
             {"advantage": "gdpo", "reward_components": ("a",), "kl": KLConfig(0.1, "reward")},
             r"use kl\.placement=loss",
         ),
+        (
+            {"advantage": "reverse_kl", "shaping": RewardShaping(clip=(-1, 1))},
+            r"advantage_options\.reward_weight=0 leaves the reward out of the loss, and shaping",
+        ),
+        (
+            {"advantage": "reverse_kl", "advantage_options": {"reward_weight": 0.0}, "kl": KLConfig(0.1, "reward")},
+            r"use kl\.placement=loss, leave shaping out, or set advantage_options\.reward_weight above 0",
+        ),
+        (
+            {"policy_loss": "forward_kl_top_k", "shaping": RewardShaping(clip=(-1, 1))},
+            r"policy_loss_options\.policy_weight=0 leaves the reward out of the loss, and shaping",
+        ),
+        (
+            {
+                "policy_loss": "forward_kl_top_k",
+                "policy_loss_options": {"policy_weight": 0.0},
+                "kl": KLConfig(0.1, "reward"),
+            },
+            r"use kl\.placement=loss, leave shaping out, or set policy_loss_options\.policy_weight above 0",
+        ),
     ],
 )
 def test_algorithm_refuses_bad_configurations(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Algorithm(**options)
+
+
+@for_each(
+    "distillation",
+    [
+        {"advantage": "reverse_kl", "advantage_options": {"reward_weight": 0.5}},
+        {"policy_loss": "forward_kl_top_k", "policy_loss_options": {"policy_weight": 0.5}},
+    ],
+)
+def test_distillation_with_a_weight_for_the_reward_may_change_the_reward(distillation: dict[str, Any]) -> None:
+    algorithm = Algorithm(**distillation, shaping=RewardShaping(clip=(-1, 1)), kl=KLConfig(0.1, "reward"))
+    assert algorithm.kl_is_in_reward
 
 
 @for_each("policy_loss", ["reinforce", "gpg"])

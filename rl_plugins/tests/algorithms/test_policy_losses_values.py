@@ -107,10 +107,10 @@ BY_HAND: list[tuple[str, dict[str, Any], float, float, float, float, float, dict
     ("clip_cov", {**WIDTHS, **YES}, 0.5, 0.55, 2.0, 0.0, 0.0, {"clip_fraction": 0, "selected_fraction": 1}),
     # KL-Cov: no clip, and a penalty on both sides where selected.
     ("kl_cov", NO, 0.1, 0.5, 2.0, -10.0, -10.0, {"selected_fraction": 0}),
-    ("kl_cov", YES, 0.1, 0.5, 2.0, -10 + 0.1 * log(5), -10 + 0.1, {"selected_fraction": 1}),
+    ("kl_cov", YES, 0.1, 0.5, 2.0, -10 + log(5), -10 + 1.0, {"selected_fraction": 1}),
     ("kl_cov", {**YES, "coefficient": 0.4}, 0.5, 0.25, 2.0, -1 + 0.4 * log(2), -1 - 0.4, {"ppo_kl": log(2)}),
     ("kl_cov", YES, 0.5, 0.5, 2.0, -2.0, -2.0, {}),
-    ("kl_cov", YES, 1e-12, 0.9, 0.0, 0.1 * log(0.9e12), 0.1, {"ppo_kl": -20}),
+    ("kl_cov", YES, 1e-12, 0.9, 0.0, log(0.9e12), 1.0, {"ppo_kl": -20}),
     # Distillation beside half of PPO: the teacher is twice as sure of one of the two tokens.
     ("forward_kl_top_k", TOPS, 0.5, 0.55, 2.0, 0.5 * log(2) - 1.1, -1.1, {"teacher_mass": 0.75, "student_mass": 0.5}),
     ("forward_kl_top_k", {**TOPS, "loss_max_clamp": 0.1}, 0.5, 0.55, 2.0, 0.1 - 1.1, -1.1, {"ppo_kl": -log(1.1)}),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +109,35 @@ def test_graceful_stop_skips_the_validation_after_a_stop_request(tmp_path: Path)
     trainer.fit(stage, canned.loader([batch] * 9), canned.loader([batch]))
     assert stage.step == 2 and rollout.calls.count("generate") == 2
     assert "asked by" in RunFolder(tmp_path).stopped.read_text()
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(Path.mkdir, "asked by {}"), (partial(Path.write_bytes, data=b"\xff now"), "\ufffd now")],
+    ids=["folder", "no UTF-8"],
+)
+def test_graceful_stop_saves_also_if_the_text_of_the_request_is_unreadable(
+    tmp_path: Path, make: Callable[[Path], object], reason: str
+) -> None:
+    folder, stage = RunFolder(tmp_path), build_stage(STEPS)
+    train(stage, callbacks(tmp_path, AfterStep([2], lambda *_: make(folder.stop))))
+    assert stage.step == 2 and folder.checkpoint(2).is_dir()
+    assert folder.stopped.read_text(encoding="utf-8") == f"after step 2: {reason.format(folder.stop)}"
+    assert not folder.stop.exists()
+
+
+def test_graceful_stop_restores_the_validation_if_an_exception_follows_the_request(tmp_path: Path) -> None:
+    trainers: list[Any] = []
+
+    def fail(trainer: Any, stage: Any) -> None:
+        trainers.append(trainer)
+        assert trainer.limit_val_batches == 0
+        raise RuntimeError("too late")
+
+    made = callbacks(tmp_path, AfterStep([1], lambda *_: RunFolder(tmp_path).stop.touch()))
+    with pytest.raises(RuntimeError, match="too late"):
+        train(build_stage(STEPS), [*made, AfterStep([1], fail)], limit_val_batches=3)
+    assert [trainer.limit_val_batches for trainer in trainers] == [3]
 
 
 def test_graceful_stop_saves_once_for_a_notice_of_ray_train_and_goes_on(

@@ -92,7 +92,7 @@ def test_blend_weights_adds_up_small_moves_of_a_bfloat16_reference(monkeypatch: 
     monkeypatch.setattr(strategy, "model_engine", models.get)
     averages: Weights = {}
     for _ in range(100):
-        strategy.blend_weights("policy", "reference", 0.999, averages)
+        strategy.blended.blend("policy", "reference", 0.999, averages)
     torch.testing.assert_close(models["reference"].weight, torch.full((2, 2), 2 - 0.999**100, dtype=torch.bfloat16))
 
 

@@ -23,6 +23,7 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.signals import ending_signals, remove_request
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.callbacks.training import AfterStep, build_stage
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
 
 STEPS = 4
@@ -165,10 +166,11 @@ with ending_signals() as signals:
     assert ended.returncode == 128 + signal.SIGTERM
 
 
-def test_remove_request_keeps_a_request_since_the_start(tmp_path: Path) -> None:
+@for_each("make", [Path.touch, Path.mkdir])
+def test_remove_request_keeps_a_request_since_the_start(tmp_path: Path, make: Callable[[Path], None]) -> None:
     stop = tmp_path / "stop"
     remove_request(stop, before=0.0)
-    stop.touch()
+    make(stop)
     remove_request(stop, before=stop.stat().st_mtime)
     assert stop.exists()
     remove_request(stop, before=stop.stat().st_mtime + 1)

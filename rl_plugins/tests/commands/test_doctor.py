@@ -110,6 +110,14 @@ def test_check_machine_finds_if_the_op_of_deepspeed_is_built(monkeypatch, tmp_pa
     assert "being built, or its build was killed" in machine_finding("DeepSpeed's op").found
 
 
+def test_check_machine_counts_the_compiler_of_the_variable_cxx_without_another(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    monkeypatch.setenv("CXX", "/opt/bin/c++")
+    assert machine_finding("c++") == Finding("c++", "good", "/opt/bin/c++")
+    monkeypatch.delenv("CXX")
+    assert machine_finding("c++").state == "absent"
+
+
 def test_check_machine_names_a_full_disk(monkeypatch):
     usage = type("Usage", (), {"total": 100 * 2**30, "used": 97 * 2**30, "free": 3 * 2**30})
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)

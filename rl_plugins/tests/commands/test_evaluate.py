@@ -233,3 +233,22 @@ def test_reward_config_refuses_the_reward_of_a_conversation(tmp_path):
     config.write_text("reward: {functions: {default: {_target_: game.play}}}\nenvironment: {max_turns: 4}")
     with pytest.raises(ConfigError, match=r"environment.max_turns=4\): sample them with --recipe"):
         reward_config(str(config))
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("reward: text", "the file has no `reward.functions`"),
+        ("reward: {functions: text}", "the file has no `reward.functions`"),
+        ("reward: {functions: {default: {_target_: a.b}}, judge: text}", "reward.judge is a group of options"),
+        ("reward: {functions: '${nothing}'}", "Interpolation key 'nothing' not found"),
+        ("reward: {functions: {default: {_target_: a.b}}}\nenvironment: {max_turns: two}", "environment.max_turns=two"),
+    ],
+)
+def test_reward_config_names_a_value_of_another_kind_in_one_line(content, fault, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(content)
+    with pytest.raises(ConfigError) as refused:
+        reward_config(str(config))
+    message = str(refused.value)
+    assert message.startswith(f"--reward {config}: ") and fault in message and "\n" not in message

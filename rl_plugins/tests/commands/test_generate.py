@@ -248,3 +248,20 @@ def test_generate_takes_chat_template_and_stops_from_the_run_of_the_policy(
     write_recipe(policy.parent, data={"chat_template": "chatml"})
     assert main(["generate", str(policy), *command, "--output", str(tmp_path / "end.parquet")]) == 2
     assert f"error: {policy.parent / 'config.yaml'}: chat_template='chatml': a Jinja" in capsys.readouterr().err
+
+
+def test_generate_counts_the_window_after_the_scaling_of_rotary_positions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny_policy(tmp_path / "tiny", hidden_size=32, intermediate_size=48, max_position_embeddings=16)
+    file = tmp_path / "tiny" / "config.json"
+    scaling = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_parameters": scaling}))
+    write_splits(addition_rows(below=20, num_train=1, num_test=1, seed=0), tmp_path / "data")
+    command = [
+        "generate", str(tmp_path / "tiny"), "--data", str(tmp_path / "data/train.parquet"), "--engine", "transformers",
+        "--output",
+    ]  # fmt: skip
+    assert main([*command, str(tmp_path / "a.parquet"), "--max-tokens", "30"]) == 2
+    assert "--max-tokens 30 more than the 32 that the model takes" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "b.parquet"), "--max-tokens", "16"]) == 0, capsys.readouterr().err

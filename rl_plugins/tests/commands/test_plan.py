@@ -18,7 +18,7 @@ from rl_plugins.commands.plan import WITH_VALUES, given_values, read_shape, word
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.command_line import compose_config
 from rl_plugins.launch.placement import check_fit, roles_of
-from rl_plugins.planning.devices import DEVICES
+from rl_plugins.planning.devices import CPU_FILE, DEVICES, read_cpu
 from rl_plugins.planning.search import Cluster, overrides, plans, search
 from rl_plugins.planning.workload import PlannedCritic
 from rl_plugins.tests.launch.configurations import configured
@@ -228,6 +228,22 @@ def test_read_shape_names_a_damaged_file(content, fault, tmp_path):
     path.write_text(content)
     with pytest.raises(ConfigError, match=rf"x.json: {fault}"):
         read_shape("model.path", str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("[1]", "must be a mapping, not list"),
+        (json.dumps({**json.loads(CPU_FILE.read_text()), "core": 4}), "unexpected keyword argument 'core'"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_read_cpu_names_a_file_with_other_content(content, fault, tmp_path):
+    path = tmp_path / "cpu.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=rf"^calibration file {path}: .*{fault}.*; `python -m benchmarks\.calibrate"):
+        read_cpu(path)
+    assert read_cpu(CPU_FILE).is_cpu
 
 
 def work(recipe, model, *options):

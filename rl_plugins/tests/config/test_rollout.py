@@ -46,3 +46,21 @@ def test_longrope_is_refused_above_the_length_of_short_sequences(engine: str, ro
     rollout.check_policy("model.path=phi", model, lora=LoraConfig(), tokens=4096, is_on_cpu=True)
     with pytest.raises(ConfigError, match=r"phi has the rotary positions longrope: above 4096 .* make 4097 tokens"):
         rollout.check_policy("model.path=phi", model, lora=LoraConfig(), tokens=4097, is_on_cpu=False)
+
+
+def test_check_policy_refuses_weight_updates_on_gpus_without_the_experts() -> None:
+    model, whole, adapter = {**HEADS, "model_type": "gpt_oss"}, LoraConfig(rank=0), LoraConfig(rank=4)
+
+    def check(rollout: RolloutConfig, lora: LoraConfig, model: dict[str, Any] = model, *, is_on_cpu: bool) -> None:
+        rollout.check_policy("model.path=policy", model, lora=lora, tokens=64, is_on_cpu=is_on_cpu)
+
+    said = (
+        r"policy: on GPUs, weight updates .* experts .* type gpt_oss: use rollout\.lora=adapter with model\.lora\.rank"
+    )
+    for rollout, lora in ((RolloutConfig(lora="adapter"), whole), (RolloutConfig(lora="merged"), adapter)):
+        with pytest.raises(ConfigError, match=said):
+            check(rollout, lora, is_on_cpu=False)
+    check(RolloutConfig(lora="adapter"), adapter, is_on_cpu=False)
+    check(RolloutConfig(engine="transformers"), whole, is_on_cpu=False)
+    check(RolloutConfig(), whole, is_on_cpu=True)
+    check(RolloutConfig(), whole, {**HEADS, "model_type": "qwen3_moe"}, is_on_cpu=False)

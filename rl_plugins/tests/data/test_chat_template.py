@@ -8,10 +8,10 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from rl_plugins.data.chat_template import TemplateRefusal, render, with_plain_template
-from rl_plugins.data.following_messages import FollowingMessages
+from rl_plugins.data.following_messages import FollowingMessages, TurnTokenizer
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.prompts import tokenize_rows
-from rl_plugins.data.tokenization import TurnTokenizer, encode_prompts
+from rl_plugins.data.tokenization import encode_prompts
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.models.tiny import build_tokenizer
 from rl_plugins.tests.loops import for_each

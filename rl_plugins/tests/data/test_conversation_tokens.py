@@ -15,8 +15,8 @@ from rl_plugins.data.conversation_tokens import (
     unpacked_samples,
 )
 from rl_plugins.data.conversations import conversation_row
+from rl_plugins.data.following_messages import ToolMessages
 from rl_plugins.data.tokenization import encode_prompts
-from rl_plugins.data.tool_messages import ToolMessages
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.models.tiny import CHAT_TEMPLATE, TOOL_CHAT_TEMPLATE, build_tokenizer
 from rl_plugins.tests.loops import for_each

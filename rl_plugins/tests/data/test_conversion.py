@@ -10,6 +10,7 @@ import pytest
 
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.preferences import PreferenceDataModule
+from rl_plugins.data.prepare import conversion
 from rl_plugins.data.prepare.files import read_records, write_rows
 from rl_plugins.data.process_rewards import ProcessRewardDataModule
 from rl_plugins.data.sft import SFTDataModule
@@ -141,6 +142,15 @@ def test_prepare_jsonl_test_share_holds_out_prompts(tmp_path):
     assert [len(load_rows(out / f"{split}.parquet")) for split in ("train", "test")] == [1000, 1000]
 
 
+def test_split_field_of_a_record_does_not_decide_the_file():
+    # The command line refuses this field of `extra_info`.
+    fields = conversion.Conversion(conversion.FieldNames("q", ground_truth="a"), "mine", extra=("split",))
+    records = [("line 1", {"q": "2+2?", "a": "4", "split": "test"})]
+    for share, file in ((0.0, "train"), (0.999999, "test")):
+        ((target, row),) = conversion.convert({"train": records}, fields, share)
+        assert target == row["extra_info"]["split"] == file
+
+
 def save_to_disk(folder: Path, rows: list[Any], files: int = 2) -> None:
     """Write the files of `Dataset.save_to_disk` in Hugging Face's `datasets`."""
     folder.mkdir(parents=True)
@@ -176,6 +186,19 @@ def test_prepare_hf_converts_data_sets_of_save_to_disk(tmp_path, capsys):
     assert "data-00001-of-00002.arrow: not a readable arrow file" in capsys.readouterr().err
 
 
+def test_prepare_hf_names_a_missing_or_cut_file_of_a_saved_data_set(tmp_path, capsys):
+    saved, out = tmp_path / "saved", tmp_path / "out"
+    save_to_disk(saved / "train", [{"q": "1?", "a": 1}] * 2)
+    splits, state = saved / "dataset_dict.json", saved / "train" / "state.json"
+    splits.write_text('{"splits": ["train"]}')
+    whole = state.read_text()
+    for file, text in ((state, whole[:-4]), (state, ""), (state, "{}"), (state, None), (splits, '{"splits": ["tr')):
+        file.unlink() if text is None else file.write_text(text)
+        assert main(["hf", "--input", str(saved), "--output", str(out), "--data-source", "m", *PROMPTS]) == 2
+        assert f"{file}: not readable (" in (error := capsys.readouterr().err) and "save the data set again" in error
+        assert not list(out.glob("*"))
+
+
 PROMPTS = ["--prompt", "q", "--ground-truth", "a"]
 CONVERSATION = ["--prompt", "m", "--response", "m"]
 PAIR = ["--prompt", "m", "--chosen", "c", "--rejected", "r"]
@@ -200,6 +223,12 @@ PAIR = ["--prompt", "m", "--chosen", "c", "--rejected", "r"]
             ["--prompt", "q", "--chosen", "a", "--rejected", "b"],
             "line 2, chosen_key='chosen' and rejected_key='rejected': they hold the same text",
         ),
+        # No float has 401 digits.
+        (
+            {"q": "1?", "a": "1", "b": "2", "by": 10**400},
+            ["--prompt", "q", "--chosen", "a", "--rejected", "b", "--margin", "by"],
+            f"line 2, margin_key='margin': holds {10**400}, not a finite number",
+        ),
         ({"m": [USER, ASSISTANT, USER]}, CONVERSATION, "line 2, --response='m': the last message has the role 'user'"),
         (
             {"m": [USER, {**ASSISTANT, "thinking": ["2"]}]},
@@ -221,11 +250,13 @@ PAIR = ["--prompt", "m", "--chosen", "c", "--rejected", "r"]
         ({}, ["--prompt", "q"], "no field makes no file: give --ground-truth for prompts; --response for sft"),
         ({}, ["--prompt", "q", "--chosen", "a"], "--chosen makes no file"),
         ({}, [*PROMPTS, "--margin", "m"], "--ground-truth, --margin makes no file"),
+        ({}, [*PROMPTS, "--extra", "level", "split"], "--extra split: extra_info has a field of this name already"),
+        ({}, [*PROMPTS, "--extra", "index"], "--extra index: extra_info has a field of this name already: rename"),
         ({}, [*PROMPTS, "--test-share", "1"], "--test-share=1.0: must be from 0 to below 1"),
     ],
 )
 def test_prepare_jsonl_names_a_bad_record_and_writes_nothing(tmp_path, capsys, record, options, message):
-    good = {"q": "0?", "a": "0", "b": "1", "level": 1, "m": [USER, ASSISTANT]}
+    good = {"q": "0?", "a": "0", "b": "1", "by": 1, "level": 1, "m": [USER, ASSISTANT]}
     path = write_lines(tmp_path / "raw.jsonl", good, record)
     assert main(["jsonl", "--train", path, "--output", str(tmp_path / "out"), "--data-source", "m", *options]) == 2
     assert message in capsys.readouterr().err

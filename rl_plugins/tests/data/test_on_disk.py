@@ -13,6 +13,7 @@ import pytest
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.errors import ConfigError, StorageError
+from rl_plugins.tests.loops import for_each
 
 
 def test_load_rows_returns_the_rows_of_all_files_in_any_access_order(row, tmp_path):
@@ -60,18 +61,40 @@ def test_ragged_holds_lists_of_numbers():
         lists[3]
 
 
-def test_load_rows_and_ragged_name_a_full_disk(row, write_rows, monkeypatch):
+@for_each(
+    ("number", "reason"),
+    [
+        (errno.ENOSPC, "the disk is full"),
+        # A quota is full, or a file is too large.
+        (errno.EDQUOT, "the disk is full"),
+        (errno.EFBIG, "the disk is full"),
+        (errno.EACCES, r"no file can be written here \(Permission denied\)"),
+    ],
+)
+def test_load_rows_and_ragged_name_a_full_disk_or_a_folder_without_access(row, write_rows, number, reason):
     path = write_rows([row(0)])
 
-    class Full:
-        def __init__(self, *args, **kwargs):
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def refuse(**_):
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(tempfile, "TemporaryFile", Full)
-    monkeypatch.setattr(tempfile, "NamedTemporaryFile", Full)
-    for make in (lambda: load_rows(path), lambda: MappedLists([[1]])):
-        with pytest.raises(StorageError, match=r"the disk is full.* name another folder with TMPDIR"):
-            make()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", refuse)
+        patch.setattr(tempfile, "NamedTemporaryFile", refuse)
+        for make in (lambda: load_rows(path), lambda: MappedLists([[1]])):
+            with pytest.raises(StorageError, match=f"^{tempfile.gettempdir()}: {reason}.* another folder with TMPDIR"):
+                make()
+
+
+def test_load_rows_and_ragged_name_a_missing_folder_for_temporary_files(row, write_rows, tmp_path, monkeypatch):
+    path, absent = write_rows([row(0)]), str(tmp_path / "absent")
+    monkeypatch.setenv("TMPDIR", absent)
+    # Python has taken the folder before somebody removes it, or finds no folder at all.
+    for folder in (absent, None):
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [absent])
+        for make in (lambda: load_rows(path), lambda: MappedLists([[1]])):
+            with pytest.raises(StorageError, match=f"^{absent}: no file can be written here .*folder with TMPDIR$"):
+                make()
 
 
 def test_load_rows_names_a_damaged_file(row, tmp_path):

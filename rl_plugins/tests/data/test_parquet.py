@@ -7,8 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rl_plugins.config.data import MixturePart
 from rl_plugins.data import parquet
-from rl_plugins.data.parquet import ParquetRows, load_rows, prompt_row
+from rl_plugins.data.experience import ROUTED_EXPERTS
+from rl_plugins.data.images import IMAGE_FAULT, IMAGE_INPUTS, PROMPT_IMAGES
+from rl_plugins.data.orders import load_parts
+from rl_plugins.data.parquet import COLUMNS, OWN_COLUMNS, UNSCORED_COLUMNS, ParquetRows, load_rows, prompt_row
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.tests.loops import for_each
 
@@ -69,6 +73,28 @@ def test_load_rows_names_a_missing_column(row, write_rows):
         load_rows(write_rows([bare]))
     with pytest.raises(ConfigError, match="list, row 1, column 'data_source': it is missing"):
         load_rows([row(0), bare])
+
+
+def test_own_columns_have_the_names_of_all_columns_added_in_training():
+    # The names are repeated, because the launcher reads data without torch.
+    assert {IMAGE_FAULT, IMAGE_INPUTS, PROMPT_IMAGES, ROUTED_EXPERTS, "ending"} == OWN_COLUMNS
+
+
+@for_each("name", sorted(OWN_COLUMNS))
+def test_training_refuses_a_column_with_a_name_of_training_beside_rewards_alone(row, write_rows, name):
+    # A data set may add columns in any row.
+    rows = [row(0), row(1, **{name: "mine"})]
+    message = f": training adds a column '{name}' of its own: rename the column of the data"
+    with pytest.raises(ConfigError, match=f"^list{message}"):
+        load_parts(rows, COLUMNS)
+    path = write_rows(rows[1:])
+    with pytest.raises(ConfigError, match=f"^{path}{message}"):
+        load_parts({"part": MixturePart([str(path)])}, COLUMNS)
+    for source in (path, rows):
+        # Commands that sample or evaluate read any column.
+        assert name in load_rows(source).columns
+        assert name in load_parts(source, UNSCORED_COLUMNS)[0].columns
+        assert len(load_parts(source, (), lambda row, location: {"prompt": row["prompt"]})[0]) > 0
 
 
 def test_load_rows_fills_in_ability_and_extra_info(row, write_rows):

@@ -35,7 +35,7 @@ def test_addition_rows_splits_do_not_overlap():
     assert splits == addition_rows(below=10, num_train=80, num_test=20, seed=1)
     assert splits != addition_rows(below=10, num_train=80, num_test=20, seed=2)
     assert len(addition_rows(below=10**9, num_train=3, num_test=1, seed=0)["train"]) == 3
-    with pytest.raises(ConfigError, match="only 100 questions with below=10"):
+    with pytest.raises(ConfigError, match="there are only 100 different ones"):
         addition_rows(below=10, num_train=81, num_test=20, seed=1)
     with pytest.raises(ConfigError, match="below=1: choose 2"):
         addition_rows(below=1, num_train=8, num_test=1, seed=1)

@@ -50,6 +50,28 @@ def test_process_reward_data_module_accepts_keys_separator_and_missing_labels(ro
     assert math.isnan(batch.labels[0][0]) and math.isnan(batch.labels[0][1]) and batch.labels[0][2] == 1.0
 
 
+@for_each(
+    ("opening", "steps", "labels", "text", "labelled"),
+    [
+        ("<think>\n", ["<think>\nso", "4"], [0, 1], "so\n4<|end|>", {2: 0.0, 4: 1.0}),
+        ("<think>", ["<think>so", "4"], [0, 1], "so\n4<|end|>", {2: 0.0, 4: 1.0}),
+        # A step of `<think>` alone has no tokens, and its label no place.
+        ("<think>\n", ["<think>", "so", "4"], [0.5, 0, 1], "so\n4<|end|>", {2: 0.0, 4: 1.0}),
+        # Only the first step stands behind the prompt.
+        ("<think>\n", ["so", "<think>4"], [0, 1], "so\n<think>4<|end|>", {2: 0.0, 11: 1.0}),
+        ("", ["<think>so", "4"], [0, 1], "<think>so\n4<|end|>", {9: 0.0, 11: 1.0}),
+    ],
+)
+def test_first_step_does_not_open_the_reasoning_opened_by_the_prompt(row, opening, steps, labels, text, labelled):
+    tokenizer: Any = build_tokenizer()
+    # Jinja removes a new line at the end of a template.
+    tokenizer.chat_template = "{{ messages[0].content }}<|assistant|>" + opening + "{{ '' }}"
+    batch = only_batch([row(0, extra_info={"steps": steps, "labels": labels})], tokenizer)
+    assert tokenizer.decode(batch.response_ids[0]) == text
+    assert len(batch.labels[0]) == len(batch.response_ids[0])
+    assert {place: label for place, label in enumerate(batch.labels[0]) if not math.isnan(label)} == labelled
+
+
 def test_process_reward_data_module_drops_or_refuses_long_rows(steps_row, tokenizer):
     long_prompt = steps_row(1, prompt=[{"role": "user", "content": "9" * 50}])
     long_steps = steps_row(2, steps=["2" * 50], labels=[1])

@@ -14,13 +14,12 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from rl_plugins.data.datamodule import PromptDataModule
-from rl_plugins.data.following_messages import FollowingMessages
+from rl_plugins.data.following_messages import FollowingMessages, TurnTokenizer
 from rl_plugins.data.parquet import load_rows
 from rl_plugins.data.prompts import tokenize_rows
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.data.tokenization import (
     PlainTexts,
-    TurnTokenizer,
     check_round_trip,
     encode_prompts,
     encode_texts,
@@ -36,6 +35,11 @@ LINES = (
     "{% for message in messages %}<|{{ message.role }}|>\n"
     "{% if message.role == 'assistant' and loop.last %}(thinking){% endif %}{{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+# As Llama 2's: white space before the end of a turn.
+SPACES = (
+    "{% for message in messages %}{% if message.role == 'user' %}{{ '[INST] ' + message.content.strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + message.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 USERS_ONLY = "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
 USERS_ONLY += "{{ message.content }}{% endfor %}"
@@ -75,6 +79,15 @@ def test_end_of_turn_that_is_no_end_of_sequence_comes_once() -> None:
     end, t.eos_token = t.eos_token_id, t.pad_token
     for after in (TurnTokenizer(t).tokens([REPLY], end, 99)[0], FollowingMessages(t, {}).tokens((), [REPLY], end)):
         assert t.decode(after) == "\n<|user|>\ntoo low<|end|>\n<|assistant|>\n"
+
+
+def test_end_token_behind_white_space_of_the_template_comes_once() -> None:
+    t = tokenizer(SPACES)
+    # A policy ends a response without the white space.
+    said, _ = TurnTokenizer(t).tokens([REPLY], t.eos_token_id, 99)
+    assert t.decode(said) == "[INST] too low [/INST]"
+    said, _ = TurnTokenizer(t).tokens([REPLY], t.encode("7")[0], 99)
+    assert t.decode(said) == "<|end|>[INST] too low [/INST]"
 
 
 def test_turn_tokenizer_cuts_a_long_message() -> None:

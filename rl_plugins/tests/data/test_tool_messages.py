@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.data.tool_messages import ToolMessages
+from rl_plugins.data.following_messages import ToolMessages
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import TOOL_CHAT_TEMPLATE, build_tokenizer
 

@@ -229,6 +229,17 @@ def break_rules(row: Row, base_url: str, api_key: str) -> float:
         key = {"authorization": f"Bearer {api_key}"}
         deep = httpx.post(f"{base_url}/chat/completions", content="[" * 5000, headers=key, timeout=60)
         assert deep.status_code == 400 and "the body is no chat completion" in deep.text
+        forms: list[dict[str, Any]] = [
+            {
+                "tools": [{"type": "function", "name": "x"}],
+                "tool_choice": {"type": "function", "function": {"name": "x"}},
+            },
+            {"structured_outputs": "json"},
+        ]
+        for form in forms:
+            body = {"model": "m", "messages": first, **form}
+            wrong = httpx.post(f"{base_url}/chat/completions", json=body, headers=key, timeout=60)
+            assert wrong.status_code == 400, wrong.text
         # The template shows the names of parameters, which this tool lacks.
         bare: Any = {"type": "function", "function": {"name": "bare"}}
         assert "parameters" in refused(create, model="m", messages=first, tools=[bare])

@@ -79,7 +79,8 @@ def obey(act: str) -> Any:
         time.sleep(1e6)
     if act == "raise":
         raise ValueError("no such\nact")
-    return {"nothing": None, "mapping": {"a": [1]}, "object": {1}, "long": "x" * 10_000_000}[act]
+    plain = {"nothing": None, "mapping": {"a": [1]}, "object": {1}, "long": "x" * 10_000_000}
+    return {**plain, "verl": ("4", 0.5, {}), "three": ("4", 0.5, 1), "two": ("4", {})}[act]
 
 
 async def cancel(act: str) -> None:

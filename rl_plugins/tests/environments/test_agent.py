@@ -25,8 +25,8 @@ from rl_plugins.environments.object_host import ObjectHost
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
 from rl_plugins.rollout.transformers_engine import TransformersRollout
+from rl_plugins.stages.micro_batches import most_sequences
 from rl_plugins.stages.policy_optimization import PolicyOptimization
-from rl_plugins.stages.sequence_rows import most_sequences
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.commands.test_generate import generate_command, write_recipe
 from rl_plugins.tests.environments.agent_runs import ASKED, HERE, agent, run, tokenizer
@@ -42,7 +42,7 @@ def test_calls_beside_the_rules_are_refused_with_the_reason_and_counted() -> Non
     assert score.value == 1.0, score.message
     # Two answered calls, and a repetition that is no call of its own.
     assert score.details["agent/calls"] - score.details["agent/refused"] == 3
-    assert (score.details["agent/refused"], score.details["agent/not_continued"]) == (18.0, 5.0)
+    assert (score.details["agent/refused"], score.details["agent/not_continued"]) == (20.0, 5.0)
     text = "no<|end|><|user|>sure?<|assistant|>5<|end|><|user|>sure?<|assistant|>5<|end|>"
     assert tokenizer.decode(generations.responses()[0]) == text
 

@@ -12,9 +12,10 @@ from typing_extensions import override
 pytest.importorskip("vllm")
 
 from rl_plugins.data.experience import Experience
+from rl_plugins.errors import RewardError
 from rl_plugins.models.tiny import TOOL_CHAT_TEMPLATE
 from rl_plugins.rewards.trajectory import Ending
-from rl_plugins.stages.sequence_rows import SequenceRows
+from rl_plugins.stages.forward_passes import SequenceRows
 from rl_plugins.stages.turns import add_turns, sequences
 from rl_plugins.tests.environments.agent_runs import ASKED, CALL, Reporting, agent, run, tokenizer
 from rl_plugins.tests.loops import for_each
@@ -62,6 +63,17 @@ def test_call_in_reasoning_that_the_template_opens_is_text(stream: bool, monkeyp
     assert ending.score.value == 5.0, ending.score.message
     assert (ending.turns, ending.score.details["agent/sequences"], ending.score.details["agent/malformed"]) == (2, 1, 0)
     assert tokenizer.decode(generations.responses()[0]) == f"{first}<|tool|>5<|assistant|><think>{last}"
+
+
+@for_each("stream", [False, True])
+def test_half_a_character_in_a_call_reaches_the_agent_as_a_whole_character(stream: bool) -> None:
+    start = "<|system|>add(a,b)<|user|>2+3<|assistant|>"
+    half = '<tool_call>{"name": "add\\ud83d", "arguments": {"a": 1, "b": "\\ud83d"}}</tool_call><|end|>'
+    with closing(agent("add_with_tool")) as environment:
+        texts = {start: tokenizer.encode(half)}
+        # The agent adds 1 and a text.
+        with pytest.raises(RewardError, match=r"add_with_tool: TypeError: unsupported operand type\(s\) for \+"):
+            run(environment, texts, prompt=[{"role": "user", "content": "2+3"}], stream=stream)
 
 
 def test_previous_response_stands_for_all_messages_except_instructions() -> None:

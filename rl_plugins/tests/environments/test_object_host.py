@@ -171,6 +171,13 @@ def test_lost_process_of_the_class_is_replaced_and_all_objects_have_died() -> No
         assert [answer.failure for answer in steps(host, "hello")] == [None] and host.starts == 2
 
 
+def test_process_of_the_class_that_ended_without_objects_is_replaced() -> None:
+    with closing(host_of()) as host:
+        kept_by(keeper := host.pid).kill()
+        wait_until(lambda: not is_running(keeper), "the process has ended")
+        assert [answer.failure for answer in steps(host, "hello", "hello")] == [None, None] and host.starts == 2
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

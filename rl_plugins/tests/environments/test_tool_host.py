@@ -72,6 +72,13 @@ def test_call_returns_text_of_any_result(host: ToolHost) -> None:
     assert results_of(host, ("add", {"a": 1, "b": 2}), ("price", {"item": "tea"})) == [Result("", "3"), Result("", "3")]
 
 
+def test_tuple_of_a_tool_is_text_but_for_a_result_of_a_verl_tool(host: ToolHost) -> None:
+    of_verl, three, two = results_of(host, *(("obey", {"act": act}) for act in ("verl", "three", "two")))
+    way_out = "a tool for verl returns (response, reward, metrics): return rl.ToolResult here"
+    assert of_verl == Result("raised", f"TypeError: {way_out}")
+    assert (three, two) == (Result("", '["4", 0.5, 1]'), Result("", '["4", {}]'))
+
+
 def test_call_reports_errors_without_places_in_files(host: ToolHost) -> None:
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("add", {"a": 1}),
@@ -103,6 +110,14 @@ def test_calls_of_plain_functions_run_at_once(host: ToolHost) -> None:
 def test_stacks_of_threads_take_no_memory_of_the_tools(host: ToolHost) -> None:
     # Each call runs once.
     assert results_of(host, *[("gather", {})] * 100) == [Result("", "100")] * 100
+
+
+def test_process_that_died_between_two_steps_is_replaced_without_a_culprit(host: ToolHost) -> None:
+    starts, keeper = host.starts, host.pid
+    kept_by(keeper).kill()
+    wait_until(lambda: not is_running(keeper), "the process has ended")
+    assert results_of(host, *[("meet", {})] * 3) == [Result("", "met")] * 3
+    assert results_of(host, ("add", {"a": 1, "b": 1})) == [Result("", "2")] and host.starts == starts + 1
 
 
 def test_died_process_is_replaced_and_only_the_culprit_fails(host: ToolHost) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -143,15 +142,20 @@ def test_open_samples_refuses_other_settings_by_name(tmp_path, rows):
         make(tmp_path / "t.parquet", load_rows(path), Engine())
 
 
-def test_open_samples_continues_a_file_whose_settings_have_no_template_options(tmp_path, rows):
+def test_open_samples_refuses_other_template_options(tmp_path, rows):
     path = tmp_path / "s.parquet"
     with pytest.raises(Killed):
         make(path, rows, Engine(calls=1))
-    file = tmp_path / "s.parquet.parts" / "settings.json"
-    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "template_options"}))
-    with pytest.raises(ConfigError, match=r"template_options was None and is now \{'n': 1\}"):
+    with pytest.raises(ConfigError, match=r"template_options was \{\} and is now \{'n': 1\}"):
         make(path, rows, Engine(), replace(JOB, template_options={"n": 1}))
-    assert make(path, rows, Engine())
+
+
+def test_open_samples_takes_other_settings_before_the_first_part(tmp_path, rows):
+    path = tmp_path / "s.parquet"
+    with pytest.raises(Killed):
+        make(path, rows, Engine(calls=0))
+    make(path, rows, Engine(), replace(JOB, temperature=0.5))
+    assert path.is_file()
 
 
 def test_open_samples_refuses_a_foreign_file_and_a_file_in_use(tmp_path, rows):

@@ -9,7 +9,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from rl_plugins.data.tokenization import TurnTokenizer, encode_prompts
+from rl_plugins.data.following_messages import TurnTokenizer
+from rl_plugins.data.tokenization import encode_prompts
 from rl_plugins.environments.tool_functions import Threads, Tool, tool_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.tiny import build_tokenizer

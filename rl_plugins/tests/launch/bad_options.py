@@ -21,6 +21,11 @@ COMPOSING: dict[str, list[Case]] = {
         (["run={stepp: 3}"], ["'run.stepp'", "'run.steps'"]),
         (["+foo.bar=1"], ["no option 'foo'", "--cfg job"]),
         (["~algorithm.kll"], ["'algorithm.kll'", "did you mean 'algorithm.kl'"]),
+        # Options of verl below a group of docs/coming_from.md.
+        (["algorithm.filter_groups.enable=true"], ["verl has it, and here it is algorithm.group_filter (algorithm="]),
+        (["algorithm.rollout_correction.rollout_is=token"], ["verl has it, and here it is algorithm.correction: docs"]),
+        # The first part, alone an option of TRL, is a group here.
+        (["model.use_shm=true"], ["no option 'model.use_shm'; did you mean 'model."]),
     ],
     "types and missing values": [
         (["run.steps=abc"], ["'run.steps'", "'abc'", "a whole number"]),

@@ -63,5 +63,9 @@ ENVIRONMENT_CHECKS: dict[str, list[Case]] = {
             [*AGENT, f"environment.agent={AGENTS}.talk", f"environment.stateful={ENVIRONMENTS}.Judge"],
             ["environment.stateful and environment.agent", "leave one out"],
         ),
+        (
+            [*AGENT, f"environment.agent={AGENTS}.talk", f"environment.tools=[{SAMPLE_TOOLS}.add]"],
+            ["environment.agent and environment.tools", "leave one out"],
+        ),
     ],
 }

@@ -32,6 +32,7 @@ MODEL_CHECKS: dict[str, list[Case]] = {
         (["model.path=own_code"], ["own_code: config.json names Python", "model.trust_remote_code=true"]),
         (["critic.path=own_code"], ["critic.path=", "own_code: config.json names Python"]),
         (["model.path=no_template"], ["no_template", "no chat template", "instruction-tuned"]),
+        (["model.path=no_end"], ["no_end has no eos_token: the policy could never end", "set tokenizer.eos_token"]),
         (["sampling.max_tokens=250"], ["data.max_prompt_tokens=26", "takes 256", "lower one of the two"]),
         (
             ["rollout.tensor_parallel_size=5"],

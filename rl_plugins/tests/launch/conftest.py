@@ -67,7 +67,13 @@ def row(question: str = "17+25=", **columns: Any) -> dict[str, Any]:
     }
 
 
-def save_model(folder: Path, vocab_size: int = 257, chat_template: str | None = CHAT_TEMPLATE, **sizes: int) -> None:
+def save_model(
+    folder: Path,
+    vocab_size: int = 257,
+    chat_template: str | None = CHAT_TEMPLATE,
+    eos_token: str | None = "<|end|>",
+    **sizes: int,
+) -> None:
     folder.mkdir()
     pieces = [*sorted(ByteLevel.alphabet()), "<|end|>"]
     tokenizer = Tokenizer(BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
@@ -75,7 +81,7 @@ def save_model(folder: Path, vocab_size: int = 257, chat_template: str | None = 
     tokenizer.decoder = ByteLevelDecoder()
     tokenizer.add_special_tokens(["<|end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": chat_template}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token, "chat_template": chat_template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     model = {"model_type": "qwen2", "vocab_size": vocab_size, "max_position_embeddings": 256}
     model |= {"num_attention_heads": 12, "num_key_value_heads": 2, **sizes}
@@ -121,6 +127,7 @@ def workplace(tmp_path_factory) -> Path:
     save_model(folder / "few_embeddings", vocab_size=100)
     save_model(folder / "users_only", chat_template=USERS_ONLY)
     save_model(folder / "no_template", chat_template=None)
+    save_model(folder / "no_end", eos_token=None)
     (folder / "template.jinja").write_text(CHAT_TEMPLATE)
     save_model(folder / "thinks", chat_template=THINKS)
     save_model(folder / "narrow_heads", hidden_size=12 * 16)

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 import rl_plugins.rollout.vllm.chat_protocol
 import rl_plugins.rollout.vllm.tool_parser  # noqa: F401
 from rl_plugins.data.parquet import Row
-from rl_plugins.launch.agent_environment import check_agent
+from rl_plugins.launch.task_environment import try_environment
 from rl_plugins.models.tiny import build_tokenizer
 from rl_plugins.tests.launch.configurations import configured, message_of
 
@@ -29,7 +29,7 @@ def row_of(source: str, ground_truth: str) -> Row:
     return row
 
 
-def test_check_agent_lets_an_agent_make_one_call_for_a_row_of_each_source() -> None:
+def test_try_environment_lets_an_agent_make_one_call_for_a_row_of_each_source() -> None:
     tokenizer: Any = build_tokenizer()
     for name, options, acts, said in (
         # The agent of the row 0 makes its call.
@@ -42,5 +42,5 @@ def test_check_agent_lets_an_agent_make_one_call_for_a_row_of_each_source() -> N
             "data.train_files=[train.parquet]", *options,
         )  # fmt: skip
         rows = {str(number): row_of(str(number), act) for number, act in enumerate(acts)}
-        message = message_of(partial(check_agent, config, rows, tokenizer))
+        message = message_of(partial(try_environment, config, rows, tokenizer))
         assert said in message and "\n" not in message, message

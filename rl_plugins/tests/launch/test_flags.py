@@ -1,8 +1,9 @@
-"""Flags of Hydra between the overrides of a command line."""
+"""Flags of Hydra between the overrides of a command line, and files of Hydra."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,14 @@ def test_value_of_a_flag_may_have_an_equals_sign(
     ((config, recipe),) = compose_for_command_line("grpo")
     assert recipe == "grpo"
     assert (config.run.seed, config.run.steps, config.run.name) == (7, 3, "z")
+
+
+def test_multirun_leaves_no_file_with_the_options_and_the_command_as_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command = ["grpo", "--multirun", *OVERRIDES, "optimizer.lr=1e-5,2e-5"]
+    monkeypatch.setattr(sys, "argv", [*command])
+    assert len(compose_for_command_line("grpo")) == 2
+    assert [*tmp_path.iterdir()] == [] and sys.argv == command

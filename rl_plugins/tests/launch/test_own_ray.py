@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -204,6 +205,22 @@ def test_object_store_bytes_grow_with_the_samples_in_flight_and_the_pools() -> N
     assert object_store_bytes(configured("grpo", *LARGE, "schedule.max_staleness=1")) == 2 * size
     teacher = ["placement.teacher.actors=1", "teacher.path=model", "algorithm.teacher_top_k=10"]
     assert object_store_bytes(configured("grpo", *LARGE, *teacher)) == (32 + 48 + 12 * 10) * SAMPLES
+
+
+@pytest.mark.usefixtures("machine")
+def test_object_store_bytes_count_the_experts_of_each_token_from_the_engine(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 24, "num_experts_per_tok": 8}
+    options = [*LARGE, f"model.path={tmp_path}", "model.router_replay=rollout"]
+    for content, layers_and_experts in (
+        (sizes, 24 * 8),
+        ({"text_config": sizes, "num_hidden_layers": 3}, 24 * 8),
+        ({"num_hidden_layers": 24, "experts_per_token": 4}, 24 * 4),
+        # Only the class of the model knows the sizes.
+        ({}, 0),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **content}))
+        assert object_store_bytes(configured("grpo", *options)) == (32 + 2 * layers_and_experts) * SAMPLES
+        assert object_store_bytes(configured("grpo", *options[:-1], "model.router_replay=recompute")) == 32 * SAMPLES
 
 
 def test_object_store_bytes_stay_within_the_memory_of_the_machine(machine: SimpleNamespace) -> None:

@@ -21,7 +21,7 @@ from rl_plugins.config.recipe import RecipeConfig, write_config, written
 from rl_plugins.config.schemas import register_schemas
 from rl_plugins.errors import ConfigError, RunStopped, StorageError
 from rl_plugins.launch import mlflow_run, pipeline
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.command_line import compose_config, run_recipe
 from rl_plugins.launch.pipeline import (
     ParentRun,
     pipeline_main,
@@ -307,7 +307,7 @@ def test_register_schemas_lets_hydra_share_one_store_but_no_nodes() -> None:
     register_schemas()
     store = ConfigStore.instance()
     assert deepcopy(store) is store
-    first, second = (store.load("pipeline_schema.yaml").node for _ in range(2))
+    first, second = (store.load("pipeline_record.yaml").node for _ in range(2))
     first.name = "changed"
     assert OmegaConf.is_missing(second, "name")
 
@@ -441,7 +441,9 @@ def test_run_pipeline_ends_before_the_next_stage_after_a_signal_at_the_end_of_a_
 ) -> None:
     run_stage: Any = pipeline.run_recipe
 
-    def with_signal(config: RecipeConfig, *further: object) -> Any:
+    def with_signal(config: RecipeConfig, *further: Any) -> Any:
+        if config.run.name != "sft":
+            return run_recipe(config, *further)
         folder = RunFolder(Path(config.run.output_dir) / config.run.name)
         with stop_on_signals(folder):
             os.kill(os.getpid(), signal.SIGTERM)

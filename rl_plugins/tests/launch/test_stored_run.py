@@ -286,6 +286,33 @@ def test_restore_fetches_a_run_without_a_checkpoint_and_makes_no_folder_without_
     assert new.metrics.read_bytes() == run.metrics.read_bytes() and new.checkpoints() == []
 
 
+@for_each(
+    ("uri", "has_id"),
+    [
+        (None, False),
+        ("sqlite:///{here}/mlflow.db", False),
+        ("sqlite:////team/mlflow.db", True),
+        ("http://mlflow", True),
+    ],
+)
+def test_restored_run_has_the_run_of_a_store_that_another_machine_sees(
+    uri: str | None, has_id: bool, tmp_path: Path
+) -> None:
+    config = RecipeConfig(stage="sft")
+    config.run.name, config.run.storage, config.run.resume = "run", str(tmp_path / "there"), True
+    config.run.output_dir = str(tmp_path / "new")
+    config.tracking.uri = uri and uri.format(here=config.run.output_dir)
+    (tmp_path / "there" / "run").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "there" / "run" / "mlflow_run_id").write_text("489d")
+    (tmp_path / "there" / "run" / "metrics.jsonl").write_text("{}\n")
+    folder = RunFolder(tmp_path / "new" / "run")
+    shutil.rmtree(folder.path, ignore_errors=True)
+    stored = stored_run(config, folder)
+    assert stored is not None
+    stored.restore()
+    assert folder.metrics.is_file() and folder.tracking_run.is_file() == has_id
+
+
 def test_stored_run_refuses_a_new_run_where_the_storage_has_one(
     tmp_path: Path, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,13 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.environments.agent import AgentEnvironment
+from rl_plugins.environments.stateful import StatefulEnvironment
+from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.errors import ConfigError
+from rl_plugins.launch.command_line import override
 from rl_plugins.launch.scorer import scorer_of
+from rl_plugins.launch.task_environment import task_environment, try_environment
 from rl_plugins.launch.training import TrainingRun
 from rl_plugins.models.packed_attention import PACKED_SDPA
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
@@ -51,6 +57,39 @@ def test_chat_template_kwargs_reach_data_modules_and_conversations(tmp_path: Pat
     assert environment.template_options == expected
 
 
+def test_each_environment_has_the_options_of_all_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    values: dict[str, Any] = {
+        "max_turns": 3, "max_observation_tokens": 4, "max_sequences": 5, "max_objects": 6, "deadline_s": 7.0,
+        "load_timeout_s": 8.0, "memory_mb": 9, "max_characters": 10, "left_out": "end", "parser": "xml",
+        "pass_env": ["KEY"], "endpoint_host": "::1",
+    }  # fmt: skip
+    overrides = [
+        *(override(f"environment.{name}", value) for name, value in values.items()), "model.path=model",
+        "data.max_prompt_tokens=11", "reward.max_failure_rate=0.5", "+data.chat_template_kwargs.thinks=false",
+    ]  # fmt: skip
+    others = {"max_prompt_tokens": 11, "max_failure_rate": 0.5, "template_options": {"thinks": False}}
+    for name, kind, argument in (
+        ("tools", ToolEnvironment, "tools"),
+        ("stateful", StatefulEnvironment, "environment"),
+        ("agent", AgentEnvironment, "agent"),
+    ):
+        value: Any = ["a.b"] if name == "tools" else "a.b"
+        config = configured("grpo", f"environment={name}", override(f"environment.{name}", value), *overrides)
+        signature = inspect.signature(kind)
+        monkeypatch.setattr(f"{kind.__module__}.{kind.__name__}", signature.bind)
+        given: Any = task_environment(config)
+        known = {**values, **others, argument: value}
+        assert given.arguments == {each: known[each] for each in signature.parameters}
+
+
+def test_try_environment_returns_the_template_variables_of_the_run_with_the_tools() -> None:
+    options = ["model.path=model", "+data.chat_template_kwargs.thinks=false"]
+    assert try_environment(configured("grpo", *options), {}, None) == {"thinks": False}
+    tools = ["environment=tools", "environment.tools=[rl_plugins.tests.environments.sample_tools.add]"]
+    variables = try_environment(configured("grpo", *options, *tools), {}, None)
+    assert [tool["function"]["name"] for tool in variables["tools"]] == ["add"] and variables["thinks"] is False
+
+
 def test_sampling_of_a_run_has_the_options_of_sampling(tmp_path: Path) -> None:
     run = training_run(tmp_path, "sampling.stop_token_ids=[3]", "sampling.min_p=0.1", "batch.samples_per_prompt=2")
     sampling = run.sampling()
@@ -73,6 +112,13 @@ def test_sft_that_validates_on_responses_has_no_scorer_and_no_sampling(tmp_path:
     assert scorer_of(config) is None
     given = replace(training_run(tmp_path), config=config).validation_options()
     assert given == {"scorer": None, "eval_sampling": None, "environment": None, "seed": 0}
+
+
+def test_reward_workers_have_time_to_start_before_the_time_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_plugins.launch.scorer.RewardPool", lambda rewards, **options: options)
+    for load_s in (60, 600):
+        options: Any = scorer_of(configured("grpo", "model.path=model", f"reward.load_timeout_s={load_s}"))
+        assert options["start_timeout_s"] == 120 + load_s
 
 
 def test_async_checkpoints_have_half_the_deadline_of_collectives(tmp_path: Path) -> None:

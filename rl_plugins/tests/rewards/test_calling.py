@@ -73,6 +73,10 @@ def test_score_accepts_numpy_scalars() -> None:
     assert score("obey", "0-d") == [Score(value=2.0, details={"hits": 3.0})]
 
 
+def test_score_leaves_out_texts_beside_the_score() -> None:
+    assert score("obey", "text detail") == [Score(value=1.0, details={"acc": 1.0})]
+
+
 @pytest.mark.parametrize(
     ("solution", "failure", "message"),
     [
@@ -81,11 +85,12 @@ def test_score_accepts_numpy_scalars() -> None:
         ("nan", "not_finite", "'score' is nan"),
         ("inf", "not_finite", "'detail' is inf"),
         ("huge", "not_finite", "too large"),
+        ("beyond float32", "not_finite", "too large: training takes numbers up to 1e+18"),
         ("text", "raised", "the result is text, not a number"),
         ("none", "raised", "of type NoneType"),
         ("complex", "raised", "of type complex"),
         ("no score", "raised", "no 'score', only ['reward']"),
-        ("text detail", "raised", "'answer' is of type str"),
+        ("list detail", "raised", "'answer' is of type list"),
     ],
 )
 @pytest.mark.parametrize("function", ["obey", "obey_async"])

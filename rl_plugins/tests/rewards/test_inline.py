@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from types import FrameType
@@ -71,9 +72,10 @@ print("SCORE", scorer.score([ScoringRequest("s", "abc", None, dict())])[0].value
 """
     # The signal of the timer at the deadline.
     session = "import signal; signal.raise_signal(signal.SIGALRM)\np 'value', solution_str\nc\n"
-    result = subprocess.run(
-        [sys.executable, "-c", program], input=session, capture_output=True, text=True, timeout=DEADLINE_S
-    )
+    # A driver of Ray sets a breakpoint function of Ray.
+    environment = {**os.environ, "PYTHONBREAKPOINT": ""}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, input=session, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
     assert "('value', 'abc')" in result.stdout, result.stderr
     assert "SCORE 3.0" in result.stdout, result.stderr
     assert "SoftDeadline" not in result.stdout

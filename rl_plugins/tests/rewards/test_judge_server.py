@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,6 +145,24 @@ def test_ask_gives_up_when_the_common_wait_is_over(stub: JudgeStub) -> None:
     (first_s, first), *later = asyncio.run(run())
     assert first_s >= 1.5 and first > 1
     assert [requests for _, requests in later] == [1, 1], "the wait is common to all questions"
+
+
+def test_ask_does_not_count_time_without_questions_as_absence(stub: JudgeStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub.say(OVERLOADED)
+    limits = RequestLimits(wait_s=1.0, timeout_s=5.0)
+
+    async def run() -> int:
+        server = JudgeServer(stub.url, None, limits)
+        with pytest.raises(NoAnswer):
+            await server.ask(BODY, math.inf)
+        # A long training step.
+        now = time.monotonic
+        monkeypatch.setattr("rl_plugins.rewards.judge_server.time", SimpleNamespace(monotonic=lambda: now() + 3600))
+        stub.say(OVERLOADED, Said())
+        stub.requests.clear()
+        return (await server.ask(BODY, math.inf)).requests
+
+    assert asyncio.run(run()) == 2
 
 
 def test_ask_gives_up_before_the_deadline(stub: JudgeStub) -> None:

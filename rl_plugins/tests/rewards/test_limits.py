@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import asyncio, resource
 from rl_plugins.environments.tool_functions import Threads
 from rl_plugins.rewards.limits import WorkerLimits
 
+WorkerLimits(memory_mb=10**13).limit_memory()
 most = 4 * 2**30
 resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 for mib in (512, 8192):
@@ -31,6 +33,11 @@ for less in (0, 4096):
 
 def test_limit_memory_and_threads_of_tools_keep_a_hard_limit() -> None:
     subprocess.run([sys.executable, "-c", UNDER_A_HARD_LIMIT], check=True, timeout=patient(60))
+
+
+def test_limit_beyond_the_numbers_of_the_kernel_is_the_largest_number() -> None:
+    assert limits.at_most(10**13 * 2**20, resource.RLIM_INFINITY) == 2**63 - 1
+    assert limits.at_most(10**13 * 2**20, 5) == 5 and limits.at_most(7, resource.RLIM_INFINITY) == 7
 
 
 def test_free_memory_of_a_container_includes_pages_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,11 @@
-"""failure_counts counts failures by kind, and check_failure_rate raises with the most frequent reason."""
+"""failure_counts counts failures by kind, and FailureRate raises with the most frequent reason."""
 
 from __future__ import annotations
 
 import pytest
 
 from rl_plugins.errors import RewardError
-from rl_plugins.rewards.records import FailureRate, Score, check_failure_rate, failure_counts
+from rl_plugins.rewards.records import FailureRate, Score, failure_counts
 
 GOOD = Score(value=0.0)
 SLOW = Score(value=None, failure="timeout", message="too slow")
@@ -23,21 +23,9 @@ def test_failure_counts_has_every_kind() -> None:
     }
 
 
-def test_check_failure_rate_allows_the_limit() -> None:
-    check_failure_rate([GOOD, BAD], 0.5)
-    check_failure_rate([GOOD], 0.0)
-    check_failure_rate([], 0.0)
-
-
-def test_check_failure_rate_names_the_commonest_reason_above_the_limit() -> None:
-    with pytest.raises(RewardError, match=r"3 of 4 .*=0\.5 .*raised \(2 times\).*ValueError: no"):
-        check_failure_rate([SLOW, BAD, GOOD, BAD], 0.5)
-
-
-def test_check_failure_rate_counts_only_scored_samples() -> None:
-    check_failure_rate([BAD, None, None, None], 0.25)
-    with pytest.raises(RewardError, match="2 of 4"):
-        check_failure_rate([BAD, BAD, None, None], 0.25)
+def test_failure_rate_names_the_most_frequent_reason() -> None:
+    with pytest.raises(RewardError, match=r"3 of 4 .*raised \(2 times\).*ValueError: no"):
+        FailureRate(0.0).add([SLOW, BAD, GOOD, BAD])
 
 
 def test_failure_rate_allows_single_failures_in_small_calls() -> None:

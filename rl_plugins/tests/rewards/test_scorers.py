@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import builtins
+import math
 import sys
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.scorers import MathVerify, exact_match, final_answer
+from rl_plugins.tests.loops import for_each
 
 
 def test_exact_match() -> None:
@@ -94,6 +99,40 @@ def test_math_verify(math_verify: MathVerify, solution: str, truth: str, expecte
 def test_math_verify_refuses_an_empty_ground_truth(math_verify: MathVerify) -> None:
     with pytest.raises(ValueError, match="cannot parse the ground truth"):
         math_verify("\\boxed{4}", "")
+
+
+@for_each("truth", [None, ["42"], {"answer": "42"}, ("42",), b"42", math.nan, Decimal("nan"), np.float64("nan"), 1j])
+def test_ground_truth_other_than_a_text_or_a_number_is_an_error(math_verify: MathVerify, truth: Any) -> None:
+    for reward in (exact_match, final_answer, math_verify):
+        with pytest.raises(ValueError, match=r"the ground truth .* is neither a text nor a number"):
+            reward("42", truth)
+
+
+@for_each("truth", [42, 42.0, np.int64(42), np.float32(42), Decimal("42.00"), Fraction(42)])
+def test_whole_number_as_a_ground_truth_has_no_decimal_point(math_verify: MathVerify, truth: Any) -> None:
+    for reward in (exact_match, final_answer, math_verify):
+        assert reward("42", truth) == 1.0 and reward("42.5", truth) == 0.0
+
+
+@for_each(
+    ("response", "truth"),
+    [
+        ("0.5", 0.5),
+        ("0.1", np.float32(0.1)),
+        # Python writes 1e-05 and 1e+16.
+        ("0.00001", 1e-5),
+        ("10000000000000000", 1e16),
+        ("2.5", Decimal("2.50")),
+        ("0", -0.0),
+    ],
+)
+def test_float_as_a_ground_truth_is_written_in_digits(math_verify: MathVerify, response: str, truth: Any) -> None:
+    for reward in (exact_match, final_answer, math_verify):
+        assert reward(response, truth) == 1.0 and reward("5", truth) == 0.0
+
+
+def test_exact_match_with_a_truth_value_reads_the_word() -> None:
+    assert exact_match("True", True) == 1.0 and exact_match("1", True) == 0.0
 
 
 def test_math_verify_raises_errors_that_the_package_hides(

@@ -56,8 +56,8 @@ def test_sum_of_the_rewards_of_tokens_is_the_score(target: str) -> None:
     [
         ("short", "raised", "'token_rewards' has 2 numbers for 3 sampled tokens: return one number for each token"),
         ("nan", "not_finite", "'token_rewards' of token 2 is nan"),
-        ("huge", "not_finite", "'token_rewards' of token 2 is too large for a float"),
-        ("infinite", "not_finite", "'score' is inf"),
+        ("huge", "not_finite", "'token_rewards' of token 2 is too large: training takes numbers up to 1e+18"),
+        ("infinite", "not_finite", "'token_rewards' of token 0 is too large"),
         ("number", "raised", "'token_rewards' is of type float, not a list of numbers"),
         ("string", "raised", "'token_rewards' is of type str, not a list of numbers"),
         ("words", "raised", "'token_rewards' of token 0 is of type str, not a number"),

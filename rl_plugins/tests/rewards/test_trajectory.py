@@ -12,7 +12,7 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.rewards.records import Score, ScoringRequest
 from rl_plugins.rewards.trajectory import Reply, ScoreWithMessages, Start, Trajectory
 from rl_plugins.rollout.engine import Generations
-from rl_plugins.stages.sequence_rows import SequenceRows
+from rl_plugins.stages.forward_passes import SequenceRows
 from rl_plugins.tests.loops import for_each
 
 

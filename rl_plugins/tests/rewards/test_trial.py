@@ -1,4 +1,4 @@
-"""RewardTrial and check_reward: each kind of fault ends the trial with one line, and leaves no process behind."""
+"""RewardTrial: each kind of fault ends the trial with one line, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.records import ScoringRequest
-from rl_plugins.rewards.trial import RewardTrial, check_reward
+from rl_plugins.rewards.trial import RewardTrial
 from rl_plugins.tests.patience import patient, wait_until
 
 DEADLINE_S = patient(60)
@@ -40,15 +40,19 @@ def fault(
     return str(raised.value)
 
 
-def test_check_reward_refuses_an_unknown_data_source() -> None:
-    with pytest.raises(ConfigError, match="no reward for data_source 's'"):
-        check_reward({"math": {"_target_": f"{HERE}.length"}}, request("a"))
+def test_trial_refuses_an_unknown_data_source() -> None:
+    with (
+        pytest.raises(ConfigError, match="no reward for data_source 's'"),
+        RewardTrial({"math": {"_target_": f"{HERE}.length"}}) as trial,
+    ):
+        trial.score(request("a"))
 
 
-def test_check_reward_returns_the_score_or_raises_the_cause() -> None:
-    assert check_reward({"_target_": f"{HERE}.obey"}, request("four")).value == 4.0
-    with pytest.raises(ConfigError, match=r"data_source 's': raised: .*ZeroDivisionError"):
-        check_reward({"_target_": f"{HERE}.obey"}, request("raise"))
+def test_trial_returns_the_score_or_raises_the_cause() -> None:
+    with RewardTrial({"_target_": f"{HERE}.obey"}) as trial:
+        assert trial.score(request("four")).value == 4.0
+        with pytest.raises(ConfigError, match=r"data_source 's': raised: .*ZeroDivisionError"):
+            trial.score(request("raise"))
 
 
 @pytest.mark.parametrize(

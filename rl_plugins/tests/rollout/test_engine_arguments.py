@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 
@@ -106,6 +107,24 @@ def test_sampling_arguments_reach_vllm() -> None:
 def test_sampling_parameters_read_stop_strings_with_special_tokens() -> None:
     pytest.importorskip("vllm")
     assert not sampling_parameters(SamplingConfig(stop=("<|end|>",)), seed=1, excluded=None).skip_special_tokens
+
+
+@for_each(
+    ("ends", "message"),
+    [
+        ({"stop": [""]}, r"stop=\[''\]: must be a list of texts, none empty"),
+        ({"stop": ("a", "")}, "stop=.*: must be a list of texts"),
+        # A text alone would stop at each of its characters.
+        ({"stop": "END"}, "stop=END: must be a list of texts"),
+        ({"stop_token_ids": [2, -1]}, r"stop_token_ids=\[2, -1\]: must be a list of token ids, 0 or more"),
+        ({"stop_token_ids": 2}, "stop_token_ids=2: must be a list of token ids"),
+        ({"stop_token_ids": ["a"]}, r"stop_token_ids=\['a'\]: must be a list of token ids"),
+    ],
+)
+def test_ends_of_responses_are_texts_with_characters_and_token_ids(ends: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        SamplingConfig(**ends)
+    assert SamplingConfig(stop=["END", "\n"], stop_token_ids=[0]).stop == ("END", "\n")  # type: ignore[arg-type]
 
 
 def test_sampling_parameters_give_several_greedy_responses() -> None:

@@ -179,6 +179,21 @@ def test_keep_unsent_weights_names_biases_of_routers_and_the_draft_model() -> No
         assert worker.model_config.sleep_preserve_parameter_names == ["gate.e_score_correction_bias", *expected]
 
 
+def test_keep_unsent_weights_copies_the_token_ids_of_the_thinking_budget() -> None:
+    worker = _Worker(torch.nn.Module())
+    names = ("reasoning_start_token_ids", "natural_reasoning_end_token_ids", "reasoning_end_token_ids")
+    made = {name: torch.tensor([number]) for number, name in enumerate(names)}
+    budget = SimpleNamespace(enabled=True, **made)
+    worker.model_runner.sampler = SimpleNamespace(thinking_budget_state=budget)
+    worker.keep_unsent_weights()
+    for name, ids in made.items():
+        copy = getattr(budget, name)
+        assert copy.equal(ids) and copy.data_ptr() != ids.data_ptr()
+    # A budget without the arguments of reasoning has no token ids.
+    worker.model_runner.sampler.thinking_budget_state = SimpleNamespace(enabled=False)
+    worker.keep_unsent_weights()
+
+
 def test_end_weight_update_ends_a_running_update_alone() -> None:
     worker = _Worker(torch.nn.Module())
     for _ in range(2):

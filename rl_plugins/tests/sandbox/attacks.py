@@ -91,10 +91,16 @@ ATTACKS = {
         ("memory",),
         given={"memory_mb": 200},
     ),
-    "shared memory": Attack(
-        "import mmap\ndata = mmap.mmap(-1, 2**32)\nfor place in range(0, 2**32, 4096): data[place] = 1",
-        ("memory",),
+    # Without the refusal, the program keeps all pages, and the supervisor sees few.
+    "shared memory without addresses": Attack(
+        "import mmap\ntry:\n    data = mmap.mmap(-1, 2**28)\n    for start in range(0, 2**28, 2**22):\n"
+        "        data[start : start + 2**22] = bytes(2**22)\n        data.madvise(mmap.MADV_DONTNEED, start, 2**22)\n"
+        "    print('ESCAPED')\nexcept PermissionError:\n    pass",
         given={"memory_mb": 64},
+    ),
+    "shared memory of a device": Attack(
+        "import mmap, os\ntry:\n    mmap.mmap(os.open('/dev/zero', os.O_RDWR), 2**22)\n    print('ESCAPED')\n"
+        "except OSError:\n    print(len(open('/dev/zero', 'rb').read(10)))",
     ),
     "tables of pages": Attack(
         "import mmap\ndata = mmap.mmap(-1, 2**41, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)\n"

@@ -88,9 +88,40 @@ def test_interpreter_is_another_command() -> None:
     with CodeSandbox("namespaces", interpreter=["sh"], file_name="main.sh", limits=PATIENT) as sandbox:
         result = sandbox.run("read word; echo $word; echo $0 >&2; exit 5", "hello\n")
     assert (result.stdout, result.stderr, result.exit_status) == ("hello\n", "main.sh\n", 5)
-    with CodeSandbox("namespaces", interpreter=["no-such-command"]) as sandbox, pytest.raises(SandboxError) as error:
-        sandbox.run("x")
-    assert "no-such-command" in str(error.value)
+
+
+@for_each(
+    ("options", "message"),
+    [
+        (
+            {"interpreter": ["no-such-command"]},
+            r"interpreter=.*: an empty program did not run \(.*no-such-command",
+        ),
+        ({"limits": {"memory_mb": 1}}, r"limits: an empty program did not run .*: raise the limit"),
+    ],
+)
+def test_sandbox_tries_interpreter_and_limits_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CodeSandbox("none", **options)
+
+
+def test_limits_beyond_the_numbers_of_the_kernel_are_no_limits() -> None:
+    skip_without_namespaces()
+    with CodeSandbox("namespaces", limits={"memory_mb": 10**13, "cpu_s": 30, "wall_s": 60}) as sandbox:
+        assert sandbox.run("print(1)").stdout == "1\n"
+
+
+@for_each("value", ["Bearer key\n", " Bearer key"])
+def test_remote_sandbox_sends_headers_without_white_space(value: str) -> None:
+    with served() as (address, handler):
+        CodeSandbox(address, headers={"Authorization": value})
+    assert handler.asked[-1][1] == "Bearer key"
+
+
+def test_remote_sandbox_hides_a_header_with_wrong_characters() -> None:
+    with pytest.raises(ConfigError, match=r"headers\.Authorization: the value has characters") as error:
+        CodeSandbox("http://127.0.0.1:9", headers={"Authorization": "Bearer se\ncret"})
+    assert "cret" not in str(error.value)
 
 
 def test_programs_see_further_folders_read_only(tmp_path: Path) -> None:
@@ -341,7 +372,7 @@ def test_remote_sandbox_sends_program_input_and_limits(monkeypatch: pytest.Monke
         result = sandbox.run("print(int(input()) * 2)", "21")
     assert result.ok and result.stdout == "42\n"
     asked, authorization = handler.asked[-1]
-    assert authorization == "Bearer key" and len(handler.asked) == 4
+    assert authorization == "Bearer key" and len(handler.asked) == 5
     assert asked["stdin"] == "21" and asked["limits"]["cpu_s"] == 2 and asked["limits"]["memory_mb"] == 512
     assert asked["interpreter"] is None and asked["file_name"] == "main.py"
 

@@ -151,6 +151,20 @@ def test_remax_takes_the_score_of_the_greedy_response_as_baseline() -> None:
     assert all(row["rewards"]["correct"] == row["score"] for row in stage.shown_samples.training if not row["failure"])
 
 
+def test_remax_starts_the_greedy_response_with_the_seed_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: dict[int, dict[int, str]] = {3: {}, 1: {}}
+    generate = canned.CannedRollout.generate
+
+    def noting(engine: Any, prompts: list[list[int]], sampling: SamplingConfig, seeds_of_prompts: list[int]) -> Any:
+        seeds[sampling.num_samples] |= zip(seeds_of_prompts, map(canned.tokenizer.decode, prompts), strict=True)
+        return generate(engine, prompts, sampling, seeds_of_prompts)
+
+    monkeypatch.setattr(canned.CannedRollout, "generate", noting)
+    # Each step draws two batches of four prompts, so the number of a batch is not the step.
+    train(Algorithm(advantage="remax", group_filter=GroupFilter()), steps=2)
+    assert seeds[1] == seeds[3] and len(seeds[3]) == 2 * 2 * 4
+
+
 def test_remax_counts_a_greedy_response_without_a_reward() -> None:
     class FailsOnGreedy(canned.CannedScorer):
         def score(self, requests: Any) -> list[Score]:
@@ -187,6 +201,19 @@ def test_reward_model_scores_are_added_to_the_scores_of_the_rules(tmp_path: Path
     torch.testing.assert_close(of_model[3], alone.detach())
     assert of_model.unique().numel() == len(of_model)
     torch.testing.assert_close(scores(3.0, 0.5), 3 * of_model + 0.5 * rules)
+
+
+def test_reward_model_scores_a_step_whose_responses_are_all_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = save_reward_model(tmp_path), canned.tokenizer.encode("1+1")
+    monkeypatch.setitem(canned.RESPONSES, "1+1", [""] * 3)
+    config = RewardModelConfig(str(tmp_path), weight=1.0, rule_weight=0.0)
+    (experience,) = train(Algorithm(), prompts=["1+1"], reward_model=config).collected
+    assert experience.responses.shape == (3, 0)
+    # The score of an empty response is read at the end of the prompt.
+    alone = model.eval()(torch.tensor([prompt])).logits[0, -1, 0].detach()
+    torch.testing.assert_close(filled(experience.scores), alone.expand(3))
 
 
 class WithoutNumbersScorer(ModelScorer):

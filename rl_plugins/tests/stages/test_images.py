@@ -30,10 +30,10 @@ from rl_plugins.rewards.records import Score
 from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.rollout.engine import Generations
 from rl_plugins.rollout.transformers_engine import TransformersRollout
+from rl_plugins.stages.forward_passes import SequenceRows
 from rl_plugins.stages.micro_batches import Lengths
 from rl_plugins.stages.preference_optimization import PreferenceOptimization
 from rl_plugins.stages.sampling import PromptSampler
-from rl_plugins.stages.sequence_rows import SequenceRows
 from rl_plugins.stages.sft import SFT
 from rl_plugins.strategies.fsdp import FSDPStrategy
 from rl_plugins.strategies.sequence_parallel import body_of

@@ -270,6 +270,36 @@ def test_gradient_clip_val_of_the_trainer_bounds_the_gradient(tmp_path: Path) ->
     assert norms[1e-3] == pytest.approx(1e-3, rel=1e-4)
 
 
+class Batches(LightningDataModule):
+    """Data of one step."""
+
+    @override
+    def train_dataloader(self) -> Any:
+        return canned.loader([BATCH])
+
+
+@pytest.mark.parametrize(
+    ("part", "function"), [(Batches, "setup"), (canned.CannedScorer, "score")], ids=["data", "reward"]
+)
+def test_gradient_clip_val_of_the_trainer_is_in_force_after_a_failed_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: type, function: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("gone")
+
+    own, data = canned.OwnPolicy(), Batches()
+    module = stage(own, optimizer=OptimizerConfig(gradient_clip=0.0))
+    flags: dict[str, Any] = {"max_steps": 1, "precision": "64-true", "logger": False, "enable_checkpointing": False}
+    trainer = make_trainer(tmp_path, gradient_clip_val=1e-3, **flags)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="gone"):
+        patched.setattr(part, function, fail)
+        trainer.fit(module, data)
+    trainer.fit(module, data)
+    assert trainer.gradient_clip_val == 1e-3
+    (gradient,) = own.recorder.gradients
+    assert float(torch.cat([g.flatten() for g in gradient]).norm()) == pytest.approx(1e-3, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

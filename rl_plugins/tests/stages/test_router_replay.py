@@ -115,6 +115,18 @@ def test_router_replay_of_the_rollout_needs_the_experts_of_the_engine(folder: Pa
         updated(folder, router_replay="sampler")
 
 
+def test_router_replay_of_the_rollout_takes_a_step_without_any_response(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Conversations that failed before the first response have no routes.
+    monkeypatch.setattr(canned, "RESPONSES", dict.fromkeys(canned.PROMPTS, [""] * 3))
+    gradients, metrics, samples = step(
+        folder, canned.CannedRollout(), scorer=canned.CannedScorer(), router_replay="rollout"
+    )
+    assert samples.responses.shape == (12, 0) and ROUTED_EXPERTS not in samples.columns
+    assert len(gradients) == 2 and "train/router_differing" not in metrics
+
+
 def test_router_replay_refuses_passes_with_tokens_of_several_ranks(folder: Path) -> None:
     own = canned.mixture_policy(folder, lr=3.0)
     canned.NoTokens(own.model)

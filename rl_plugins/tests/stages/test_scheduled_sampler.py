@@ -309,6 +309,22 @@ def test_group_filter_replaces_uniform_groups_by_groups_in_flight() -> None:
     assert engine.asked[:5] == ["1+1", "4+4", "12+30", "100+1", "1+1"]
 
 
+class Silent(Distant):
+    """An engine whose responses are all empty."""
+
+    @override
+    def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
+        count = len(prompts) * sampling.num_samples
+        return Generations.from_responses([[]] * count, [[]] * count, ["stop"] * count, 0)
+
+
+def test_staleness_of_a_step_whose_responses_are_all_empty_is_0() -> None:
+    stage = train(Silent(), Schedule(1), steps=2)
+    assert [one.responses.shape[1] for one in stage.trained_on] == [0, 0]
+    ages = [(metrics["rollout/staleness"], metrics["rollout/staleness_max"]) for metrics in stage.metrics]
+    assert ages == [(0, 0), (0, 0)]
+
+
 def test_max_token_age_masks_tokens_of_older_policies() -> None:
     stage = train(Distant(slow=["12+30"]), Schedule(1, ahead=0.5, max_token_age=0), steps=3)
     assert stage.texts == [["1+1", "100+1"], ["12+30", "1+1"], ["1+1", "12+30"]]

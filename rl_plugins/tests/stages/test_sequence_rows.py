@@ -11,9 +11,9 @@ from rl_plugins.data.experience import Experience, computed
 from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.ranks import Ranks
-from rl_plugins.stages.micro_batches import Cutter, Lengths
+from rl_plugins.stages.forward_passes import SequenceRows
+from rl_plugins.stages.micro_batches import Cutter, Lengths, most_sequences
 from rl_plugins.stages.preference_examples import PreferenceExamples, mismatched
-from rl_plugins.stages.sequence_rows import SequenceRows, most_sequences
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models.samples import batch_of, forward_arguments, random_samples, tiny
 

@@ -33,7 +33,9 @@ class SecondOfTwo(SingleDeviceRolloutStrategy):
         self.ranks = SecondRank()
 
 
-def validate(num_samples: int, strategy: type[SingleDeviceRolloutStrategy] = SingleDeviceRolloutStrategy) -> Any:
+def validate(
+    num_samples: int, strategy: type[SingleDeviceRolloutStrategy] = SingleDeviceRolloutStrategy, step: int = 0
+) -> Any:
     stage = PolicyOptimization(
         canned.OwnPolicy(),
         tokenizer=canned.tokenizer,
@@ -41,7 +43,7 @@ def validate(num_samples: int, strategy: type[SingleDeviceRolloutStrategy] = Sin
         sampling=SamplingConfig(max_tokens=20, num_samples=3),
         eval_sampling=SamplingConfig(max_tokens=20, num_samples=num_samples),
     )
-    metrics = canned.metrics_of(stage)
+    stage.step, metrics = step, canned.metrics_of(stage)
     trainer = canned.quiet_trainer(strategy(rollout=canned.CannedRollout()), precision="64-true")
     # Two batches, as a loader cuts a rank's share.
     batches = canned.loader([canned.prompt_batch(canned.PROMPTS[:3]), canned.prompt_batch(canned.PROMPTS[3:])])
@@ -86,3 +88,17 @@ def test_validation_counts_the_prompts_of_all_ranks() -> None:
     _, metrics = validate(1, SecondOfTwo)
     assert metrics["val/elsewhere/mean_at_1"] == 0.125 and metrics["val/rewards/elsewhere"] == 0.5
     assert metrics["val/canned/mean_at_1"] == pytest.approx(mean(row[0] for row in scores(1)))
+
+
+def test_validations_after_different_steps_have_the_same_seed_for_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    generate = canned.CannedRollout.generate
+
+    def noting(engine: Any, prompts: list[list[int]], sampling: SamplingConfig, seeds_of_prompts: list[int]) -> Any:
+        seeds.extend(seeds_of_prompts)
+        return generate(engine, prompts, sampling, seeds_of_prompts)
+
+    monkeypatch.setattr(canned.CannedRollout, "generate", noting)
+    for step in (0, 7):
+        validate(1, step=step)
+    assert seeds[:4] == seeds[4:] and len(set(seeds)) == 4

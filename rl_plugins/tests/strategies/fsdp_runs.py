@@ -251,13 +251,13 @@ class Inspected(Recorded):
             part.mul_(1.1)
         before, policy = weights_of(strategy, "reference"), weights_of(strategy, "policy")
         self.trainer.save_checkpoint(self.folder / "before")
-        strategy.blend_weights("policy", "reference", keep=0.25, averages={})
+        strategy.blended.blend("policy", "reference", keep=0.25, averages={})
         moved = weights_of(strategy, "reference")
         for name, weight in moved.items():
             torch.testing.assert_close(weight, 0.25 * before[name] + 0.75 * policy[name])
         assert not torch.equal(moved["model.norm.weight"], before["model.norm.weight"])
         self.trainer.save_checkpoint(self.folder / "moved")
-        strategy.blend_weights("policy", "reference", keep=0.0, averages={})
+        strategy.blended.blend("policy", "reference", keep=0.0, averages={})
         tokens = torch.arange(6)[None]
         logits = {name: strategy.model_engine(name)(input_ids=tokens).logits for name in ("policy", "reference")}
         assert torch.equal(logits["policy"], logits["reference"])

@@ -74,7 +74,7 @@ def test_one_rank_keeps_the_whole_model_that_follows_the_policy(tmp_path: Path, 
     weights = [(name, parameter.detach().as_subclass(Gathered)) for name, parameter in model.named_parameters()]
     strategy = ZeroStrategy()
     strategy._model_engines["reference"] = model
-    strategy._blended.names.add("reference")
+    strategy.blended.names.add("reference")
     with (
         mock.patch.object(strategy, "weight_source", return_value=iter(weights)) as source,
         mock.patch.object(strategy, "broadcast", side_effect=str),

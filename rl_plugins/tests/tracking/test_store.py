@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from rl_plugins.errors import ConfigError
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient
-from rl_plugins.tracking.store import OTHER_STORES, check_store, import_mlflow, open_client
+from rl_plugins.tracking.store import OTHER_STORES, check_store, import_mlflow, long_requests, open_client
 
 AT_ONCE = """
 import sys, threading
@@ -86,6 +87,26 @@ def test_check_store_refuses_a_store_that_mlflow_cannot_open(
         check_store(uri)
     said = str(raised.value)
     assert said.startswith(f"MLflow store {uri}: {fault}: write http://HOST:PORT"), said
+
+
+@for_each("name", ["mlflow.db", "mlflow.db.lock"])
+def test_check_store_names_a_file_that_this_user_cannot_write(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).touch()
+    # Root may write each file.
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != name)
+    with pytest.raises(ConfigError, match=f"{name} of another user cannot be written: use a server"):
+        check_store(f"sqlite:///{tmp_path}/mlflow.db")
+    (tmp_path / name).unlink()
+
+
+def test_long_requests_have_the_time_of_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT"):
+        monkeypatch.delenv(variable, raising=False)
+    with long_requests():
+        assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "600"
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "10"
 
 
 def test_check_store_lets_mlflow_open_other_stores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def kl_cov(
     advantages_BT: Floats,
     response_mask_BT: Mask,
     selected_BT: Mask,
-    coefficient: float = 0.1,
+    coefficient: float = 1.0,
 ) -> Floats:
     loss_BT = np.zeros(response_mask_BT.shape)
     for i, t in positions(response_mask_BT):
