@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
@@ -17,7 +16,7 @@ from rl_plugins.config.settings import ABOVE_0_TO_BELOW_1, AT_LEAST_1, check_ran
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.lora import has_adapter
 from rl_plugins.plain_file import load_plain
-from rl_plugins.stages.clock import clock
+from rl_plugins.stages.clock import clock, validates_in_training
 from rl_plugins.stages.stage import Stage
 from rl_plugins.strategies.contract import POLICY, REFERENCE, TEACHER, HasNamedModels, strategy_of
 from rl_plugins.strategies.expert_parallel import divides_experts
@@ -78,12 +77,12 @@ class PolicyAverage(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if _validates_in_training(trainer):
+        if validates_in_training(trainer):
             self._swap_in(trainer)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if _validates_in_training(trainer):
+        if validates_in_training(trainer):
             self._swap_out(trainer)
 
     @contextmanager
@@ -166,11 +165,6 @@ def _trained_shards(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     for name, shard in strategy_of(trainer).shards(stage.trained):
         if name in trained:
             yield name, shard
-
-
-def _validates_in_training(trainer: Trainer) -> bool:
-    # Lightning's sanity check runs before the average exists.
-    return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
 
 
 _REMEDIES = {

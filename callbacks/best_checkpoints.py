@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
@@ -16,7 +15,7 @@ from rl_plugins.callbacks.checkpoint_files import old_files_may_stay, put_in_pla
 from rl_plugins.errors import ConfigError, StorageError
 from rl_plugins.manifest import CheckpointWriter, read_manifest
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.stages.clock import clock, stage_of, step_metrics
+from rl_plugins.stages.clock import clock, stage_of, step_metrics, validates_in_training
 from rl_plugins.text_file import read_json_object
 from rl_plugins.whole_file import cannot_write, link_or_copy
 
@@ -53,8 +52,7 @@ class BestCheckpoints(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        if fitting and self._metric.startswith("val/"):
+        if validates_in_training(trainer) and self._metric.startswith("val/"):
             self._consider(trainer, pl_module)
 
     @override

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import psutil
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.signals import remove_request, stop_on_signals
-from rl_plugins.stages.clock import clock
+from rl_plugins.stages.clock import clock, validates_in_training
 from rl_plugins.strategies.contract import strategy_of
 from rl_plugins.whole_file import write_whole_text
 
@@ -80,7 +79,7 @@ class GracefulStop(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+        if validates_in_training(trainer):
             self._stop_on_request(trainer, pl_module)
 
     def _stop_on_request(self, trainer: Trainer, pl_module: LightningModule, *, timed: bool = True) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from typing_extensions import override
 
-from rl_plugins.model_json import expert_count
+from rl_plugins.model_json import chosen_experts, expert_count
 from rl_plugins.models.four_bit import CODES, four_bit_layers
 from rl_plugins.ranks import Ranks
 from rl_plugins.stages.clock import clock
@@ -135,7 +135,7 @@ def flops_per_token(model: nn.Module) -> tuple[float, float]:
     codes = {id(layer.weight) for layer in four_bit_layers(model).values()}
     config: Any = getattr(model, "config", None)
     text: dict[str, Any] = config.get_text_config().to_dict() if isinstance(config, PreTrainedConfig) else {}
-    experts, chosen = expert_count(text), text.get("num_experts_per_tok")
+    experts, chosen = expert_count(text), chosen_experts(text)
     for name, parameter in model.named_parameters():
         # A tied output head is an input embedding as well, and does count.
         if id(parameter) not in embeddings or id(parameter) in linear:

@@ -14,8 +14,12 @@ _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "n_positions",
 )  # fmt: skip
-EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of the number of experts. Files of one family may have different keys."""
+_CHOSEN_KEYS = (
+    "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k", "moe_topk", "top_k_experts",
+)  # fmt: skip
+_WINDOW_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
 AGAIN = "download or export the model again"
 """Way out for a damaged file."""
 
@@ -49,6 +53,12 @@ def expert_count(config: Mapping[str, Any]) -> int:
     return next((text[key] for key in EXPERT_COUNT_KEYS if isinstance(text.get(key), int) and text[key]), 0)
 
 
+def chosen_experts(config: Mapping[str, Any]) -> int:
+    """Return the number of experts that compute a token in a sparse layer; 0 if the config.json does not name it."""
+    text = config.get("text_config") or config
+    return next((text[key] for key in _CHOSEN_KEYS if isinstance(text.get(key), int)), 0)
+
+
 def rotary_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the parameters of the rotary positions of a model; older files have another key for them."""
     text = config.get("text_config") or config
@@ -58,9 +68,8 @@ def rotary_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def context_window(config: Mapping[str, Any]) -> int | None:
     """Return the longest sequence of a model in tokens; None if its config.json does not contain the length."""
     text = config.get("text_config") or config
-    # GPT-2 and its relatives have the second key.
-    positions = text.get("max_position_embeddings", text.get("n_positions"))
-    if not isinstance(positions, int):
+    positions = next((text[key] for key in _WINDOW_KEYS if isinstance(text.get(key), int)), None)
+    if positions is None:
         return None
     # Some models give the length before rotary scaling, others the length after it. The larger length refuses no valid
     # configuration.

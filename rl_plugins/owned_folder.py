@@ -8,8 +8,11 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import socket
 import tempfile
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
 from rl_plugins.file_lock import FileLock
@@ -27,6 +30,34 @@ def owned_folder(prefix: str, parent: Path | None = None) -> Path:
     Raises:
         OSError: the folder cannot be made.
     """
+    folder, _ = _locked_folder(prefix, parent)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@contextmanager
+def owned_in_context(prefix: str, parent: Path) -> Iterator[Path]:
+    """Make a folder like `owned_folder`, and remove the folder at the end of this context.
+
+    `parent` may be on a shared file system, whose locks of folders are those of one machine. Only folders of this
+    machine are removed.
+
+    Args:
+        prefix: beginning of the name of the folder.
+        parent: folder around the folder.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    folder, lock = _locked_folder(f"{prefix}{socket.gethostname()}.", parent)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
+
+
+def _locked_folder(prefix: str, parent: Path | None) -> tuple[Path, FileLock]:
     remove_ownerless(prefix, parent)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -34,8 +65,7 @@ def owned_folder(prefix: str, parent: Path | None = None) -> Path:
         with suppress(FileNotFoundError):
             lock = FileLock(folder, os.O_RDONLY)
             if lock.take() and folder.is_dir():
-                atexit.register(shutil.rmtree, folder, ignore_errors=True)
-                return folder
+                return folder, lock
             lock.close()
 
 
@@ -46,7 +76,7 @@ def remove_ownerless(prefix: str, parent: Path | None = None) -> None:
         prefix: beginning of the names of the folders.
         parent: folder around the folders; by default the folder for temporary files.
     """
-    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
+    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{escape(prefix)}*"):
         # Another process has removed the folder, or the folder belongs to another user.
         with suppress(OSError), ExitStack() as stack:
             lock = FileLock(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError
-from rl_plugins.model_json import expert_count
+from rl_plugins.model_json import chosen_experts, expert_count
 
 
 class RouterReplay:
@@ -251,9 +251,8 @@ def routers_of(model: nn.Module, option: str) -> dict[str, ExpertRouter]:
     # The text model of a vision-language model has the routers, and its class names them.
     for inner in model.modules():
         if isinstance(inner, PreTrainedModel):
-            sizes: Any = inner.config.get_text_config()
-            experts = expert_count(sizes.to_dict())
-            chosen = getattr(sizes, "num_experts_per_tok", 0)
+            sizes = inner.config.to_dict()
+            experts, chosen = expert_count(sizes), chosen_experts(sizes)
             found = {
                 name: ExpertRouter(module, one.index, experts, chosen)
                 for name, module in inner.named_modules()

@@ -32,8 +32,8 @@ def owned(folder: RunFolder, kind: Literal["run", "pipeline"] = "run") -> Iterat
         if not lock.take():
             owner = os.pread(lock.descriptor, 200, 0).decode(errors="replace").strip() or "another process"
             raise ConfigError(
-                f"{folder.path} belongs to a running {kind} ({owner}): wait for the end of the {kind}, or give another "
-                f"{'name' if kind == 'pipeline' else 'run.name'}"
+                f"{folder.path} belongs to a running {kind} ({owner}): wait for the end of the {kind}; give another "
+                f"{'name' if kind == 'pipeline' else 'run.name'}; or, if that machine is gone, remove {folder.lock}"
             )
         if not lock.is_supported:
             print(f"{folder.path.name}: the file system has no locks: start the {kind} only once at a time", flush=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import quote
 
 from rl_plugins.errors import ConfigError, StorageError
+from rl_plugins.owned_folder import owned_in_context
 from rl_plugins.redaction import redacted, without_password
 
 if TYPE_CHECKING:
@@ -142,12 +142,16 @@ class Storage:
         """
         path = PurePosixPath(self._full(name))
         # Object storage shows an object when it is complete, and has no folders.
-        has_folders = self._files.type_name == "local"
-        new = path.with_name(f".{path.name}.partial") if has_folders else path
+        is_local = self._files.type_name == "local"
+        new = path.with_name(f".{path.name}.partial") if is_local else path
         with self._answering(f"does not take {name}"):
-            if has_folders:
+            try:
+                stream = self._files.open_output_stream(str(new))
+            except FileNotFoundError:
+                # A file system has folders; object storage has none, and a new folder there may be a new bucket.
                 self._files.create_dir(str(path.parent), recursive=True)
-            with self._files.open_output_stream(str(new)) as stream:
+                stream = self._files.open_output_stream(str(new))
+            with stream:
                 while part := file.read(_PART_BYTES):
                     stream.write(part)
                     on_part()
@@ -218,9 +222,9 @@ def fetch_copy(option: str, address: str, cache: Path) -> Path:
         copy = cache / f"{storage.name}-{digest}"
         if not copy.is_dir():
             cache.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=f".{storage.name}.", dir=cache) as partial:
+            with owned_in_context(f".{storage.name}.", cache) as partial:
                 # The temporary folder itself can be read by its user only.
-                new = Path(partial, "copy")
+                new = partial / "copy"
                 storage.fetch(files, new)
                 try:
                     new.replace(copy)

@@ -180,7 +180,7 @@ class SampleImages:
         seen = [inputs for index in self._places.seen if (inputs := self.inputs_B[index])]
         # Idefics has an axis of samples before the axis of images.
         axis = 1 if "pixel_attention_mask" in seen[0] else 0
-        joined = {name: torch.cat([inputs[name] for inputs in seen], axis) for name in seen[0]}
+        joined = {name: _joined([inputs[name] for inputs in seen], axis) for name in seen[0]}
         names = inspect.signature(self.model.base_model.forward).parameters
         types = {name: self._is_image(input_ids) for name in _TOKEN_TYPES if name in names}
         return {**{name: to_device(values, input_ids.device) for name, values in joined.items()}, **types}
@@ -224,6 +224,21 @@ class SampleImages:
 
     def _is_image(self, input_ids: Tensor) -> Tensor:
         return (input_ids == self.model.config.image_token_id).int()
+
+
+def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
+    """Join inputs of images along an axis, with zeros up to the largest size of each other axis.
+
+    A processor gives the images of one prompt the size of the largest of them. Models cut images at `image_sizes`.
+    """
+    sizes = [max(part.shape[number] for part in parts) for number in range(parts[0].ndim)]
+    padded = []
+    for part in parts:
+        missing = [0 if number == axis else size - part.shape[number] for number, size in enumerate(sizes)]
+        # torch names the last axis first, and copies also without padding.
+        widths = [width for size in reversed(missing) for width in (0, size)]
+        padded.append(nn.functional.pad(part, widths) if any(widths) else part)
+    return torch.cat(padded, axis)
 
 
 class _ImagePlaces(NamedTuple):

@@ -20,7 +20,6 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement
-from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -103,10 +101,6 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         timeout_s: deadline of every collective, in seconds.
     """
 
-    restored: Mapping[str, str] = MappingProxyType({})
-    known_intact: Path | None = None
-    _one_rollout_engine = False
-
     def __init__(
         self,
         *,
@@ -142,7 +136,7 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         self._group_size = tensor_parallel
         self._sequence_parallel, self._expert_parallel = sequence_parallel, expert_parallel
         self._sequences: list[SequenceShards] = []
-        self._models: dict[str, nn.Module] = {}
+        self._model_engines: dict[str, nn.Module] = {}
         self.blended = BlendedModels(self.shards)
 
     # Set-up -----------------------------------------------------------------------------------------------------
@@ -173,23 +167,23 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         if isinstance(module, HasNamedModels):
-            self._models = dict(module.named_models())
-            self._sequences = share_sequences(self._models, self._sequence_parallel)
+            self._model_engines = dict(module.named_models())
+            self._sequences = share_sequences(self._model_engines, self._sequence_parallel)
             if self._experts is not None:
-                check_experts(local_models(self._models), self._experts.size(1))
-            for name, model in local_models(self._models).items():
+                check_experts(local_models(self._model_engines), self._experts.size(1))
+            for name, model in local_models(self._model_engines).items():
                 # An earlier validation or fit may have sharded the model.
                 if not isinstance(model, FSDPModule):
                     self._shard(name, model)
         super().setup(trainer)
         for optimizer in self.optimizers:
             check_optimizer_of_fsdp(optimizer)
-        self._optimizers_of = optimizers_of(self._models, self.optimizers)
+        self._optimizers_of = optimizers_of(self._model_engines, self.optimizers)
         if self._group_size > 1 or self._experts is not None:
             for group in [group for optimizer in self._optimizers_of.values() for group in optimizer.param_groups]:
                 # Fused and for-each kernels refuse tensors with different shardings in one list.
                 group.update({key: False for key in ("foreach", "fused") if key in group})
-        for name, model in self._models.items():
+        for name, model in self._model_engines.items():
             # In validation all models stay trainable, because a later fit may train the models.
             is_frozen = trainer.state.fn == TrainerFn.FITTING and name not in self._optimizers_of
             if self._passes_dtype is not None:
@@ -217,7 +211,7 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
     @override
     def model_to_device(self) -> None:
         # Each model of a stage is in its place.
-        if not self._models:
+        if not self._model_engines:
             super().model_to_device()
 
     @cached_property
@@ -254,13 +248,15 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
 
     def model_engine(self, name: str) -> nn.Module:
         """Return the model itself."""
-        return self._models[name]
+        return self._model_engines[name]
 
     def announce_backward(self, name: str, *, last: bool) -> None:
         """Announce a backward pass. The last pass before the optimizer step averages the gradients."""
-        model = self._models[name]
+        model = self._model_engines[name]
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(last or self._accumulate_shards)
+        # With several copies of the models, gradients are summed over the copies once.
+        model.set_requires_all_reduce(last)
         model.set_is_last_backward(last)
 
     @override
@@ -272,14 +268,14 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
 
     def weight_source(self, name: str = POLICY) -> WeightSource:
         """Return the weights of a model in the compute dtype, for a rollout engine or an export."""
-        model = self._models[name]
+        model = self._model_engines[name]
         size = max(self._group_size, self._expert_parallel)
         source = FSDPWeightSource(model, self._passes_dtype, self.global_rank % size, size)
         return plain_weights(source, model)
 
     def shards(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this rank's shard of each parameter."""
-        for key, parameter in self._models[name].named_parameters():
+        for key, parameter in self._model_engines[name].named_parameters():
             yield key, shard_of(parameter)
 
     def _optimizer_tensors(self) -> Iterable[Tensor]:
@@ -288,10 +284,10 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
 
     def _model_tensors(self) -> Iterable[Tensor]:
         for name in self._on_host_while_sampling():
-            yield from self._models[name].parameters()
+            yield from self._model_engines[name].parameters()
 
     def _on_host_while_sampling(self) -> list[str]:
-        models = local_models(self._models)
+        models = local_models(self._model_engines)
         return [name for name in models if self._offload.moves(name, trained=name in self._optimizers_of)]
 
     # Checkpoints ------------------------------------------------------------------------------------------------
@@ -302,18 +298,18 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
 
         Any number of ranks can load the folder.
         """
-        if not self._models:
+        if not self._model_engines:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         self.rollout_phases.memory.wait_for_optimizer()
         folder = Path(self.broadcast(os.fspath(filepath)))
         writer = writer_of(storage_options, folder)
-        for name, model in self._models.items():
+        for name, model in self._model_engines.items():
             if name in self._optimizers_of or name in self.blended.names:
                 save_model(writer, folder / name, model, self._optimizers_of.get(name))
         if self.is_global_zero:
             self.add_loss_scales(checkpoint)
-            save_unsharded(writer, folder, self._models, checkpoint)
+            save_unsharded(writer, folder, self._model_engines, checkpoint)
         check_written(writer, storage_options, folder)
 
     @override
@@ -323,21 +319,21 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
         Raises:
             CheckpointError: the folder is no checkpoint, or a part is missing or belongs to another model.
         """
-        if not self._models:
+        if not self._model_engines:
             return super().load_checkpoint(checkpoint_path, weights_only)
         folder = Path(self.broadcast(os.fspath(checkpoint_path)))
         check_state(folder, self.known_intact)
         self.known_intact = None
-        states = read_lightning(folder, self._models, self.blended)
+        states = read_lightning(folder, self._model_engines, self.blended)
         self.restore_loss_scales(states)
         self.rollout_phases.memory.wait_for_optimizer()
-        self.restored = {name: self._load_model(name, folder / name) for name in self._models}
+        self.restored = {name: self._load_model(name, folder / name) for name in self._model_engines}
         self.rollout_phases.weights_changed()
         return states
 
     def _load_model(self, name: str, folder: Path) -> str:
         """Load a model, and return the restored states in words. Collective."""
-        model, optimizer = self._models[name], self._optimizers_of.get(name)
+        model, optimizer = self._model_engines[name], self._optimizers_of.get(name)
         if isinstance(model, RemoteLearner):
             load_learner(model, folder, self.ranks)
         elif optimizer is None and (isinstance(model, RemoteModel) or not folder.is_dir()):
@@ -347,15 +343,6 @@ class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
                 self.blended.names.add(name)
             load_model(folder, model, optimizer)
         return restored_states(model, optimizer, self.lr_scheduler_configs)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        # `save_checkpoint` saves the shards.
-        return {} if self._models else super().lightning_module_state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return {} if self._models else super().optimizer_state(optimizer)
 
     @override
     def teardown(self) -> None:

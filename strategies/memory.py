@@ -25,7 +25,9 @@ class TrainingMemory:
 
     Args:
         optimizer_tensors: function that returns the tensors of the optimizers: states and master weights.
-        model_tensors: function that returns the tensors of the models: parameters and gradients.
+        model_tensors: function that returns the tensors of the models, such as parameters.
+        zero_tensors: function that returns tensors full of zeros in a rollout phase, such as buffers of gradients. Such
+            tensors are freed without a copy.
 
     Attributes:
         crowded: False if the rollout engine has room beside all states, so nothing moves in this phase.
@@ -35,8 +37,10 @@ class TrainingMemory:
         self,
         optimizer_tensors: Callable[[], Iterable[Tensor]] = tuple,
         model_tensors: Callable[[], Iterable[Tensor]] = tuple,
+        zero_tensors: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self._optimizer_tensors, self._model_tensors = optimizer_tensors, model_tensors
+        self._zero_tensors = zero_tensors
         self.optimizer_host, self.model_host = HostMemory(), HostMemory()
         self.crowded = True
 
@@ -62,6 +66,10 @@ class TrainingMemory:
         """Return the tensors of the models on a crowded device, which are on the host in a rollout phase."""
         return self._model_tensors() if self.crowded else ()
 
+    def zero_tensors(self) -> Iterable[Tensor]:
+        """Return the tensors of zeros on a crowded device, whose memory is free in a rollout phase."""
+        return self._zero_tensors() if self.crowded else ()
+
     def optimizer_bytes(self) -> int:
         """Return the number of bytes to be freed by `offload_optimizer`."""
         return self.optimizer_host.nbytes(self.optimizer_tensors())
@@ -72,11 +80,11 @@ class TrainingMemory:
 
     def parameter_bytes(self) -> int:
         """Return the number of bytes to be freed by `offload_parameters`."""
-        return self.model_host.nbytes(self.model_tensors())
+        return self.model_host.nbytes(self.model_tensors()) + self.model_host.nbytes(self.zero_tensors())
 
     def offload_parameters(self) -> None:
         """Free the device memory of parameters and gradients."""
-        self.model_host.take(self.model_tensors())
+        self.model_host.take(self.model_tensors(), zeros=self.zero_tensors())
 
     def reload_parameters(self) -> None:
         """Bring parameters and gradients back to the device."""
@@ -110,16 +118,21 @@ class HostMemory:
         self._chunks: list[Tensor] = []
         self._used_bytes = 0
         self._taken: list[tuple[torch.UntypedStorage, list[Tensor]]] = []
+        self._zeros: list[tuple[torch.UntypedStorage, int]] = []
         self._stream: torch.cuda.Stream | None = None
 
     def nbytes(self, tensors: Iterable[Tensor]) -> int:
         """Return the number of bytes of device memory to be freed by `take`."""
         return sum(storage.nbytes() for storage in self._storages(tensors))
 
-    def take(self, tensors: Iterable[Tensor]) -> None:
+    def take(self, tensors: Iterable[Tensor], zeros: Iterable[Tensor] = ()) -> None:
         """Copy the storages of tensors to the host and free the device memory. A DTensor gives this rank's shard.
 
         The tensors must not be read or written until `give_back` and `wait`.
+
+        Args:
+            tensors: tensors to copy.
+            zeros: tensors full of zeros, which need no copy.
         """
         self.wait()
         taken = []
@@ -128,11 +141,13 @@ class HostMemory:
             for piece, part in zip(pieces, _parts_of(storage, pieces), strict=True):
                 piece.copy_(part, non_blocking=True)
             taken.append((storage, pieces))
-        if not taken:
+        empty = [(storage, storage.nbytes()) for storage in self._storages(zeros)]
+        if not taken and not empty:
             return
         self._taken += taken
+        self._zeros += empty
         self._wait_for_copies()
-        for storage, _ in taken:
+        for storage, _ in (*taken, *empty):
             storage.resize_(0)
         if self._on_cuda:
             torch.cuda.empty_cache()
@@ -141,11 +156,16 @@ class HostMemory:
         """Start to copy all storages back to the device. The tensors must not be used until `wait`."""
         for storage, pieces in self._taken:
             storage.resize_(sum(piece.numel() for piece in pieces))
+        for storage, nbytes in self._zeros:
+            storage.resize_(nbytes)
         with self._copying():
+            for storage, _ in self._zeros:
+                _bytes_of(storage).zero_()
             for storage, pieces in self._taken:
                 for piece, part in zip(pieces, _parts_of(storage, pieces), strict=True):
                     part.copy_(piece, non_blocking=True)
         self._taken.clear()
+        self._zeros.clear()
         self._used_bytes = 0
 
     def wait(self) -> None:
@@ -221,5 +241,8 @@ def _has_room(device: torch.device, share: float) -> bool:
 
 def _parts_of(storage: torch.UntypedStorage, pieces: list[Tensor]) -> Sequence[Tensor]:
     """Return the bytes of a storage in parts of the sizes of the pieces."""
-    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return whole.split([piece.numel() for piece in pieces])
+    return _bytes_of(storage).split([piece.numel() for piece in pieces])
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

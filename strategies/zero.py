@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,10 +72,6 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         **kwargs: further arguments of Lightning's `DeepSpeedStrategy`.
     """
 
-    restored: Mapping[str, str] = MappingProxyType({})
-    known_intact: Path | None = None
-    _one_rollout_engine = False
-
     def __init__(
         self,
         *,
@@ -105,7 +100,8 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
         super().__init__(stage=stage, timeout=timedelta(seconds=timeout_s), **kwargs)
         self.ranks = Ranks()
         self.phase_log = PhaseLog()
-        self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory(self._optimizer_tensors, self._model_tensors))
+        memory = TrainingMemory(self._optimizer_tensors, self._model_tensors, self._gradient_buffers)
+        self.rollout_phases = RolloutPhases(rollout, self, memory)
         self._model_engines: dict[str, Any] = {}
         self._trained: dict[str, Any] = {}
         self._scales: dict[str, EngineScale] = {}
@@ -372,6 +368,10 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
                 release_in_flight(self._model_engines[name])
                 yield from (parameter.ds_tensor for parameter in parameters)
             yield from (parameter.data for parameter in parameters)
+
+    def _gradient_buffers(self) -> Iterable[Tensor]:
+        # `optimizer_step` leaves zeros.
+        for name in self._on_host_while_sampling():
             optimizer = getattr(self._model_engines[name], "optimizer", None)
             gradients = getattr(optimizer, "grad_partitions_flat_buffer", None)
             if gradients is not None:
@@ -457,14 +457,6 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if not self._model_engines:
             super().load_model_state_dict(checkpoint, strict)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return {} if self._model_engines else super().lightning_module_state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return {} if self._model_engines else super().optimizer_state(optimizer)
 
     @override
     def teardown(self) -> None:

@@ -40,7 +40,7 @@ from rl_plugins.algorithms.policy_losses.modifiers import (
     off_policy_sequence_mask,
     positive_nll,
 )
-from rl_plugins.algorithms.registry import function_of
+from rl_plugins.algorithms.registry import function_of, is_among, options_of, plain
 from rl_plugins.algorithms.regularization import KL_ESTIMATORS, EntropyConfig, KLConfig, kl_in_reward
 from rl_plugins.algorithms.reward_shaping import RewardShaping
 from rl_plugins.algorithms.rollout_correction import ROLLOUT_CORRECTIONS, RolloutCorrection
@@ -148,12 +148,14 @@ class Algorithm(Settings):
         if "component_rewards_BK" in self._advantage_inputs and not self.reward_components:
             raise ConfigError("the advantage needs component_rewards_BK: name the components in reward_components")
         correction = self.rollout_correction
-        if correction.bypass and correction.level is not None and self.policy_loss in WITH_RATIO:
+        if correction.bypass and correction.level is not None and is_among(self.policy_loss_function, WITH_RATIO):
             raise ConfigError(
                 f"correction={self.correction}: the ratio of policy_loss={self.policy_loss} is taken to the rollout "
                 "already, and the weights would multiply the loss by it again: use correction=bypass, rejection alone "
                 "(bypass_geo_rs, bypass_k3_rs), or policy_loss=reinforce"
             )
+        if self.selection_options:
+            _check_selection(self)
         if self.constraint is not None:
             choices = {"group_filter": self.group_filter, "resampling": self.resampling}
             self.constraint.check_fits(self._advantage_inputs, choices)
@@ -163,6 +165,11 @@ class Algorithm(Settings):
             raise ConfigError(
                 "advantage=gdpo compares reward_components alone, and shaping and kl.placement=reward change the "
                 "score: use kl.placement=loss, and shape the components in the reward function"
+            )
+        if (weight := self._unused_weight) and self.constraint is not None:
+            raise ConfigError(
+                f"{weight}=0 leaves rewards and costs out of the loss, so constraint bounds nothing: set {weight} "
+                "above 0, or leave constraint out"
             )
         if (weight := self._unused_weight) and (self.shaping != RewardShaping() or self.kl_is_in_reward):
             raise ConfigError(
@@ -218,14 +225,16 @@ class Algorithm(Settings):
     @property
     def reads_scores(self) -> bool:
         """False if the advantage compares the components of the reward, and not the score."""
-        return self.advantage_function is not gdpo or not self.reward_components
+        return plain(self.advantage_function) is not gdpo or not self.reward_components
 
     @property
     def _unused_weight(self) -> str:
         """Name of the option that leaves the reward out of a distillation, or an empty text."""
-        if self.advantage_function is reverse_kl and not self.advantage_options.get("reward_weight"):
+        of_advantage = options_of(self.advantage_function, self.advantage_options)
+        if plain(self.advantage_function) is reverse_kl and not of_advantage.get("reward_weight"):
             return "advantage_options.reward_weight"
-        if self.policy_loss_function is forward_kl_top_k and not self.policy_loss_options.get("policy_weight"):
+        of_loss = options_of(self.policy_loss_function, self.policy_loss_options)
+        if plain(self.policy_loss_function) is forward_kl_top_k and not of_loss.get("policy_weight"):
             return "policy_loss_options.policy_weight"
         return ""
 
@@ -416,20 +425,37 @@ def _check_resampling(algorithm: Algorithm) -> None:
     compared = None
     if algorithm.shaping.length_factor:
         compared = "shaping.length_factor"
-    elif algorithm.advantage_function in WITH_GROUPS:
+    elif is_among(algorithm.advantage_function, WITH_GROUPS):
         compared = f"advantage={algorithm.advantage}"
-    elif algorithm.advantage_options.get("reward_weight"):
+    elif options_of(algorithm.advantage_function, algorithm.advantage_options).get("reward_weight"):
         compared = "advantage_options.reward_weight"
     if compared is not None:
         raise ConfigError(
             f"resampling splits groups, and {compared} compares the samples of a group: use gae, reinforce_plus_plus "
             "or another advantage without groups, and shaping.length_factor=0"
         )
-    if algorithm.policy_loss in SELECTIONS:
+    if isinstance(algorithm.policy_loss, str) and algorithm.policy_loss in SELECTIONS:
         raise ConfigError(
             f"resampling repeats samples, and policy_loss={algorithm.policy_loss} selects tokens of different samples: "
             "use a policy loss without a selection, such as ppo_clip"
         )
+
+
+def _check_selection(algorithm: Algorithm) -> None:
+    """Raise a ConfigError if the policy loss has no selection, or the selection does not take an option."""
+    if not isinstance(algorithm.policy_loss, str) or algorithm.policy_loss not in SELECTIONS:
+        raise ConfigError(
+            f"selection_options={shown(algorithm.selection_options)}: policy_loss={algorithm.policy_loss} selects no "
+            f"tokens: use {' or '.join(SELECTIONS)}, or leave the options out"
+        )
+    known = [
+        name
+        for name, parameter in inspect.signature(SELECTIONS[algorithm.policy_loss]).parameters.items()
+        if parameter.default is not parameter.empty and parameter.default is not one_rank
+    ]
+    for name in algorithm.selection_options:
+        if name not in known:
+            raise ConfigError(f"selection_options.{name} is unknown: the options are {', '.join(known)}")
 
 
 def _check_inputs(option: str, inputs: list[str], known: frozenset[str]) -> None:

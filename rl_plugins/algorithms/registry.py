@@ -11,7 +11,7 @@ adds `my_loss` to the policy losses. The package is imported when the name is us
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from importlib.metadata import EntryPoint, entry_points
 from pkgutil import resolve_name
@@ -91,6 +91,26 @@ def function_of(option: str, value: str | Function, table: Mapping[str, Function
             raise ConfigError(f"{option}: {function.func.__name__} {error}: its arguments are {known}") from None
     named: Function = function
     return named
+
+
+def plain(function: Function) -> Function:
+    """Return the function inside a partial function, such as a node with `_partial_: true`."""
+    inner: Any = function
+    while isinstance(inner, partial):
+        inner = inner.func
+    plain_function: Function = inner
+    return plain_function
+
+
+def is_among(function: Function, functions: Iterable[Function]) -> bool:
+    """Return True if a function, or the function inside a partial function, is one of some functions."""
+    # An object with `__call__` may have no hash.
+    return any(plain(function) is one for one in functions)
+
+
+def options_of(function: Function, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments that a function gets from a partial function and from its options."""
+    return {**(function.keywords if isinstance(function, partial) else {}), **options}
 
 
 def named_function(table: Mapping[str, Function], loss: str | Function, options: Mapping[str, Any]) -> Function:

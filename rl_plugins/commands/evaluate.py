@@ -35,6 +35,7 @@ from rl_plugins.config.settings import AT_LEAST_1, FINITE, FROM_0_TO_1, PROCESSE
 from rl_plugins.control_characters import json_without_controls
 from rl_plugins.errors import ConfigError, RewardError, config_errors
 from rl_plugins.redaction import REMOVED
+from rl_plugins.signals import ending_signals
 from rl_plugins.text_file import read_yaml
 from rl_plugins.whole_file import storing, write_whole_text
 
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from rl_plugins.evaluation.results import PolicyComparison, Results
     from rl_plugins.rewards.inline import InlineScorer
     from rl_plugins.rewards.pool import RewardPool
-    from rl_plugins.rewards.records import Score, ScoringRequest
 
 _NO_REWARD = "name the reward of single responses with --reward, or the recipe of conversations with --recipe"
 _SAMPLING_OPTIONS = ("samples", "max_tokens", "temperature", "top_p", "seed", "engine", "device", "dtype", "save_every")
@@ -145,7 +145,7 @@ def run(arguments: Namespace) -> int:
             try:
                 result = evaluate(
                     samples,
-                    _score_nothing if scorer is None else scorer.score,
+                    None if scorer is None else scorer.score,
                     answer_of,
                     right_from=arguments.right_from,
                     max_failure_rate=arguments.max_failure_rate,
@@ -272,7 +272,9 @@ def _sampled_file(name: str, arguments: Namespace) -> Path:
         # Two policies are compared over equal prompts.
         like = like or next(filter(None, map(config_of_policy, arguments.inputs)), None)
     options += ["--like", str(like)] if like is not None else []
-    status = subprocess.run([*command, *options]).returncode
+    # SIGTERM raises KeyboardInterrupt, and `run` ends the process of the rollout engine.
+    with ending_signals():
+        status = subprocess.run([*command, *options]).returncode
     if status:
         raise ConfigError(f"sampling from {name} ended with status {status}, see above; the same command continues")
     return path
@@ -293,10 +295,6 @@ def _try_reward(reward: Mapping[str, Any], sources: Mapping[str, Row], arguments
     ) as trial:
         for row in sources.values():
             trial.score(scoring_request(str(row["reward_model"]["ground_truth"]), row))
-
-
-def _score_nothing(_: Sequence[ScoringRequest]) -> Sequence[Score]:
-    raise AssertionError("conversations have scores")
 
 
 def _checked_reward(reward: Mapping[str, Any], files: Sequence[PromptRows], arguments: Namespace) -> Mapping[str, Any]:

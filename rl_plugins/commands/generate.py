@@ -262,9 +262,7 @@ def _tokenize(
     prompt_ids, images = tokenize_rows(rows, tokenizer, template_options, reader)
     folder = model_folder(model, weights=False, trust_remote_code=trust_remote_code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    text = config.get_text_config()
-    # Some configurations have another name for the length.
-    window = context_window(text.to_dict()) or getattr(text, "max_position_embeddings", None)
+    window = context_window(config.to_dict())
     longest = max(range(len(prompt_ids)), key=lambda index: len(prompt_ids[index]))
     if window is not None and len(prompt_ids[longest]) + job.max_tokens > window:
         raise ConfigError(

@@ -56,6 +56,7 @@ _LAST_LINES_S = 10.0
 _POLL_S = 1.0
 _START_S = 60.0
 """Seconds for a cluster that has just started to accept jobs."""
+_STOP_WAIT_S = 3600
 _STOPPED_BY_USER = 130
 """Exit code after Ctrl-C, as of a process after SIGINT."""
 
@@ -184,8 +185,10 @@ def job_environment(options: Sequence[str]) -> dict[str, str]:
     Raises:
         ConfigError: a variable is given without a value and is not set here.
     """
+    # Ray kills a stopped job after these seconds, by default 3: the run saves its step first.
+    variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_WAIT_S)}
     # The job cannot reach an MLflow store in a file of this machine.
-    variables = {
+    variables |= {
         name: without_password(os.environ[name]) for name in _PASSED_ON if os.environ.get(name, "").startswith("http")
     }
     for option in options:
@@ -206,6 +209,8 @@ def connect(address: str) -> JobSubmissionClient:
     from ray.job_submission import JobSubmissionClient
     from requests import RequestException
 
+    from rl_plugins.launch.cluster import TOKEN
+
     # Ray sets a level for each of these loggers, and logs every package and every closed socket.
     for name in ("dashboard_sdk", "job.sdk"):
         logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.ERROR)
@@ -218,10 +223,7 @@ def connect(address: str) -> JobSubmissionClient:
         within(CONNECT_TIMEOUT_S, server, client.list_jobs)
         return client
     except AuthenticationError:
-        raise ConfigError(
-            f"the job server at {shown} wants the token of its cluster: put the token into ~/.ray/auth_token, where "
-            "it is on the head's machine, or into RAY_AUTH_TOKEN, and set RAY_AUTH_MODE=token"
-        ) from None
+        raise ConfigError(f"the job server at {shown} wants the token of its cluster: {TOKEN}") from None
     except (OSError, RuntimeError, RequestException) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
@@ -285,7 +287,7 @@ def follow_job(client: JobSubmissionClient, job: str) -> int:
                 print(f"\nthis command no longer waits for the end of {job}", file=sys.stderr)
                 return _STOPPED_BY_USER
             stopping = True
-            print(f"\nstopping {job}; Ctrl-C again leaves that to the cluster", file=sys.stderr)
+            print(f"\nstopping {job} after its step; Ctrl-C again leaves that to the cluster", file=sys.stderr)
             try:
                 within(_CALL_TIMEOUT_S, f"the stop of {job}", lambda: client.stop_job(job))
             except (RequestException, DeadlineExceeded, RuntimeError) as error:

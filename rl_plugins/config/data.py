@@ -70,6 +70,9 @@ class DataConfig(Settings):
         mixture: replaces `train_files` by parts in given shares: a mapping of names to `files` and `weight`.
         curriculum: prompts by their difficulty; off by default.
         val_files: parquet files for validation; may be empty.
+        max_train_rows: largest number of rows for training, from all stretches of the files, the same rows in every
+            run; null for all rows.
+        max_val_rows: largest number of rows for validation, such as 200 of a large benchmark; null for all rows.
         max_prompt_tokens: longest prompt, in tokens.
         overlong_prompts: `filter` drops longer prompts and prints their number, `error` refuses the data.
         bad_images: `filter` drops rows with an image that cannot be read and prints their number, `error` refuses the
@@ -101,6 +104,8 @@ class DataConfig(Settings):
     mixture: Any = None
     curriculum: CurriculumConfig = field(default_factory=lambda: CurriculumConfig(share=0.0))
     val_files: list[str] = field(default_factory=list)
+    max_train_rows: Annotated[int | None, or_null(AT_LEAST_1)] = None
+    max_val_rows: Annotated[int | None, or_null(AT_LEAST_1)] = None
     max_prompt_tokens: Annotated[int, AT_LEAST_1] = 512
     overlong_prompts: Annotated[str, one_of("filter", "error")] = "filter"
     bad_images: Annotated[str, one_of("filter", "error")] = "error"

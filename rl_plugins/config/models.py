@@ -406,7 +406,7 @@ class RewardModelOptions(Settings):
     Attributes:
         path: folder or Hugging Face name of a model with the policy's tokens; null is none.
         weight: weight of the reward model's score.
-        rule_weight: weight of the score of `reward`; with 0 these rewards are used in validation only.
+        rule_weight: weight of the score of `reward`. With 0 only validation uses the score; failed calls still count.
     """
 
     path: str | None = None

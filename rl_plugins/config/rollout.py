@@ -39,6 +39,9 @@ _OTHER_LOG_PROBS_ON_CPU = frozenset({"granitemoehybrid", "lfm2", "qwen3_next"})
 _UPDATED_IN_PART_ON_GPUS = frozenset({"gpt_oss", "mimo_v2_flash"})
 """Types of models whose experts vLLM loads past the loader of its weight updates on GPUs, so no update reaches them."""
 
+_TRANSPOSED_EXPERTS = frozenset({"ernie4_5_vl_moe", "qwen3_vl_moe"})
+"""Types of models whose experts transformers and vLLM's loader hold with another order of the axes."""
+
 SPLIT_GPU_SHARE = 0.9
 """Default share of a GPU's memory for a rollout engine without training workers beside the engine."""
 
@@ -187,8 +190,8 @@ class RolloutConfig(EngineOptions):
             is_on_cpu: True if the engine runs on CPU.
 
         Raises:
-            ConfigError: the engine cannot; see `check_engine_adapter`, `check_cpu_engine`, `check_gpu_updates` and
-                `check_engine_positions`.
+            ConfigError: the engine cannot; see `check_engine_adapter`, `check_cpu_engine`, `check_engine_updates`
+                and `check_engine_positions`.
         """
         if self.vllm.get("speculative_config") and reads_images(model):
             raise ConfigError(
@@ -200,8 +203,8 @@ class RolloutConfig(EngineOptions):
         if self.engine == "vllm" and is_on_cpu:
             check_cpu_engine(path, model)
         sends_weights = not lora.rank or self.lora == "merged"
-        if self.engine == "vllm" and not is_on_cpu and sends_weights:
-            check_gpu_updates(path, model)
+        if self.engine == "vllm" and sends_weights:
+            check_engine_updates(path, model, is_on_cpu=is_on_cpu)
         check_engine_positions(path, model, tokens)
 
 
@@ -306,20 +309,26 @@ def check_cpu_engine(path: str, model: Mapping[str, Any]) -> None:
         )
 
 
-def check_gpu_updates(path: str, model: Mapping[str, Any]) -> None:
-    """Check that updates of an engine on GPUs reach all weights of a model.
+def check_engine_updates(path: str, model: Mapping[str, Any], *, is_on_cpu: bool) -> None:
+    """Check that updates of an engine reach all weights of a model.
 
     Args:
         path: name or folder of the model, for the message.
         model: content of the model's config.json.
+        is_on_cpu: True if the engine runs on CPU.
 
     Raises:
-        ConfigError: vLLM would keep the experts of the first policy.
+        ConfigError: vLLM would keep the experts of the first policy, or refuse the experts.
     """
-    if (kind := model.get("model_type")) in _UPDATED_IN_PART_ON_GPUS:
+    kind, fault = model.get("model_type"), None
+    if kind in _UPDATED_IN_PART_ON_GPUS and not is_on_cpu:
+        fault = "on GPUs, weight updates of vLLM do not reach the experts"
+    elif kind in _TRANSPOSED_EXPERTS:
+        fault = "weight updates of vLLM take other shapes of the experts"
+    if fault is not None:
         raise ConfigError(
-            f"{path}: on GPUs, weight updates of vLLM do not reach the experts of models of the type {kind}: use "
-            "rollout.lora=adapter with model.lora.rank, or rollout.engine=transformers (TransformersRollout)"
+            f"{path}: {fault} of models of the type {kind}: use rollout.lora=adapter with model.lora.rank, or "
+            "rollout.engine=transformers (TransformersRollout)"
         )
 
 

@@ -11,12 +11,15 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.data.conversations import without_nulls
 from rl_plugins.data.images import COLUMN, has_images
 from rl_plugins.data.parquet import PromptRows
 from rl_plugins.errors import ConfigError, RowError
+from rl_plugins.model_json import AGAIN
+from rl_plugins.text_file import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -99,6 +102,17 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
             "instruction-tuned model, set its `chat_template` (in a recipe: data.chat_template), or wrap the "
             "tokenizer of a policy of plain texts with rl.with_plain_template(tokenizer)"
         )
+
+
+def template_of_processor(folder: Path) -> str | None:
+    """Return the chat template in a file of the processor, which tokenizers do not read; None without such a file.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
+    files = [folder / name for name in ("chat_template.json", "processor_config.json")]
+    found = (read_json_object(file, AGAIN).get("chat_template") for file in files if file.is_file())
+    return next((template for template in found if isinstance(template, str)), None)
 
 
 def check_template_options(tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> None:

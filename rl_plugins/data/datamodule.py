@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from rl_plugins.config.data import CurriculumConfig
-from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE, check_ranges
+from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE, check_ranges, or_null
 from rl_plugins.data.chat_template import check_chat_template, check_template_options
 from rl_plugins.data.curriculum import Curriculum
 from rl_plugins.data.image_prompts import (
@@ -57,6 +57,8 @@ class StepOptions(TypedDict, total=False):
 
     tokenizer: str | Processor | None
     prompts_per_step: Required[int]
+    max_train_rows: int | None
+    max_val_rows: int | None
     max_prompt_tokens: int
     eval_batch_size: int
     overlong_prompts: FilterOrError
@@ -78,6 +80,9 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             the stage that the trainer runs.
         prompts_per_step: prompts of one training step, over all ranks. The rows of an epoch's incomplete last step are
             dropped.
+        max_train_rows: largest number of rows for training, before rows are dropped: from all stretches of the data,
+            and of a mixture by the weights of its parts; the same rows in every run. None for all rows.
+        max_val_rows: largest number of rows for validation.
         max_prompt_tokens: longest prompt, in tokens, chat template included.
         eval_batch_size: largest number of prompts in a validation batch of one rank.
         overlong_prompts: "filter" drops long rows and counts the dropped rows in `dropped_prompts`; "error" raises a
@@ -101,6 +106,8 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         *,
         tokenizer: str | Processor | None = None,
         prompts_per_step: int,
+        max_train_rows: int | None = None,
+        max_val_rows: int | None = None,
         max_prompt_tokens: int = 1024,
         eval_batch_size: int = 64,
         overlong_prompts: FilterOrError = "filter",
@@ -122,11 +129,13 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             max_prompt_tokens=max_prompt_tokens,
             eval_batch_size=eval_batch_size,
         )
+        check_ranges(int | None, or_null(AT_LEAST_1), max_train_rows=max_train_rows, max_val_rows=max_val_rows)
         check_ranges(int, NOT_NEGATIVE, seed=seed)
         self.files: dict[str, Source | None] = {"train": train, "validation": validation}
         self.tokenizer = tokenizer
         self.images: ImagePromptEncoder | None = None
         self.prompts_per_step = prompts_per_step
+        self.max_rows = {"train": max_train_rows, "validation": max_val_rows}
         self.max_prompt_tokens = max_prompt_tokens
         self.eval_batch_size = eval_batch_size
         self.overlong_prompts: FilterOrError = overlong_prompts
@@ -166,7 +175,9 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             source = self.files[split]
             if source is None or split in self.sources:
                 continue
-            rows, part_starts = load_parts(source, self.columns(split), self.row_form(split))
+            rows, part_starts = load_parts(
+                source, self.columns(split), self.row_form(split), limit=self.max_rows[split]
+            )
             if split == "train":
                 self._part_starts = part_starts
             if self.tokenizer is None:

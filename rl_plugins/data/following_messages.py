@@ -104,7 +104,10 @@ class FollowingMessages:
         return self._ends[key]
 
     def _find_end(self, calls: Sequence[ToolUse]) -> _EndOfTurn:
-        results = [{"role": "tool", "name": c.name, "tool_call_id": c.identity, "content": _NEXT} for c in calls]
+        results = [
+            {"role": "tool", "name": self._texts.hide(c.name), "tool_call_id": c.identity, "content": _NEXT}
+            for c in calls
+        ]
         text = self._render(calls, results or [{"role": "user", "content": _NEXT}])
         before, found, _ = text.partition(_NEXT)
         if not found:
@@ -119,7 +122,12 @@ class FollowingMessages:
         turn: dict[str, Any] = {"role": "assistant", "content": _SAID}
         if calls:
             turn["tool_calls"] = [
-                {"type": "function", "id": c.identity, "function": {"name": c.name, "arguments": {"x": _ARGUMENT}}}
+                {
+                    "type": "function",
+                    "id": c.identity,
+                    # The policy may invent a name, with the text of a special token.
+                    "function": {"name": self._texts.hide(c.name), "arguments": {"x": _ARGUMENT}},
+                }
                 for c in calls
             ]
         try:

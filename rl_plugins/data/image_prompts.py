@@ -71,6 +71,10 @@ def load_processor(path: str, *, trust_remote_code: bool = False) -> ProcessorMi
     if not has_image_processor(processor):
         raise ConfigError(f"{path}: there is no processor of images in the folder: save the model's processor there")
     processor.tokenizer = completed(processor.tokenizer, path)
+    # Published folders have the template in the files of the processor, in those of the tokenizer, or in both.
+    owners = (processor, processor.tokenizer)
+    for owner, other in (owners, reversed(owners)):
+        owner.chat_template = owner.chat_template or other.chat_template
     return processor
 
 

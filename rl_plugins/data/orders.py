@@ -97,13 +97,17 @@ Source = Paths | RowSource | Mapping[str, MixturePart]
 """Training data: one file, several files, a data set, or the parts of a mixture by name."""
 
 
-def load_parts(source: Source, columns: Sequence[str], form: RowForm | None = None) -> tuple[PromptRows, list[int]]:
+def load_parts(
+    source: Source, columns: Sequence[str], form: RowForm | None = None, *, limit: int | None = None
+) -> tuple[PromptRows, list[int]]:
     """Load the rows of all parts, one part after the other.
 
     Args:
         source: the training data; data without parts is a single part.
         columns: names of the columns every row must have.
         form: form of rows with other columns than prompts have.
+        limit: number of rows to choose, for each part its share; None for all rows. Each choice is one random row of
+            each stretch of the data, the same in every process.
 
     Returns:
         The rows, and the number of the first row of each part.
@@ -112,7 +116,8 @@ def load_parts(source: Source, columns: Sequence[str], form: RowForm | None = No
         ConfigError: see `load_rows`; or a column of prompts has the name of a column that training adds.
     """
     if not isinstance(source, Mapping):
-        return _load_rows(source, columns, form), [0]
+        rows = _load_rows(source, columns, form)
+        return (rows if limit is None or limit >= len(rows) else rows.chosen(_spread(len(rows), limit))), [0]
     for name, part in source.items():
         if not isinstance(part, MixturePart):
             raise ConfigError(
@@ -122,7 +127,24 @@ def load_parts(source: Source, columns: Sequence[str], form: RowForm | None = No
     parts = cast(Mapping[str, MixturePart], source).values()
     rows = _load_rows([path for part in parts for path in part.paths], columns, form)
     sizes = [len(part.paths) for part in parts]
-    return rows, [rows.origins[sum(sizes[:number])][1] for number in range(len(sizes))]
+    firsts = [rows.origins[sum(sizes[:number])][1] for number in range(len(sizes))]
+    if limit is None or limit >= len(rows):
+        return rows, firsts
+    total = math.fsum(part.weight for part in parts)
+    counts = _apportioned([part.weight / total for part in parts], limit)
+    ends = [*firsts[1:], len(rows)]
+    chosen = [first + _spread(end - first, count) for first, end, count in zip(firsts, ends, counts, strict=True)]
+    return rows.chosen(np.concatenate(chosen)), np.cumsum([0, *map(len, chosen[:-1])]).tolist()
+
+
+def _spread(rows: int, limit: int) -> np.ndarray:
+    """Return the numbers of up to `limit` rows: a random row of each of `limit` stretches, int64 [N]."""
+    if limit >= rows or not limit:
+        return np.arange(min(rows, limit))
+    bounds = np.arange(limit + 1) * rows // limit
+    # A fixed distance would choose only one of two sources that alternate.
+    draws = np.random.PCG64(0).random_raw(limit) % np.diff(bounds).astype(np.uint64)
+    return bounds[:-1] + draws.astype(np.int64)
 
 
 def _load_rows(source: Paths | RowSource, columns: Sequence[str], form: RowForm | None) -> PromptRows:
@@ -175,7 +197,7 @@ class Mixture:
             if count == 0:
                 raise ConfigError(
                     f"{part.name}: its weight gives it none of the {self._length} prompts of an epoch: "
-                    "raise the weight, or leave the part out"
+                    "raise the weight (or max_train_rows), or leave the part out"
                 )
             # Upper bound of the part's rows in any `prompts_per_step` neighbouring places of the stream.
             most = min(prompts_per_step, int(np.ceil(part.share * (prompts_per_step + 4 * len(parts)))) + 4)
@@ -183,7 +205,7 @@ class Mixture:
                 raise ConfigError(
                     f"{part.name}: {part.rows} rows are too few for a share of {part.share:.3g} of "
                     f"{prompts_per_step} prompts per step (it takes {3 * most}, so that no step holds a prompt twice): "
-                    "lower its weight or prompts_per_step, or add rows"
+                    "lower its weight or prompts_per_step, or add rows (or raise max_train_rows)"
                 )
             self._passes.append(_Passes(part.first, part.rows, distinct=most, seed=(seed, number)))
         self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))

@@ -11,18 +11,21 @@ few rows at a time and copied to disk (`on_disk`).
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_plugins.data.content_parts import RowsWithTexts, check_parts, with_texts
 from rl_plugins.data.on_disk import MappedRows
+from rl_plugins.data.sequence_with_slices import SequenceWithSlices
 from rl_plugins.errors import ConfigError, RowError
 
 Row = Mapping[str, Any]
@@ -115,12 +118,14 @@ class PromptRows:
         origins: name of each file (or of the data set's class) and the number of its first row.
         columns: names of all columns; a row may lack some.
         of_files: True for rows of files, False for a data set.
+        numbers: numbers of the rows in their files, counted over all files; None for all rows.
     """
 
-    rows: RowsWithTexts
+    rows: Sequence[Row]
     origins: Sequence[tuple[str, int]]
     columns: Sequence[str]
     of_files: bool
+    numbers: np.ndarray | None = None
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -129,6 +134,10 @@ class PromptRows:
     def __iter__(self) -> Iterator[Row]:
         """Yield all rows, a few in memory at a time."""
         return iter(self.rows)
+
+    def chosen(self, numbers: np.ndarray) -> PromptRows:
+        """Return the rows with given numbers, which ascend."""
+        return replace(self, rows=_ChosenRows(self.rows, numbers), numbers=numbers)
 
     def chunks(self, size: int) -> Iterator[list[Row]]:
         """Yield all rows in lists of `size` rows; the last list may be shorter."""
@@ -152,8 +161,30 @@ class PromptRows:
 
     def _place(self, number: int) -> tuple[str, str]:
         """Return the file (or class) of a row, and its location for an error message."""
-        name, first = max((origin for origin in self.origins if origin[1] <= number), key=lambda item: item[1])
+        number = number if self.numbers is None else int(self.numbers[number])
+        name, first = self.origins[bisect_right(self.origins, number, key=lambda origin: origin[1]) - 1]
         return name, f"{name}, row {number - first}"
+
+
+class _ChosenRows(SequenceWithSlices[Row]):
+    """Rows with given numbers."""
+
+    def __init__(self, rows: Sequence[Row], numbers: np.ndarray) -> None:
+        self._rows, self._numbers = rows, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def item(self, number: int) -> Row:
+        return self._rows[int(self._numbers[number])]
+
+    def __iter__(self) -> Iterator[Row]:
+        # Rows read one after the other take a sixth of the time of single rows.
+        if len(self) < len(self._rows) // 6:
+            return map(self.item, range(len(self)))
+        is_chosen = np.zeros(len(self._rows), dtype=bool)
+        is_chosen[self._numbers] = True
+        return compress(self._rows, is_chosen)
 
 
 def load_rows(source: Paths | RowSource, columns: Sequence[str] = COLUMNS, form: RowForm | None = None) -> PromptRows:

@@ -90,7 +90,7 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
             {"prompt_ids": prompts.prompt_ids, "response_ids": response_ids, "labels": labels},
             kept,
             ProcessRewardBatch,
-            as_integers={"labels": _thousandths},
+            as_integers={"labels": lambda labels: [-1 if math.isnan(one) else round(1000 * one) for one in labels]},
             images=prompts.images,
         )
 
@@ -115,7 +115,3 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
                     continue
                 labels_of_tokens += [NO_LABEL] * (len(ids) - 1) + [NO_LABEL if label is None else float(label)]
             yield response, labels_of_tokens
-
-
-def _thousandths(labels: Sequence[float]) -> list[int]:
-    return [-1 if math.isnan(label) else round(1000 * label) for label in labels]

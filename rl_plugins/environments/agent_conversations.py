@@ -408,14 +408,16 @@ class AgentConversations:
         """Return a response of the policy as a choice of an answer."""
         number, content = state.turns + place, parsed.content
         said = "" if state.events is None else state.events.sent.get(place, "")
+        # Another response than the response in the stream comes after the loss of an engine.
+        is_in_stream = bool(said) and self._text_so_far(state, call, turn.response).startswith(said)
         calls = [
             # Nine letters or digits, which all templates accept.
             {"id": f"c{number:04d}{nth:04d}", "type": "function", "function": {"name": name, "arguments": arguments}}
             for nth, (name, arguments) in enumerate(parsed.calls[:1] if call.one_call else parsed.calls)
         ]
         return ChatAnswer(
-            # A parser may strip the text before a call, and the agent has got the text.
-            content=said if calls and said.startswith(content) else content,
+            # A parser may strip the text before a call, or add the text behind it, and the agent has got `said`.
+            content=said if calls and is_in_stream and not content.startswith(said) else content,
             calls=calls,
             finish_reason="tool_calls" if calls else "length" if turn.finish_reason == "length" else "stop",
             prompt_ids=turn.before,

@@ -88,7 +88,7 @@ class OpenEnvText:
             ConnectionError: there is no server of OpenEnv at the address.
         """
         extra = row["extra_info"] or {}
-        arguments = {key: extra[key] for key in self._reset if key in extra}
+        arguments = {key: extra[key] for key in self._reset if extra.get(key) is not None}
         try:
             self._socket = await connect(
                 self._socket_url,

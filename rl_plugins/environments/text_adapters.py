@@ -20,7 +20,9 @@ def first_messages(row: Mapping[str, Any], observation: str) -> list[Message]:
 
 def seed_of(row: Mapping[str, Any]) -> int:
     """Return the seed of an episode: `seed` of the row's `extra_info`, or else the seed of the group."""
-    return int((row["extra_info"] or {}).get("seed", row["seed"]))
+    # Parquet gives all rows the same keys, so a row without a seed has null.
+    seed = (row["extra_info"] or {}).get("seed")
+    return int(row["seed"] if seed is None else seed)
 
 
 def own_function(function: Callable[[Any], Any] | str | None) -> Callable[[Any], Any] | None:

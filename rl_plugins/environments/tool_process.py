@@ -116,7 +116,11 @@ class _Server:
 
     async def _call(self, number: int, name: str, arguments: Mapping[str, Any]) -> None:
         start = time.monotonic()
-        kind, text, reward = await self._outcome(self._tools[name], arguments)
+        if (tool := self._tools.get(name)) is None:
+            # An MCP server of a new process may have fewer tools.
+            kind, text, reward = "died", f"{name}: the MCP server no longer has this tool", _NO_REWARD
+        else:
+            kind, text, reward = await self._outcome(tool, arguments)
         text = shortened(text, self._task.max_characters, self._task.left_out)
         times = {"start": start, "seconds": time.monotonic() - start}
         self._answer(number=number, kind=kind, text=text, reward=vars(reward), stuck=self._threads.stuck, **times)

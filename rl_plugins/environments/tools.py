@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.sampling import EnvironmentOptions
 from rl_plugins.data.following_messages import ToolMessages
+from rl_plugins.environments.tool_functions import shortened
 from rl_plugins.environments.tool_host import Result, ToolHost
 from rl_plugins.environments.tool_process import ToolTask
 from rl_plugins.errors import ConfigError
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 KINDS = tuple(f"tools/{kind}" for kind in ("calls", "malformed", "unknown", "late", "raised", "died"))
 """Counted events: calls, and failures of calls by kind."""
 _NAMES_SHOWN = 20
+_NAME_SHOWN = 80
+"""Characters of an unknown name."""
+_MOST_CALLS = 32
+"""Calls of a response that run. A response in a loop would keep the calls of all other conversations waiting."""
 
 Parser = str | Callable[[str], Sequence[Mapping[str, Any]]] | Mapping[str, Any]
 
@@ -228,7 +233,7 @@ class ToolConversations:
             return
         self._open[key] = opened = _Calls(turn, calls)
         for place, call in enumerate(calls):
-            if fault := self._fault(call):
+            if fault := self._fault(place, call):
                 opened.results[place] = fault
             else:
                 self._places[self._host.call(call.name, call.arguments)] = (key, place)
@@ -264,13 +269,16 @@ class ToolConversations:
         scores = self._scorer.answer(requests) if requests else []
         return {key: self._rewards.ended(key, score) for key, score in zip(turns, scores, strict=True)}
 
-    def _fault(self, call: ToolCall) -> Result | None:
+    def _fault(self, place: int, call: ToolCall) -> Result | None:
+        if place >= _MOST_CALLS:
+            return Result("malformed", f"a response has at most {_MOST_CALLS} calls")
         if call.fault:
             return Result("malformed", call.fault)
         if call.name in self._names:
             return None
-        known = get_close_matches(call.name, self._names, n=1) or self._names[:_NAMES_SHOWN]
-        return Result("unknown", f"there is no tool {call.name!r}, but {', '.join(known)}")
+        name = shortened(call.name, _NAME_SHOWN, "end")
+        known = get_close_matches(name, self._names, n=1) or self._names[:_NAMES_SHOWN]
+        return Result("unknown", f"there is no tool {name!r}, but {', '.join(known)}")
 
     def _reply(self, key: int, opened: _Calls) -> Reply | Score:
         results = [opened.results[place] for place in range(len(opened.calls))]

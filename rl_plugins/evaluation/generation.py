@@ -284,7 +284,7 @@ def generate(
     """
     from rl_plugins.rollout.engine import GroupRequest
 
-    sampling, missing = job.sampling((tokenizer.eos_token_id,)), samples.missing()
+    sampling, missing, size = job.sampling((tokenizer.eos_token_id,)), samples.missing(), job.num_samples
     # Every part has the types of all rows.
     schema = _schema(rows)
     for made_so_far, number in enumerate(missing, start=1):
@@ -298,7 +298,8 @@ def generate(
         generations = sample(asked, requests, sampling)
         made = pa.Table.from_pylist(asked, schema)
         for name, (kind, values) in _columns(generations, tokenizer).items():
-            made = made.append_column(name, pa.array(_grouped(values, job.num_samples), pa.list_(kind)))
+            of_rows = [values[start : start + size] for start in range(0, len(values), size)]
+            made = made.append_column(name, pa.array(of_rows, pa.list_(kind)))
         samples.write_part(number, made)
         seconds = time.perf_counter() - start
         yield {
@@ -362,7 +363,3 @@ def _schema(rows: PromptRows) -> pa.Schema:
             f"the prompts do not fit into one table, because their columns differ in type ({error}): sample each "
             "file by itself"
         ) from None
-
-
-def _grouped(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    return [values[start : start + size] for start in range(0, len(values), size)]

@@ -135,7 +135,7 @@ def check_sources(file: Path | str, sources: Set[str]) -> None:
 
 def evaluate(
     samples: Samples,
-    score: Callable[[Sequence[ScoringRequest]], Sequence[Score]],
+    score: Callable[[Sequence[ScoringRequest]], Sequence[Score]] | None,
     answer_of: Callable[[str], str],
     *,
     right_from: float,
@@ -145,7 +145,7 @@ def evaluate(
 
     Args:
         samples: the samples.
-        score: function that scores samples, such as a scorer's `score`; not called for samples with scores.
+        score: function that scores samples, such as a scorer's `score`; None for samples with scores.
         answer_of: function that returns the answer in a response, for maj@k.
         right_from: score from which a sample is right.
         max_failure_rate: largest share of all samples with a failed reward.
@@ -159,7 +159,7 @@ def evaluate(
     failed, examples = list[Score](), dict[str, Score]()
     reasons, tokens = Counter[str](), 0
     for rows in samples.rows.chunks(_CHUNK):
-        scores = _scores(rows) if samples.is_scored else score(_requests(rows))
+        scores = _scores(rows) if score is None else score(_requests(rows))
         # To save memory, all failures of a kind share one message.
         failed += [examples.setdefault(result.failure, result) for result in scores if result.failure is not None]
         if len(failed) > max_failure_rate * total:

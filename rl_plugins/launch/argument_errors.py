@@ -24,8 +24,8 @@ _BATCH = (
 )  # fmt: skip
 _DATA = (
     "bad_images", "chat_template_kwargs", "chosen_key", "curriculum", "eval_batch_size", "label_key", "labels_key",
-    "margin_key", "max_prompt_tokens", "messages_key", "overlong_prompts", "rejected_key", "response_key",
-    "split_conversations", "steps_key", "tools_key",
+    "margin_key", "max_prompt_tokens", "max_train_rows", "max_val_rows", "messages_key", "overlong_prompts",
+    "rejected_key", "response_key", "split_conversations", "steps_key", "tools_key",
 )  # fmt: skip
 _MODEL = (
     "attention",

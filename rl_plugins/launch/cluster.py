@@ -16,6 +16,11 @@ from rl_plugins.errors import ConfigError
 _CONNECT_TIMEOUT_S = 3.0
 _SHOWN = 200
 """Characters of Ray's reason in an error."""
+TOKEN = (
+    "put the token into ~/.ray/auth_token, where it is on the head's machine, or into RAY_AUTH_TOKEN, and set "
+    "RAY_AUTH_MODE=token"
+)
+"""Way out for a process without the token of a cluster."""
 _WAY_OUT = "start the cluster (ray start --head), correct the variable, or unset the variable to run on this machine"
 
 
@@ -60,7 +65,8 @@ def join_cluster(**options: Any) -> None:
         options: further arguments of `ray.init`.
 
     Raises:
-        ConfigError: see `check_cluster`; or the cluster does not take this process, such as one of another version.
+        ConfigError: see `check_cluster`; or the cluster does not take this process, such as one of another version or
+            without the token.
     """
     import ray
 
@@ -68,6 +74,8 @@ def join_cluster(**options: Any) -> None:
     check_cluster(address)
     try:
         ray.init(logging_level=logging.ERROR, **options)
+    except ray.exceptions.AuthenticationError:
+        raise ConfigError(f"RAY_ADDRESS={address}: the cluster wants its token: {TOKEN}") from None
     except ConnectionError as error:
         reason = " ".join(str(error.__cause__ or error).split())[:_SHOWN]
         raise ConfigError(

@@ -131,18 +131,18 @@ def _without_replaced_options(config: DictConfig, config_name: str, overrides: S
     from omegaconf import open_dict
 
     keys = [text.partition("=")[0].lstrip("+") for text in overrides]
-    for function in ("advantage", "policy_loss"):
+    for function, further in (("advantage", ()), ("policy_loss", ("selection_options",))):
         if f"algorithm.{function}" not in keys:
             continue
         others = [text for text, key in zip(overrides, keys, strict=True) if key != f"algorithm.{function}"]
         if config.algorithm.get(function) == compose(config_name, others).algorithm.get(function):
             continue
-        group = f"algorithm.{function}_options"
         with open_dict(config):
-            options = config.algorithm.get(f"{function}_options") or {}
-            for name in list(options) if group not in keys else ():
-                if f"{group}.{name}" not in keys:
-                    del options[name]
+            for group in (f"{function}_options", *further):
+                options = config.algorithm.get(group) or {}
+                for name in list(options) if f"algorithm.{group}" not in keys else ():
+                    if f"algorithm.{group}.{name}" not in keys:
+                        del options[name]
     return config
 
 

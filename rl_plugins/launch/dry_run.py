@@ -38,7 +38,7 @@ def set_steps(config: RecipeConfig) -> None:
     """
     if (epochs := config.run.epochs) is None:
         return
-    rows, _ = _loaded(training_data(config), kinds_of(config)[0], config)
+    rows, _ = _loaded(training_data(config), kinds_of(config)[0], config, config.data.max_train_rows)
     config.run.steps = max(1, round(epochs * (len(rows) // config.prompts_drawn)))
 
 
@@ -66,11 +66,13 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
     data, needed = config.data, config.prompts_drawn
     source = training_data(config)
     train_kind, val_kind = kinds_of(config)
-    train, firsts = _loaded(source, train_kind, config)
+    train, firsts = _loaded(source, train_kind, config, data.max_train_rows)
     if len(train) < needed:
+        limit = data.max_train_rows
+        more = "add data" if limit is None or limit >= needed else f"raise data.max_train_rows={limit}"
         raise ConfigError(
             f"the training data has {len(train)} rows, fewer than {config.size_of_step}. Lower "
-            "batch.prompts_per_step, or add data"
+            f"batch.prompts_per_step, or {more}"
         )
     if data.mixture or data.curriculum.share:
         size = {"prompts_per_step": needed, "seed": config.run.seed}
@@ -82,7 +84,7 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
         _check_tools_key(train, data.tools_key)
     validation = None
     if data.val_files:
-        validation = MeasuredRows(_loaded(data.val_files, val_kind, config)[0], val_kind, 1, config)
+        validation = MeasuredRows(_loaded(data.val_files, val_kind, config, data.max_val_rows)[0], val_kind, 1, config)
         # Conversations are compared with prompts by their prompts.
         compared = compared_column(train_kind) if train_kind == val_kind else "prompt"
         _warn_of_shared_prompts(config, train, validation.rows, compared)
@@ -110,14 +112,14 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
         rows.check_lengths(tokenizer, template_options, _image_prompts(config) if with_images else None)
 
 
-def _loaded(source: Source, kind: str, config: RecipeConfig) -> tuple[PromptRows, list[int]]:
+def _loaded(source: Source, kind: str, config: RecipeConfig, limit: int | None) -> tuple[PromptRows, list[int]]:
     """Return the rows of a format, and the number of the first row of each part; see `load_parts`."""
     from rl_plugins.data.formats import FORMATS
     from rl_plugins.data.orders import load_parts
 
     try:
         with options_in_errors():
-            return load_parts(source, FORMATS[kind].columns, FORMATS[kind].form_of(config.data))
+            return load_parts(source, FORMATS[kind].columns, FORMATS[kind].form_of(config.data), limit=limit)
     except ConfigError as error:
         if config.stage != "sft" or "column 'prompt' is missing" not in str(error):
             raise
@@ -299,7 +301,7 @@ def _load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase | None:
     """
     from transformers import PreTrainedTokenizerFast
 
-    from rl_plugins.data.chat_template import check_chat_template, check_template_options
+    from rl_plugins.data.chat_template import check_chat_template, check_template_options, template_of_processor
     from rl_plugins.data.tokenization import load_tokenizer
 
     path = config.model.path
@@ -317,8 +319,9 @@ def _load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase | None:
     if tokenizer.eos_token_id is None:
         # The class that AutoTokenizer chooses may have an end of its own.
         tokenizer = load_tokenizer(str(_policy_folder(config)), trust_remote_code=config.model.trust_remote_code)
-    if config.data.chat_template is not None:
-        tokenizer.chat_template = config.data.chat_template
+    tokenizer.chat_template = (
+        config.data.chat_template or tokenizer.chat_template or template_of_processor(_policy_folder(config))
+    )
     check_chat_template(tokenizer)
     with config_errors("data."):
         check_template_options(tokenizer, config.data.chat_template_kwargs)

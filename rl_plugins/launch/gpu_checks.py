@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError, DeadlineExceeded
+from rl_plugins.hub.files import model_folder
 from rl_plugins.launch.gpus import ALLOCATOR, VISIBLE, Gpu, GpuMachine, Version, read_machine
+from rl_plugins.model_json import read_model_config
 from rl_plugins.planning.shape import shape_of
 
 _OLDEST_DRIVERS = {12: "525", 13: "580"}
@@ -111,13 +114,16 @@ def check_gpus(config: RecipeConfig, machines: Mapping[str, GpuMachine]) -> None
             raise ConfigError(f"{' and '.join(machines)}: {fault.found}: {fault.fix}")
 
 
-def check_engine_weights(config: RecipeConfig, model: Mapping[str, Any], machine: GpuMachine) -> None:
+def check_engine_weights(
+    config: RecipeConfig, model: Mapping[str, Any], machine: GpuMachine, elsewhere: int = 0
+) -> None:
     """Compare the weights of the rollout engines with the memory of a machine. Unknown architectures are not checked.
 
     Args:
         config: configuration of the run.
         model: content of the policy's config.json.
         machine: facts about the machine, whose GPUs are of one kind.
+        elsewhere: number of GPUs of other machines, which may have workers in place of this machine.
 
     Raises:
         ConfigError: the weights leave no memory of the GPU for a KV cache, or sleeping engines would keep more weights
@@ -133,10 +139,11 @@ def check_engine_weights(config: RecipeConfig, model: Mapping[str, Any], machine
     size, share = rollout.tensor_parallel_size, config.engine_limits["gpu_memory_utilization"]
     width = 4 if config.rollout_dtype == "float32" else 2
     weights, total = parameters * width / size / 2**30, gpus[0].memory_mib / 2**10
-    sleeping, host = min(len(gpus), config.placement.num_workers), machine.memory_bytes / 2**30
+    sleeping = min(len(gpus), max(0, config.placement.num_workers - elsewhere))
+    host = machine.memory_bytes / 2**30
     # The least: PyTorch rounds each pinned allocation up to a power of two.
     on_host = weights * sleeping
-    if config.placement.rollout == "colocated" and config.rollout_sleep == "kv_cache" and on_host >= host:
+    if sleeping and config.placement.rollout == "colocated" and config.rollout_sleep == "kv_cache" and on_host >= host:
         raise ConfigError(
             f"rollout.sleep=kv_cache: engines of {sleeping} GPUs would keep {on_host:.1f} GiB of weights in the "
             f"{host:.1f} GiB of host memory: raise rollout.tensor_parallel_size, or use rollout.sleep=all (for an "
@@ -159,7 +166,8 @@ def check_nodes(config: RecipeConfig, nodes: Sequence[Mapping[str, Any]]) -> Non
         nodes: Ray's description of each living machine.
 
     Raises:
-        ConfigError: a machine has a fault, Ray counts more GPUs than CUDA shows there, or the GPUs differ.
+        ConfigError: a machine has a fault, Ray counts more GPUs than CUDA shows there, the GPUs differ, or the weights
+            of the rollout engines do not fit (`check_engine_weights`).
         DeadlineExceeded: a machine did not answer.
     """
     machines = {}
@@ -176,6 +184,11 @@ def check_nodes(config: RecipeConfig, nodes: Sequence[Mapping[str, Any]]) -> Non
                 f"with --num-gpus={len(machine.visible)}, or correct the variable before ray start"
             )
     check_gpus(config, machines)
+    if config.needs_vllm and machines:
+        model = read_model_config(Path(model_folder(config.model.path, weights=False), "config.json"))
+        total = sum(len(machine.visible) for machine in machines.values())
+        for machine in machines.values():
+            check_engine_weights(config, model, machine, elsewhere=total - len(machine.visible))
 
 
 def kinds(gpus: Sequence[Gpu]) -> Counter[str]:

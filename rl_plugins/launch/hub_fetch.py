@@ -66,11 +66,8 @@ def fetch_data_files(versions: PinnedVersions, option: str, address: str, cache:
     name = versions.pin(option, asked)
     patterns = [path, f"{path}/*.parquet"]
     snapshot = download(name, patterns, option, left_out=())
-    files = sorted(
-        relative
-        for file in snapshot.rglob("*")
-        if file.is_file() and _is_meant(relative := file.relative_to(snapshot).as_posix(), patterns)
-    )
+    there = (file.relative_to(snapshot).as_posix() for file in snapshot.rglob("*") if file.is_file())
+    files = sorted(file for file in there if file == path or any(fnmatchcase(file, pattern) for pattern in patterns))
     if not files:
         others = [file for file in repository_files(name) if not file.startswith(".")]
         raise ConfigError(f"{option}={address}: the repository has no such file{_some(others)}: correct the path")
@@ -82,10 +79,6 @@ def fetch_data_files(versions: PinnedVersions, option: str, address: str, cache:
             )
     copies = cache / f"{name.repository.replace('/', '--')}-{str(name.revision)[:_DIGITS]}"
     return [str(_copied(snapshot / file, copies / file)) for file in files]
-
-
-def _is_meant(file: str, patterns: Sequence[str]) -> bool:
-    return file == patterns[0] or any(fnmatchcase(file, pattern) for pattern in patterns)
 
 
 def _some(files: Sequence[str]) -> str:

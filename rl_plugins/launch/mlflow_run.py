@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import pyarrow.parquet as pq
+
 from rl_plugins.callbacks.checkpoint_artifacts import BestUpload, record_checkpoint
 from rl_plugins.callbacks.report import Curves
 from rl_plugins.callbacks.samples import log_samples
@@ -116,6 +118,9 @@ def registration(config: RecipeConfig, folder: RunFolder, step: int) -> Call:
         # A value of another step says nothing about the exported policy.
         value = metrics.get(metric, {}).get(step)
         digests = [describe_file(Path(path)).digest for path in config.data.val_files]
+        if (limit := config.data.max_val_rows) is not None:
+            rows = sum(pq.read_metadata(path).num_rows for path in config.data.val_files)
+            digests += [str(limit)] * (limit < rows)
         data = hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
         evaluation = Evaluation(metric, value, data)
         outcome = register_policy(run, folder.export, name, evaluation, _example_prompt(folder))

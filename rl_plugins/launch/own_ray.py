@@ -22,7 +22,7 @@ import psutil
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError, RayLost
 from rl_plugins.hub.files import model_folder
-from rl_plugins.model_json import read_model_config
+from rl_plugins.model_json import chosen_experts, read_model_config
 from rl_plugins.owned_folder import remove_ownerless
 from rl_plugins.rollout.vllm.engine_files import ENGINE_FOLDERS
 
@@ -38,8 +38,6 @@ _POOL_BYTES = 48
 """Bytes of a token between workers and a model in actors: ids, positions, masks and the result."""
 _LIKELIEST_BYTES = 12
 """Bytes of one of the teacher's most likely tokens: id and log-prob."""
-_CHOSEN_KEYS = ("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk", "top_k_experts")
-"""Keys of the number of experts of a token in a config.json."""
 _END_S = 5.0
 """Seconds for the workers of Ray to end."""
 _SOCKET_BYTES = 107
@@ -206,8 +204,7 @@ def _route_bytes(config: RecipeConfig) -> int:
     model = read_model_config(Path(model_folder(config.model.path, weights=False), "config.json"))
     text = model.get("text_config") or model
     layers = text.get("num_hidden_layers") or len(text.get("layers_block_type") or ())
-    chosen = next((text[key] for key in _CHOSEN_KEYS if isinstance(text.get(key), int)), 1)
-    return 2 * layers * int(chosen)
+    return 2 * layers * max(chosen_experts(model), 1)
 
 
 def object_store_bytes(config: RecipeConfig) -> int:

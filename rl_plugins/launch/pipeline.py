@@ -231,7 +231,7 @@ def _resolve(composed: DictConfig) -> Any:
     try:
         schema = OmegaConf.structured(PipelineConfig)
         merged = OmegaConf.merge(schema, OmegaConf.create(OmegaConf.to_container(composed)))
-        # A variable that does not exist is an error here.
+        # A missing variable is an error here.
         OmegaConf.resolve(merged.copy())
         return OmegaConf.merge(schema, resolved_without_environment(merged))
     except OmegaConfBaseException as error:
@@ -355,6 +355,8 @@ class ParentRun:
             if not stage.config.is_file():
                 continue
             try:
+                if not read_config(stage.config).tracking.enabled:
+                    continue
                 uri = self._store_of(stage)
                 if is_chosen(uri, stage) and not sync(stage.path, uri, deadline_s):
                     errors.append(f"stage {name}: MLflow does not have all of {stage.path}")

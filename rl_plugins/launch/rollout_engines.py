@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.rollout import EngineOptions
 
 if TYPE_CHECKING:
     from rl_plugins.rollout.transformers_engine import TransformersRollout
@@ -19,26 +21,21 @@ def vllm_rollout(config: RecipeConfig) -> VLLMRollout:
 
     rollout, device, split = config.rollout, config.placement.device, config.placement.rollout == "split"
     hosts = len({node["NodeManagerAddress"] for node in alive_nodes()})
+    options = {field.name: getattr(rollout, field.name) for field in fields(EngineOptions)}
+    options["transport"] = weight_transport(rollout.transport, device, split=split, hosts=hosts)
+    options |= config.engine_limits
     return VLLMRollout(
         VLLMConfig(
             model=config.model.path,
             device=device,
             dtype=config.rollout_dtype,
             max_model_len=config.data.max_prompt_tokens + config.sampling.max_tokens,
-            tensor_parallel_size=rollout.tensor_parallel_size,
             threads=engine_threads(config, hosts),
-            cpu_kv_cache_gib=rollout.cpu_kv_cache_gib,
-            prefix_caching=rollout.prefix_caching,
             sleep=config.rollout_sleep,
-            check_updates=rollout.check_updates,
-            transport=weight_transport(rollout.transport, device, split=split, hosts=hosts),
             lora_rank=config.model.lora.rank if rollout.lora == "adapter" else 0,
-            generate_timeout_s=rollout.generate_timeout_s,
-            update_timeout_s=rollout.update_timeout_s,
-            vllm=rollout.vllm,
             trust_remote_code=config.model.trust_remote_code,
             return_experts=config.model.router_replay == "rollout",
-            **config.engine_limits,
+            **options,
         ),
         num_engines=config.num_engines,
         num_gpus=rollout.tensor_parallel_size if config.on_gpus else 0,

@@ -22,12 +22,13 @@ from rl_plugins.manifest import MANIFEST, find_damage, parse_manifest, read_mani
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.run_lock import owned
 from rl_plugins.storage import Storage
+from rl_plugins.tracking.store import sqlite_file
 from rl_plugins.whole_file import link_or_copy, only_printed, storing
 
 _EVERY_S = 5.0
 _LONGEST_PAUSE_S = 60.0
 _STALL_S = 600.0
-_CHECKPOINT = re.compile(r"(checkpoint|best)_\d{8}")
+_CHECKPOINT = re.compile(r"(checkpoint|best)_\d{8}(?=/|$)")
 # Requests to a running process, samples for a second training, and checkpoints without use.
 _LOCAL = re.compile(r"\.|stop$|rollouts$|damaged_")
 
@@ -50,8 +51,10 @@ def stored_run(config: RecipeConfig, folder: RunFolder) -> StoredRun | None:
                 "another folder, or leave the option out"
             )
     # A file of MLflow in the output folder stays on its machine, so another machine begins a new run in its own file.
-    in_output = f"sqlite:///{Path(config.run.output_dir).absolute()}/"
-    with_id = config.tracking.uri is not None and not config.tracking.uri.startswith(in_output)
+    # A machine without the file does so, too.
+    uri, output = config.tracking.uri, Path(config.run.output_dir).absolute()
+    file = None if uri is None else sqlite_file(uri)
+    with_id = uri is not None and (file is None or (file.is_file() and not file.is_relative_to(output)))
     run = StoredRun(storage, folder, keep=config.run.keep_checkpoints, restores_tracking_run=with_id)
     try:
         if not config.run.resume and run.has_results():
@@ -142,7 +145,7 @@ class StoredRun:
 
     def _restore(self, stored: Mapping[str, object]) -> None:
         complete = sorted(
-            (path.parent.name for path in map(Path, stored) if path.name == MANIFEST and len(path.parts) == 2),
+            (str(path.parent) for path in map(Path, stored) if path.name == MANIFEST and _is_checkpoint(path.parent)),
             reverse=True,
         )
         here = next((path.name for path in reversed(self._folder.checkpoints()) if find_damage(path) is None), "")
@@ -288,11 +291,17 @@ class StoredRun:
                 is_same = info.size == size and (info.mtime_ns or 0) >= time_ns
                 self._copied[name] = files[name] if is_same else None
         for path in [Path(name) for name in stored if name.endswith(f"/{MANIFEST}")]:
+            if not _is_checkpoint(path.parent):
+                continue
             name = path.parent.name
             text = self._storage.read(str(path)).decode(errors="replace")
             with suppress(CheckpointError):
-                self._copied |= {f"{name}/{file}": kept for file, kept in parse_manifest(text, path).items()}
-                self._manifests[name] = text
+                records = {f"{name}/{file}": kept for file, kept in parse_manifest(text, path).items()}
+                # Another program may have copied the manifest before all files.
+                there = {file for file, kept in records.items() if file in stored and stored[file].size == kept.bytes}
+                self._copied |= {file: records[file] for file in there}
+                if there == records.keys():
+                    self._manifests[name] = text
 
     def _copy_changes(self) -> None:
         # Checkpoints are listed before files are copied, so the storage has no checkpoint with older metrics.
@@ -348,8 +357,13 @@ class StoredRun:
         older = sorted(
             name for name in self._manifests if name.startswith("checkpoint_") and name <= checkpoints[-1].name
         )
-        kept = {path.name for path in (*checkpoints, *self._folder.bests())} | set(older[-self._keep :])
+        bests = {path.name for path in self._folder.bests()}
+        kept = {path.name for path in checkpoints} | bests | set(older[-self._keep :])
         names = {name.partition("/")[0] for name in self._copied if _CHECKPOINT.match(name)}
+        if not bests <= self._manifests.keys():
+            # As many best checkpoints stay in storage until the new ones are there.
+            stored = sorted(name for name in self._manifests if name.startswith("best_"))
+            kept |= set(stored[-len(bests) :])
         for name in sorted(names - kept):
             if self._manifests.pop(name, None) is not None:
                 self._storage.remove(f"{name}/{MANIFEST}")
@@ -361,6 +375,10 @@ class StoredRun:
 
     def _tell(self, line: str) -> None:
         print(f"{self._folder.path.name}: {line}", flush=True)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return _CHECKPOINT.fullmatch(str(folder)) is not None
 
 
 def _local_files(folder: RunFolder) -> dict[str, tuple[int, int]]:

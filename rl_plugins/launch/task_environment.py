@@ -130,6 +130,8 @@ def _try_out(
             asked = replace(request, solution_str=_NO_ANSWER, prompt=prompt, turns_left=left)
             objects.begin(0, Turn(asked, answer.tokens, 0))
             _answer(objects, fault)
+        # A waiting object would take the place of the next one.
+        objects.forget([0])
 
 
 def _answer(conversations: Environment, fault: str) -> EnvironmentAnswer:

@@ -223,6 +223,8 @@ class TrainingRun:
             "validation": list(data.val_files) or None,
             "tokenizer": self.processor,
             "prompts_per_step": config.prompts_drawn,
+            "max_train_rows": data.max_train_rows,
+            "max_val_rows": data.max_val_rows,
             "eval_batch_size": data.eval_batch_size,
             "overlong_prompts": cast(FilterOrError, data.overlong_prompts),
             "bad_images": cast(FilterOrError, data.bad_images),

@@ -168,8 +168,11 @@ def use_packed_attention(model: nn.Module) -> None:
     if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
         return
     text = model.config.get_text_config()
-    # The tokens of an image see each other in a model with `token_type_ids`.
-    if text is not model.config and "token_type_ids" in inspect.signature(model.forward).parameters:
+    # The tokens of an image see each other in these models.
+    is_bidirectional = getattr(text, "use_bidirectional_attention", None) or (
+        "token_type_ids" in inspect.signature(model.forward).parameters
+    )
+    if text is not model.config and is_bidirectional:
         return
     layer_types = set(getattr(text, "layer_types", None) or _LAYER_TYPES)
     # transformers' own test for families with its attention interface; a call of the setter alone would warn.

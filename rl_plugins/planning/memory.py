@@ -63,12 +63,12 @@ def trainer_memory(work: Workload, plan: Plan, device: Device) -> dict[str, Part
     passes = {
         "gathered": max(_gathered(shape, work, plan, four_bits=four_bits) for shape, four_bits in models),
         **_head(work, device, without_gradient),
-        "activations": _forward_activations(work, without_gradient),
+        "activations": max(_forward_activations(shape, work, without_gradient) for shape, _ in models),
     }
     sampling = {**states, **frozen}
     if device.is_cpu:
         # The C library keeps freed blocks of less than 32 MB for the next pass.
-        sampling["activations"] = _activations(work, sizes) * device.fragments
+        sampling["activations"] = _largest_activations(work, sizes) * device.fragments
     elif plan.colocated:
         sampling = frozen if plan.offload == "while_sampling" else sampling
         leaving = {f"{name} parameters" for name, place in work.places.items() if place == "while_sampling"}
@@ -299,7 +299,7 @@ def _update(work: Workload, plan: Plan, device: Device, sizes: MicroBatchSizes, 
     held: Parts = {
         "gradients": gradients,
         "gathered": _gathered(shape, work, plan, four_bits=four_bits),
-        "activations": _activations(work, sizes),
+        "activations": _largest_activations(work, sizes),
     }
     passing: Parts = {"bucket": bucket, **_head(work, device, sizes)}
     # An optimizer on the host needs no memory of the device.
@@ -315,21 +315,25 @@ def _larger(first: Parts, second: Parts) -> Parts:
     return first if total(first) >= total(second) else second
 
 
-def _activations(work: Workload, sizes: MicroBatchSizes) -> float:
+def _largest_activations(work: Workload, sizes: MicroBatchSizes) -> float:
+    return max(_activations(shape, work, sizes) for shape in (work.policy, *(critic.shape for critic in work.critics)))
+
+
+def _activations(shape: ModelShape, work: Workload, sizes: MicroBatchSizes) -> float:
     """Return the bytes that autograd keeps of a micro-batch, including the last norm and gradients inside a block."""
-    shape, width, tokens = work.policy, work.width, sizes.largest
+    width, tokens = work.width, sizes.largest
     block = shape.activation_bytes(width, sizes.copies)
     ends = shape.hidden * (4 + 2 * width) + width * (2 * shape.hidden + 3 * shape.mlp_width)
     # peft makes changed experts in each pass.
-    changed = shape.experts_of_block * width if work.lora_rank and work.adapts_experts else 0.0
+    adapts_experts = shape is work.policy and work.lora_rank and work.adapts_experts
+    changed = shape.experts_of_block * width if adapts_experts else 0.0
     if work.gradient_checkpointing:
         return tokens * (shape.layers * shape.hidden * width + block + ends) + changed
     return tokens * (shape.layers * block + ends) + shape.layers * changed
 
 
-def _forward_activations(work: Workload, sizes: MicroBatchSizes) -> float:
+def _forward_activations(shape: ModelShape, work: Workload, sizes: MicroBatchSizes) -> float:
     """Return the bytes of intermediate results of a block, of attention or of the MLP, in a pass without gradient."""
-    shape = work.policy
     attention = 2 * (shape.q_width + sizes.copies * shape.kv_width)
     return sizes.largest * work.width * (2 * shape.hidden + max(attention, 3 * shape.mlp_width))
 

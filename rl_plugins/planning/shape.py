@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.model_json import expert_count
+from rl_plugins.model_json import chosen_experts, expert_count
 from rl_plugins.planning.tower import Tower, tower_of
 
 _BIASED = {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_moe"}
@@ -32,6 +32,17 @@ _SPARSE = {
 """Families with experts: the key of the width of an expert."""
 _TIED = {"cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3", "gemma3_text", "smollm3", "starcoder2"}
 """Families with tied embeddings, unless the configuration has `tie_word_embeddings`."""
+_NOT_WRITTEN = {
+    "gemma3_text": {
+        "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    },
+    "llama": {
+        "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+}  # fmt: skip
+"""Default sizes of text models, which published vision-language models leave out of their config.json."""
 _UNGATED = {"apertus", "arcee", "gpt_neox", "nemotron", "phi", "starcoder2"}
 """Families whose MLP has an up projection and a down projection alone."""
 
@@ -294,6 +305,8 @@ def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
     """
     text: Mapping[str, Any] = config.get("text_config") or config
     family = str(text.get("model_type", ""))
+    if text is not config:
+        text = {**_NOT_WRITTEN.get(family, {}), **text}
     needed = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     if missing := [key for key in needed if not isinstance(text.get(key), int)]:
         raise ConfigError(
@@ -336,10 +349,9 @@ def _experts(text: Mapping[str, Any], family: str, where: str) -> Experts | None
         raise ConfigError(
             f"{where}: {found}={text[found]}: plans know the experts of {', '.join(sorted(_SPARSE))}, not of {family}"
         )
-    number, width = expert_count(text), _SPARSE[family]
-    missing = [key for key in (width, "num_experts_per_tok") if not isinstance(text.get(key), int)]
-    if missing or not number:
-        missing += [] if number else ["num_experts"]
+    number, chosen, width = expert_count(text), chosen_experts(text), _SPARSE[family]
+    sizes = {width: isinstance(text.get(width), int), "num_experts_per_tok": chosen, "num_experts": number}
+    if missing := [key for key, size in sizes.items() if not size]:
         raise ConfigError(
             f"{where} has no whole number for {' and '.join(missing)}: a plan needs these sizes of the experts"
         )
@@ -351,7 +363,7 @@ def _experts(text: Mapping[str, Any], family: str, where: str) -> Experts | None
     sparse = [layer for layer in range(first, layers) if (layer + 1) % step == 0 and layer not in without]
     return Experts(
         number=number,
-        chosen=int(text["num_experts_per_tok"]),
+        chosen=chosen,
         intermediate=int(text[width]),
         shared=shared,
         is_gated=family == "qwen2_moe",

@@ -182,13 +182,15 @@ class Conversations:
             Samples by ticket of the opening: the required groups, or all groups that have ended if `count` is not 0 or
             nothing is required.
         """
+        # With many conversations, a response has always just ended.
+        deadline = time.monotonic() + _LONG_S
         while True:
             ended = [ticket for ticket, group in self._groups.items() if all(trajectory.ending for trajectory in group)]
             if required or count:
                 if len(ended) >= count and set(required) <= set(ended):
                     break
                 self._advance(wait=True)
-            elif not self._advance(wait=False):
+            elif time.monotonic() > deadline or not self._advance(wait=False):
                 break
         return {
             ticket: Generations.concat([trajectory.generations() for trajectory in self._groups.pop(ticket)])

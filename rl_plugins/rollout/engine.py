@@ -318,7 +318,7 @@ class RolloutEngine(GroupSampler, Protocol):
 
     @property
     def busy_s(self) -> float:
-        """Last reported working time of this rank's engine, in seconds."""
+        """Mean working time of this rank's engines, in seconds."""
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Replace the weights, drop cached prefixes and set the policy version. Collective.

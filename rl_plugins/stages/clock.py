@@ -1,8 +1,9 @@
-"""Stage, clock and metrics of a step, for callbacks."""
+"""Stage, clock and metrics of a step, and kind of a validation, for callbacks."""
 
 from __future__ import annotations
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.stages.stage import Stage
@@ -39,3 +40,8 @@ def step_metrics(trainer: Trainer, module: LightningModule) -> dict[str, float]:
     """
     stale = stage_of(module).stale_metrics
     return {str(name): float(value) for name, value in trainer.callback_metrics.items() if name not in stale}
+
+
+def validates_in_training(trainer: Trainer) -> bool:
+    """Return True in a validation of a fit, and False in Lightning's sanity check before training."""
+    return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking

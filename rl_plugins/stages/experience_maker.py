@@ -179,10 +179,20 @@ class ExperienceMaker:
             max_over_ranks=ranks.max,
         )
         self.metrics |= {f"rollout/{name}": value for name, value in measured.items()}
+        self._measure_gap(samples)
         kept, tokens = ranks.sum(torch.stack([kept_BT.sum(), mask_BT.sum()]).double()).tolist()
         self.metrics["rollout/rejected"] = 1 - kept / max(tokens, 1)
         samples.response_mask, samples.rollout_weights = kept_BT, weights_BT
         samples.rejected = mask_BT.bool().any(dim=-1) & ~kept_BT.bool().any(dim=-1)
+
+    def _measure_gap(self, samples: Experience) -> None:
+        """Measure the gap between sampler and trainer before tokens are rejected. The learner sees the kept tokens."""
+        ranks, valid_BT = self._strategy.ranks, samples.response_mask.bool()
+        gaps_N = (computed(samples.old_log_probs) - samples.rollout_log_probs).abs()[valid_BT].double()
+        total, tokens = ranks.sum(torch.stack([gaps_N.sum(), valid_BT.sum().double()])).tolist()
+        largest = ranks.max(torch.cat([gaps_N, gaps_N.new_zeros(1)]).max()[None]).item()
+        if tokens:
+            self.metrics |= {"rollout_gap": total / tokens, "rollout_gap_max": largest}
 
     def _add_advantages(self, samples: Experience) -> None:
         with self._strategy.phase_log.measure("advantages"):

@@ -158,9 +158,11 @@ class PolicyLearner:
                 counts=counts,
                 positive_counts=positive_counts,
             )
-            gap_BT = (before_BT - micro.rollout_log_probs).abs()
             metrics.add_each({**values, "entropy": entropy_BT}, tensors["response_mask_BT"])
-            metrics.add({"rollout_gap": gap_BT}, micro.response_mask, maximum=True)
+            # Later updates have moved the policy away from the sampler.
+            if first or not self._compares_with_sampler:
+                gap_BT = (before_BT - micro.rollout_log_probs).abs()
+                metrics.add({"rollout_gap": gap_BT}, micro.response_mask, maximum=True)
             if self._passes.router_replay is not None:
                 differing_N = self._passes.differing_experts(on_host)
                 metrics.add({"router_differing": differing_N}, torch.ones_like(differing_N))

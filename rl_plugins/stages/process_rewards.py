@@ -88,6 +88,11 @@ class ProcessRewardConfig(Settings):
         super().__post_init__()
         if self.best_of_n and self.loss != "preference":
             raise ConfigError(f"best_of_n={self.best_of_n} weighs preferences: choose the loss preference")
+        if self.ends_in_outcome and not self.lam and self.granularity == "token":
+            raise ConfigError(
+                "ends_in_outcome=true: with lam=0 and granularity=token, no token gets the outcome: set lam above 0, "
+                "or granularity=whole"
+            )
 
 
 class ProcessRewards:

@@ -105,11 +105,31 @@ class Rollouts:
             samples, scores = self._sample_and_score(count, step, groups_per_step)
         else:
             samples, scores = self.replay(self._batches_collected)
+            self._add_missing_details(samples, scores)
         if self.on_collected is not None:
             self.on_collected(samples, scores, self._batches_collected)
         self._batches_collected += 1
         self.sample_metrics.add(samples, scores)
         return samples
+
+    def _add_missing_details(self, samples: Experience, scores: Sequence[Score]) -> None:
+        """Keep the details of rewards that another algorithm than the algorithm of the dump uses.
+
+        Raises:
+            DataError: the algorithm needs a number that only sampling gives.
+        """
+        if "baseline_rewards_B" in self._algorithm.needs and samples.baseline_scores is None:
+            raise DataError(
+                "the dump has no greedy responses, which the advantage needs: dump a run with the same advantage"
+            )
+        costs = samples.costs
+        has_cost_model = any(model.field == "costs" for model in self._models)
+        if has_cost_model and costs is None:
+            raise DataError("the dump has no scores of the cost model: dump a run with the same cost model")
+        keep_reward_details(samples, scores, self._algorithm)
+        if has_cost_model:
+            # The costs of the dump have the scores of the cost model.
+            samples.costs = costs
 
     def _informative_groups(self, step: int, num_groups: int) -> Experience:
         """Draw groups until enough groups are informative (dynamic sampling). Collective.

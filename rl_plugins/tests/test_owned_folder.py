@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.owned_folder import owned_folder, remove_ownerless
+from rl_plugins.owned_folder import owned_folder, owned_in_context, remove_ownerless
 
 OWNER = """
 import os, sys
@@ -59,6 +59,15 @@ def test_owned_folder_of_a_killed_process_is_removed_by_the_next_one(
 def test_owned_folder_is_removed_at_the_exit_of_the_process(owner: subprocess.Popen[str]) -> None:
     folder, _ = owner.communicate("xx")
     assert owner.returncode == 0 and not Path(folder.strip()).exists()
+
+
+def test_owned_in_context_has_an_owner_until_the_end_of_the_context(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), owned_in_context("[a].", tmp_path) as folder:
+        (folder / "half").touch()
+        remove_ownerless("[a].", tmp_path)
+        assert list(tmp_path.rglob("*")) == [folder, folder / "half"]
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_owned_folder_works_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,8 @@ def test_owned_refuses_a_second_process_until_the_first_is_killed(tmp_path: Path
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         child = int(holder.stdout.readline())
-        expected = rf"^{tmp_path} belongs to a running run \(process {holder.pid} on \S+\): wait"
+        lock = RunFolder(tmp_path).lock
+        expected = rf"^{tmp_path} belongs to a running run \(process {holder.pid} on \S+\): wait .*, remove {lock}$"
         with pytest.raises(ConfigError, match=expected), owned(RunFolder(tmp_path)):
             pass
         holder.kill()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +71,23 @@ def test_storage_sends_lists_fetches_and_removes_files(tmp_path: Path) -> None:
     assert storage.files() == {}
 
 
+def test_storage_makes_folders_in_a_file_system_of_fsspec(tmp_path: Path) -> None:
+    """fsspec's local file system has folders, as sftp has, and refuses a file in a missing folder."""
+    (tmp_path / "a").write_text("first")
+    storage = Storage.at("run.storage", f"fsspec+file://{tmp_path}/there").inside("run")
+    assert storage.local is None and storage.files() == {}
+    for name in ("a", "deep/b", "deep/b"):
+        with (tmp_path / "a").open("rb") as file:
+            storage.send(file, name)
+    assert {name: info.size for name, info in storage.files().items()} == {"a": 5, "deep/b": 5}
+    storage.fetch(["a", "deep/b"], tmp_path / "here")
+    assert (tmp_path / "here" / "deep" / "b").read_text() == "first"
+    for _ in range(2):
+        storage.remove("a")
+        storage.remove_folder("deep")
+    assert storage.files() == {}
+
+
 @for_each("address", ["nowhere://bucket", "s3://me:word@/x", "relative/folder"])
 def test_storage_refuses_an_address_that_pyarrow_does_not_open(address: str) -> None:
     with pytest.raises(ConfigError, match=r"run.storage=\S+: pyarrow does not open this address \(") as raised:
@@ -108,3 +129,37 @@ def test_fetch_copy_copies_a_file_or_a_folder_once_for_each_state(tmp_path: Path
     assert fetch_copy("data.train_files", f"file://{there}/two%20words", cache).read_text() == "found"
     with pytest.raises(ConfigError, match=r"data.train_files=file://\S+/none: there is no such file or folder"):
         fetch_copy("data.train_files", f"file://{there}/none", cache)
+
+
+FETCHING = """
+import os, sys
+from pathlib import Path
+from rl_plugins.storage import Storage, fetch_copy
+Storage.fetch = lambda self, names, folder: (folder.mkdir(), (folder / "half").touch(), os.kill(os.getpid(), 9))
+fetch_copy("model.path", sys.argv[1], Path(sys.argv[2]))
+"""
+
+
+def test_fetch_copy_removes_the_folder_of_a_killed_process(tmp_path: Path) -> None:
+    there, cache = tmp_path / "model [1]", tmp_path / "cache"
+    there.mkdir()
+    (there / "config.json").write_text("{}")
+    address = f"file://{tmp_path}/model%20%5B1%5D"
+    assert subprocess.run([sys.executable, "-c", FETCHING, address, str(cache)]).returncode == -signal.SIGKILL
+    (left,) = cache.iterdir()
+    assert [path.name for path in left.rglob("*")] == ["copy", "half"]
+    copy = fetch_copy("model.path", address, cache)
+    assert list(cache.iterdir()) == [copy] and os.listdir(copy) == ["config.json"]
+
+
+def test_fetch_copy_leaves_nothing_behind_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(self: Storage, names: object, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "half").touch()
+        raise StorageError("no answer")
+
+    (tmp_path / "rows.parquet").touch()
+    monkeypatch.setattr(Storage, "fetch", fetch)
+    with pytest.raises(ConfigError, match=r"data.train_files=file://\S+: no answer"):
+        fetch_copy("data.train_files", f"file://{tmp_path}/rows.parquet", tmp_path / "cache")
+    assert os.listdir(tmp_path / "cache") == []

@@ -211,6 +211,21 @@ def test_adapter_files_refuse_an_adapter_of_the_vision_tower(folder: Path) -> No
         source.adapter_files()
 
 
+def test_arguments_of_images_have_the_size_of_the_largest_images(folder: Path) -> None:
+    # LLaVA-NeXT has the patches of an image on the second axis, Pixtral has images of all sizes.
+    inputs = [
+        {"pixel_values": torch.ones(1, *shape), "image_sizes": torch.tensor([shape[-2:]])}
+        for shape in ((5, 3, 4, 4), (4, 3, 2, 6))
+    ]
+    model = load_causal_lm(str(folder), dtype=torch.float32)
+    ids_BS = torch.full((2, 1), model.config.image_token_id)
+    joined = SampleImages(model, inputs, ids_BS).arguments(ids_BS)
+    assert joined["pixel_values"].shape == (2, 5, 3, 4, 6) and joined["image_sizes"].tolist() == [[4, 4], [2, 6]]
+    for index, shape in enumerate(((5, 3, 4, 4), (4, 3, 2, 6))):
+        own = joined["pixel_values"][index]
+        assert own[tuple(map(slice, shape))].eq(1).all() and own.sum() == torch.ones(shape).sum()
+
+
 def test_response_scores_of_a_model_of_text_refuse_images(samples: Experience, tmp_path: Path) -> None:
     model = load_scalar_head(str(save_tiny_policy(tmp_path)), dtype=torch.float32)
     with pytest.raises(ConfigError, match="the samples have images, and Qwen2ForTokenClassification reads text alone"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.owned_folder import owned_in_context
 from rl_plugins.tracking.provenance import describe_file
 from rl_plugins.tracking.run import TrackedRun
-from rl_plugins.tracking.store import check_store, import_mlflow, long_requests, open_client, use_store
+from rl_plugins.tracking.store import check_store, import_mlflow, long_requests, open_client, sqlite_file, use_store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -210,8 +210,7 @@ def resolve_model(option: str, uri: str, store: str) -> str:
         raise ConfigError(
             f"{option}={uri}: name a model in MLflow as models:/NAME@ALIAS, models:/NAME/VERSION or runs:/ID/FOLDER"
         )
-    file = Path(store.removeprefix("sqlite:///"))
-    if store.startswith("sqlite:") and not file.is_file():
+    if (file := sqlite_file(store)) is not None and not file.is_file():
         raise ConfigError(
             f"{option}={uri}: there is no MLflow store {file}: name the one that has it by MLFLOW_TRACKING_URI"
         )
@@ -278,9 +277,9 @@ def _download(option: str, uri: str, folder: Path) -> None:
     import mlflow
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as partial:
+    with owned_in_context(f".{folder.name}.", folder.parent) as partial:
         # The temporary folder itself can be read by its user only.
-        target = Path(partial, "model")
+        target = partial / "model"
         target.mkdir()
         with long_requests():
             downloaded = Path(mlflow.artifacts.download_artifacts(uri, dst_path=str(target)))

@@ -84,7 +84,7 @@ class TrackedRun:
 
 
 def open_run(uri: str, experiment: str, folder: RunFolder, description: RunDescription) -> TrackedRun:
-    """Create the MLflow run, or continue the run whose id is in the folder, and record the description.
+    """Create the MLflow run, or continue the run whose id is in the folder, and record parameters and tags.
 
     Args:
         uri: address of the MLflow store.
@@ -116,7 +116,7 @@ def open_run(uri: str, experiment: str, folder: RunFolder, description: RunDescr
             # Without the id, the next try would begin another run.
             client.delete_run(run.info.run_id)
             raise
-    _log_description(client, run, description)
+    _log_params(client, run, description)
     return TrackedRun(client, run.info.run_id, run.info.experiment_id)
 
 
@@ -137,8 +137,8 @@ def _existing_run(client: MlflowClient, id_file: Path) -> Run:
     return run
 
 
-def _log_description(client: MlflowClient, run: Run, description: RunDescription) -> None:
-    from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
+def _log_params(client: MlflowClient, run: Run, description: RunDescription) -> None:
+    from mlflow.entities import Param, RunTag
 
     run_id = run.info.run_id
     # MLflow does not change a parameter. New options of a resumed run are in the configuration artifact.
@@ -149,9 +149,14 @@ def _log_description(client: MlflowClient, run: Run, description: RunDescription
         client.log_batch(run_id, params=params[start : start + _MAX_PARAMS])
     if tags:
         client.log_batch(run_id, tags=tags)
-    for file in description.files:
-        if file.is_file():
-            client.log_artifact(run_id, str(file))
+
+
+def record_files(tracked: TrackedRun, description: RunDescription) -> None:
+    """Record the files of a description as artifacts, and the digests of its data files."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    client, run_id = tracked.client, tracked.run_id
+    run = client.get_run(run_id)
     logged = {(item.dataset.name, item.dataset.digest) for item in run.inputs.dataset_inputs} if run.inputs else set()
     inputs = []
     for purpose, files in description.data.items():
@@ -163,3 +168,7 @@ def _log_description(client: MlflowClient, run: Run, description: RunDescription
                 inputs.append(DatasetInput(dataset, [InputTag("mlflow.data.context", purpose)]))
     if inputs:
         client.log_inputs(run_id, inputs)
+    # Last: a store of artifacts may refuse files, and the digests are not artifacts.
+    for file in description.files:
+        if file.is_file():
+            client.log_artifact(run_id, str(file))

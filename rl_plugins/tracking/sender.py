@@ -12,12 +12,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rl_plugins.errors import CheckpointError, ConfigError, StorageError, UserError
 from rl_plugins.redaction import redacted, without_password
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tracking.run import RunDescription, TrackedRun, open_run
+from rl_plugins.tracking.run import RunDescription, TrackedRun, open_run, record_files
 from rl_plugins.tracking.store import import_mlflow
 from rl_plugins.tracking.unsent_metrics import UnsentMetrics
 
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 FINISH_TIMEOUT_S = 60.0
 _RETRY_S = 5.0
+_MOST_TRIES = 3
+"""Number of tries in a row before a failed call goes behind the other calls."""
 _METRICS_INTERVAL_S = 5.0
 _LONGEST_QUEUE = 10_000
 """Number of calls that wait at most. Calls hold texts and tables in memory."""
@@ -91,6 +93,8 @@ class RunSender:
             self._finishing.clear()
             self._thread = threading.Thread(target=self._make_calls, name="mlflow", daemon=True)
             self._thread.start()
+            # A store of artifacts may refuse files, and the metrics go on.
+            self._queue.put(lambda run: record_files(run, self._description))
         self._queue.put(call)
 
     def finish(self, status: str, deadline_s: float) -> None:
@@ -140,19 +144,22 @@ class RunSender:
 
         outages = (MlflowException, SQLAlchemyError, OSError, NotImplementedError, UserError)
         run: TrackedRun | None = None
-        calls = self._queue
+        calls, left = self._queue, list[Call]()
         while (call := calls.get()) is not None:
+            tries = 0
             while True:
+                is_open = run is not None
                 try:
                     if run is None:
                         run = open_run(self._uri, self._experiment, self._folder, self._description)
                         self._unsent_metrics.reset(run.last_steps())
+                        is_open = True
                     call(run)
                     break
                 except Exception as error:
                     # Flavours of MLflow run code of other libraries on the policy.
                     is_foreign = not isinstance(error, outages)
-                    if run is not None and (is_foreign or _is_refused(error)):
+                    if is_open and (is_foreign or _is_refused(error)):
                         self._num_dropped += is_foreign
                         self._log("MLflow at %s: something could not be recorded: %s", error)
                         break
@@ -160,10 +167,20 @@ class RunSender:
                     run = None
                     self.failures += 1
                     self._log_reason(error)
+                    # The store takes the run, and perhaps other calls: a server may have no store of artifacts.
+                    tries += is_open
                     if self._finishing.is_set():
-                        calls.put(call)
+                        left.append(call)
+                        if is_open:
+                            break
+                        _put_all(calls, left)
                         return
+                    if tries == _MOST_TRIES:
+                        calls.put(call)
+                        break
                     self._finishing.wait(_RETRY_S)
+        if left:
+            _put_all(calls, [*left, None])
 
     def _log_reason(self, error: Exception) -> None:
         """Log why the sender waits, once for each reason."""
@@ -180,12 +197,17 @@ class RunSender:
         logger.error(line, without_password(self._uri), redacted(str(error)))
 
 
+def _put_all(calls: queue.Queue[Call | None], entries: Sequence[Call | None]) -> None:
+    for entry in entries:
+        calls.put(entry)
+
+
 def _is_refused(error: Exception) -> bool:
     """Return True if a second try would fail as well: the store refuses the call, or a local file is bad or missing."""
     from mlflow.exceptions import MlflowException
     from requests import HTTPError
 
-    if isinstance(error, FileNotFoundError | NotImplementedError | ConfigError | CheckpointError):
+    if isinstance(error, FileNotFoundError | PermissionError | NotImplementedError | ConfigError | CheckpointError):
         return True
     status = 500
     if isinstance(error, MlflowException):

@@ -108,7 +108,7 @@ def check_store(uri: str) -> None:
                 "server (mlflow server), correct tracking.uri or MLFLOW_TRACKING_URI, or switch tracking off with "
                 "tracking.enabled=false"
             ) from None
-    elif (file := _sqlite_file(uri)) is not None:
+    elif (file := sqlite_file(uri)) is not None:
         folder = file.parent
         if file.is_dir():
             raise ConfigError(f"MLflow store {uri}: {file} is a folder: {_CORRECT}")
@@ -147,7 +147,7 @@ def open_client(uri: str) -> MlflowClient:
     """
     from mlflow import MlflowClient
 
-    file = _sqlite_file(uri)
+    file = sqlite_file(uri)
     if file is None:
         return MlflowClient(uri)
     with FileLock(f"{file}.lock", timeout=_OPEN_TIMEOUT_S):
@@ -199,10 +199,10 @@ def _artifact_location(uri: str) -> str | None:
 
     For SQLite, MLflow's default is the working directory, and the working directory of a Ray worker is temporary.
     """
-    file = _sqlite_file(uri)
+    file = sqlite_file(uri)
     return None if file is None else (file.absolute().parent / ARTIFACTS).as_uri()
 
 
-def _sqlite_file(uri: str) -> Path | None:
+def sqlite_file(uri: str) -> Path | None:
     """Return the file of an SQLite store, or None for a server."""
     return Path(uri.removeprefix(_SQLITE)) if uri.startswith(_SQLITE) else None

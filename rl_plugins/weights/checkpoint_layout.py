@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_KNOWN_BY_EXPERT = ("deepseek_v2", "deepseek_v3")
+_KNOWN_BY_EXPERT = (
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "lfm2_moe", "longcat_flash",
+)  # fmt: skip
 """Models whose loader in vLLM knows each expert alone. Other loaders also take one tensor for all experts of a layer,
 which is faster."""
 

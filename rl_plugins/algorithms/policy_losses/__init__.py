@@ -42,8 +42,8 @@ _OWN: dict[str, PolicyLoss] = {
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("rl_plugins.policy_losses", _OWN)
 
-WITH_RATIO = frozenset(_OWN) - {"gpg", "reinforce"}
-"""Names of the losses that multiply by the ratio of the current to the old policy."""
+WITH_RATIO = frozenset(_OWN.values()) - {reinforce}
+"""Losses that multiply by the ratio of the current to the old policy."""
 
 SELECTIONS: dict[str, Selection] = {"clip_cov": select_within_band, "kl_cov": select_largest}
 """Functions that compute `selected_BT` for a policy loss, once for each mini-batch of all ranks."""

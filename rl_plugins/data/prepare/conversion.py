@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from rl_plugins.config.data import DataConfig
+from rl_plugins.data.conversations import REASONING_KEYS
 from rl_plugins.data.dotted_keys import find
 from rl_plugins.data.formats import FORMATS
 from rl_plugins.data.prepare.files import Record, read_records, read_saved, saved_splits
@@ -50,8 +51,6 @@ _RECIPES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     ),
 }
 """Recipe for each kind of file, and the options that name the columns."""
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message with the reasoning before its content."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +239,7 @@ def _response(value: object, field: str, location: str) -> object:
         reason = f"the last message has the role {role!r}, and a response has the role 'assistant': remove the record"
         raise RowError(location, field, reason)
     text = _text_of(value[-1], field, location)
-    reasoning = next((found for name in _REASONING if (found := value[-1].get(name))), None)
+    reasoning = next((found for name in REASONING_KEYS if (found := value[-1].get(name))), None)
     if reasoning is None or END_OF_THOUGHT in text:
         return text
     if not isinstance(reasoning, str):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -187,6 +187,7 @@ def write_rows(rows: Iterable[tuple[str, dict[str, Any]]], schema: pa.Schema, fo
     counts: dict[str, int] = {}
     with storing(folder), ExitStack() as stack:
         writers: dict[str, pq.ParquetWriter] = {}
+        temporary: dict[str, Path] = {}
 
         def write(split: str) -> None:
             try:
@@ -197,8 +198,8 @@ def write_rows(rows: Iterable[tuple[str, dict[str, Any]]], schema: pa.Schema, fo
 
         for split, row in rows:
             if split not in writers:
-                temporary = stack.enter_context(_temporary_file(folder, split))
-                writers[split] = stack.enter_context(pq.ParquetWriter(temporary, schema))
+                temporary[split] = stack.enter_context(_temporary_file(folder, split))
+                writers[split] = stack.enter_context(pq.ParquetWriter(temporary[split], schema))
             waiting.setdefault(split, []).append(row)
             counts[split] = counts.get(split, 0) + 1
             if len(waiting[split]) == _ROW_GROUP:
@@ -207,7 +208,7 @@ def write_rows(rows: Iterable[tuple[str, dict[str, Any]]], schema: pa.Schema, fo
             write(split)
         for split, writer in writers.items():
             writer.close()
-            _temporary_path(folder, split).replace(folder / f"{split}.parquet")
+            temporary[split].replace(folder / f"{split}.parquet")
     return counts
 
 
@@ -243,11 +244,9 @@ def _with_extra_info(split: str, rows: RowList) -> RowList:
 @contextmanager
 def _temporary_file(folder: Path, split: str) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
+    # Processes of two machines that share the folder may have the same number.
+    path = folder / f".{split}.{uuid4().hex}.tmp"
     try:
-        yield _temporary_path(folder, split)
+        yield path
     finally:
-        _temporary_path(folder, split).unlink(missing_ok=True)
-
-
-def _temporary_path(folder: Path, split: str) -> Path:
-    return folder / f".{split}.{os.getpid()}.tmp"
+        path.unlink(missing_ok=True)

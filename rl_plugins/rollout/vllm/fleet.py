@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.config.rollout import ENGINE_GRACE_S, check_cpu_engine
+from rl_plugins.config.rollout import ENGINE_GRACE_S, check_cpu_engine, check_engine_updates
 from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost, user_errors_of_tasks
 from rl_plugins.model_json import read_model_config
 from rl_plugins.ranks import Ranks, barrier, broadcast, gather
@@ -105,16 +105,23 @@ class Fleet:
             places: Ray's options (place and resources) of each actor. By default each actor reserves `num_gpus`.
 
         Raises:
-            ConfigError: vLLM on CPU cannot sample the model, or config.json is damaged.
+            ConfigError: vLLM on CPU cannot sample the model, updates do not reach all weights, or config.json is
+                damaged.
         """
         if not self.actors:
-            file = Path(self.config.model) / "config.json"
-            if file.is_file():
-                model = read_model_config(file)
-                if self.config.device == "cpu":
-                    check_cpu_engine(self.config.model, model)
+            self._check_model()
             anywhere = {"num_cpus": 0, "num_gpus": self._num_gpus}
             self._start_actors(self.living, places or [anywhere] * len(self.living))
+
+    def _check_model(self) -> None:
+        file = Path(self.config.model) / "config.json"
+        if not file.is_file():
+            return
+        model, is_on_cpu = read_model_config(file), self.config.device == "cpu"
+        if is_on_cpu:
+            check_cpu_engine(self.config.model, model)
+        if not self.config.lora_rank:
+            check_engine_updates(self.config.model, model, is_on_cpu=is_on_cpu)
 
     def start_on_gpus_of(self, ranks: Ranks) -> None:
         """Start an engine on the GPUs of every `tensor_parallel_size` ranks, or only the lost engines. Collective.
@@ -123,11 +130,13 @@ class Fleet:
         Rank 0 owns the actors: the engines end with the training workers.
 
         Raises:
-            ConfigError: see `engine_places`; or an engine does not fit into the free memory of a GPU.
+            ConfigError: see `engine_places`; an engine does not fit into the free memory of a GPU, or updates do not
+                reach all weights.
             RuntimeError: an engine that was lost does not fit into the free memory of its GPU.
             DeadlineExceeded: an engine did not start before the deadline.
         """
         self.rank, self.world_size = ranks.rank, ranks.world_size
+        self._check_model()
         size = self.config.tensor_parallel_size
         needs_room = self.rank // size not in self.living
         gpus = ranks.gather(gpu_of_this_rank(self.config if needs_room else None))

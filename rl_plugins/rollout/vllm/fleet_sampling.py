@@ -25,6 +25,9 @@ class FleetSampling:
 
     Args:
         fleet: engines of the run.
+
+    Attributes:
+        busy_s: mean working time of this rank's engines, in seconds.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -36,15 +39,10 @@ class FleetSampling:
         self._reports: dict[Any, int] = {}
         self._finished: dict[int, RemoteSamples] = {}
         self._lost_tickets: list[int] = []
-        self._busy_s: dict[int, float] = {}
+        self.busy_s = 0.0
+        self._last_busy_s = dict.fromkeys(fleet.engines_of_rank, 0.0)
+        self._lost: set[int] = set()
         fleet.on_lost = self._forget
-
-    @property
-    def busy_s(self) -> float:
-        """Mean of the last reported working times of this rank's engines, in seconds."""
-        # The engines of the rank change after a loss.
-        reported = [self._busy_s[engine] for engine in self._fleet.engines_of_rank if engine in self._busy_s]
-        return sum(reported) / max(len(reported), 1)
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
         """Sample the prompts of this rank. Collective."""
@@ -64,7 +62,8 @@ class FleetSampling:
             waiting = {pending: engine for pending, engine in references.items() if pending not in parts}
             reference = self._fleet.first(waiting, "generate", deadline)
             engine = references[reference]
-            parts[reference], self._busy_s[engine] = self._fleet.result(engine, reference)
+            parts[reference], busy_s = self._fleet.result(engine, reference)
+            self._count_busy(engine, busy_s)
             self._fleet.note_samples(engine)
         return Generations.concat([parts[reference] for reference in references])
 
@@ -216,7 +215,8 @@ class FleetSampling:
     def _take(self, reference: Any) -> None:
         """Take the groups of a `collect` call that has returned."""
         engine = self._polls.pop(reference)
-        lengths, self._busy_s[engine] = self._fleet.result(engine, reference)
+        lengths, busy_s = self._fleet.result(engine, reference)
+        self._count_busy(engine, busy_s)
         if lengths:
             self._fleet.note_samples(engine)
         for ticket, response_lengths in lengths.items():
@@ -224,13 +224,23 @@ class FleetSampling:
             if self._engine_of.pop(ticket, None) is not None:
                 self._finished[ticket] = RemoteSamples(engine, self._fleet.rank, ticket, np.array(response_lengths))
 
+    def _count_busy(self, engine: int, busy_s: float) -> None:
+        # A restarted engine counts from 0. After a loss, the rank gets another engine, which worked for other ranks.
+        before_s = self._last_busy_s.get(engine, 0.0 if engine in self._lost else busy_s)
+        self._lost.discard(engine)
+        of_rank = self._fleet.engines_of_rank
+        self.busy_s += (busy_s - before_s) / len(of_rank)
+        last = {**self._last_busy_s, engine: busy_s}
+        self._last_busy_s = {number: last[number] for number in of_rank if number in last}
+
     def _forget(self, engine: int) -> None:
         """Forget a lost engine, and keep the tickets of its groups for `lost_tickets`."""
         self._lost_tickets += [ticket for ticket, holder in self._engine_of.items() if holder == engine]
         for held in (self._engine_of, self._submitted, self._polls, self._reports):
             for key in [key for key, holder in held.items() if holder == engine]:
                 del held[key]
-        self._busy_s.pop(engine, None)
+        self._last_busy_s.pop(engine, None)
+        self._lost.add(engine)
 
 
 def without_inputs(request: GroupRequest) -> GroupRequest:

@@ -54,6 +54,7 @@ from rl_plugins.rollout.vllm.engine_files import use_nameless_lock_of_progress_b
 from rl_plugins.rollout.vllm.executor import end_with_parent
 from rl_plugins.rollout.vllm.start_errors import keep_first_error
 from rl_plugins.weights.gloo import GlooReceiver
+from rl_plugins.weights.layout import LoadWeights
 from rl_plugins.weights.shared_memory import ElementRange, SharedMemoryReceiver
 
 PLAIN_WEIGHTS = "plain_weights"
@@ -226,25 +227,29 @@ class EmptyUpdateInfo(WeightTransferUpdateInfo):
     """Empty, because the init info has all information."""
 
 
-class VLLMSharedMemoryReceiver(WeightTransferEngine[ReceiverInitInfo, EmptyUpdateInfo]):
-    """A `SharedMemoryReceiver` behind the interface of vLLM, which calls the receiver a weight-transfer engine."""
+class _HostReceiver(WeightTransferEngine[ReceiverInitInfo, EmptyUpdateInfo]):
+    """A receiver on CPU behind the interface of vLLM, which calls the receiver a weight-transfer engine."""
 
     init_info_cls = ReceiverInitInfo
     update_info_cls = EmptyUpdateInfo
-    receiver: SharedMemoryReceiver | None = None
+    receiver: SharedMemoryReceiver | GlooReceiver | None = None
+
+    def make(self, load_weights: LoadWeights, number: int) -> SharedMemoryReceiver | GlooReceiver:
+        """Return the receiver of process `number` of the engine."""
+        raise NotImplementedError
 
     def init_transfer_engine(self, init_info: ReceiverInitInfo) -> None:
-        """Move the parameters into shared memory once, and listen for the ranks."""
+        """Make the receiver once, and prepare the receiver for new ranks."""
         if self.receiver is None:
             model: Any = self.model
-            self.receiver = SharedMemoryReceiver(model, model.load_weights, self.parallel_config.rank)
+            self.receiver = self.make(model.load_weights, self.parallel_config.rank)
         self.receiver.expect(**init_info.expect)
 
     def start_weight_update(self) -> None:
         """Do nothing, because plain weights are loaded in place."""
 
     def receive_weights(self, update_info: EmptyUpdateInfo) -> None:
-        """Wait until all ranks have written."""
+        """Receive the weights."""
         assert self.receiver is not None, "init_transfer_engine comes first"
         self.receiver.receive()
 
@@ -253,46 +258,28 @@ class VLLMSharedMemoryReceiver(WeightTransferEngine[ReceiverInitInfo, EmptyUpdat
         drop_packed(self.model)
 
     def shutdown(self) -> None:
-        """Close the connections to the ranks. The parameters stay in shared memory."""
+        """Close the connections to the ranks."""
         if self.receiver is not None:
             self.receiver.disconnect()
 
 
+class VLLMSharedMemoryReceiver(_HostReceiver):
+    """A `SharedMemoryReceiver`. Its parameters stay in shared memory after `shutdown`."""
+
+    def make(self, load_weights: LoadWeights, number: int) -> SharedMemoryReceiver:
+        """Move the parameters into shared memory."""
+        return SharedMemoryReceiver(self.model, load_weights, number)
+
+
+class VLLMGlooReceiver(_HostReceiver):
+    """A `GlooReceiver`."""
+
+    def make(self, load_weights: LoadWeights, number: int) -> GlooReceiver:
+        """Return a receiver that connects to rank 0 in the first update."""
+        return GlooReceiver(load_weights, number)
+
+
 WeightTransferEngineFactory.register_engine(SHARED_MEMORY, VLLMSharedMemoryReceiver)
-
-
-class VLLMGlooReceiver(WeightTransferEngine[ReceiverInitInfo, EmptyUpdateInfo]):
-    """A `GlooReceiver` behind the same interface of vLLM."""
-
-    init_info_cls = ReceiverInitInfo
-    update_info_cls = EmptyUpdateInfo
-    gloo: GlooReceiver | None = None
-
-    def init_transfer_engine(self, init_info: ReceiverInitInfo) -> None:
-        """Prepare the connection to the sender. The first update connects."""
-        if self.gloo is None:
-            model: Any = self.model
-            self.gloo = GlooReceiver(model.load_weights, self.parallel_config.rank)
-        self.gloo.expect(**init_info.expect)
-
-    def start_weight_update(self) -> None:
-        """Do nothing, because plain weights are loaded in place."""
-
-    def receive_weights(self, update_info: EmptyUpdateInfo) -> None:
-        """Receive the weights from rank 0."""
-        assert self.gloo is not None, "init_transfer_engine comes first"
-        self.gloo.receive()
-
-    def finish_weight_update(self) -> None:
-        """Drop the packed copies of the old weights."""
-        drop_packed(self.model)
-
-    def shutdown(self) -> None:
-        """Close the connection to the sender."""
-        if self.gloo is not None:
-            self.gloo.disconnect()
-
-
 WeightTransferEngineFactory.register_engine(GLOO, VLLMGlooReceiver)
 WeightTransferEngineFactory.register_engine(INTERRUPTIBLE_NCCL, "rl_plugins.rollout.vllm.nccl", "NcclReceiver")
 # In the process of a worker on CUDA, which is not a fork.
@@ -315,8 +302,8 @@ class WorkerExtension:
     def keep_unsent_weights(self) -> None:
         """Let the weights without updates survive a sleep of the weights.
 
-        No update sends biases in the choice of experts, the draft model of speculative decoding, and the token ids
-        around the model's thinking.
+        No update sends biases in the choice of experts, the draft model of speculative decoding, the token ids around
+        the model's thinking, and the places for image features that a vision-language model adds in each pass.
         """
         # The worker of vLLM has the method.
         draft: Any = self.get_draft_model()  # type: ignore[attr-defined]
@@ -326,6 +313,9 @@ class WorkerExtension:
         budget = getattr(getattr(self.model_runner, "sampler", None), "thinking_budget_state", None)
         for name in _IDS_OF_THINKING if budget is not None and budget.enabled else ():
             setattr(budget, name, getattr(budget, name).clone())
+        # CUDA graphs have the addresses of these places. They hold zeros for texts, and vLLM restores buffers.
+        for number, place in enumerate(getattr(self.model_runner.model, "deepstack_input_embeds", None) or ()):
+            self.model_runner.model.register_buffer(f"kept_deepstack_{number}", place, persistent=False)
 
     def end_weight_update(self) -> None:
         """End an update that has failed in another worker. In the worker of the failure, vLLM has ended the update."""
@@ -343,7 +333,8 @@ class WorkerExtension:
         """
         caches = {cache.untyped_storage().data_ptr(): cache for cache in self.model_runner.kv_caches}
         storages = [torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()) for cache in caches.values()]
-        receiver: SharedMemoryReceiver | None = getattr(self.weight_transfer_engine, "receiver", None)
+        found = getattr(self.weight_transfer_engine, "receiver", None)
+        receiver = found if isinstance(found, SharedMemoryReceiver) else None
         before = _private_bytes() + (receiver.resident_bytes if receiver else 0)
         expected = sum(resident_bytes(storage) for storage in storages)
         for storage in storages:

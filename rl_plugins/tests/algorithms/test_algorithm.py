@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_plugins.algorithms.advantages.group_relative import rloo
+from rl_plugins.algorithms.advantages.group_relative import gdpo, grpo, rloo
+from rl_plugins.algorithms.advantages.returns import reverse_kl
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, local_counts
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.constraint import CostConstraint
 from rl_plugins.algorithms.filtering import GroupFilter, Resampling
 from rl_plugins.algorithms.masked import rewards_of_tokens
 from rl_plugins.algorithms.policy_losses.clipped import gmpo
@@ -50,6 +53,24 @@ def loss_and_gradient(algorithm: Algorithm, batch: Batch, coefficient: float) ->
     loss, metrics = algorithm.loss(inputs, kl_coefficient=coefficient, counts=counts)
     (gradient,) = torch.autograd.grad(loss, log_probs)
     return loss.item(), gradient, metrics
+
+
+class WithoutHash:
+    """A loss as an object that compares by value."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WithoutHash)
+
+    def __call__(self, *, log_probs_BT: Tensor, advantages_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return -log_probs_BT * advantages_BT, {}
+
+
+def test_algorithm_takes_an_object_without_a_hash_as_a_loss() -> None:
+    assert Algorithm(policy_loss=WithoutHash(), correction="bypass_token_tis").policy_loss_function == WithoutHash()
+    with pytest.raises(ConfigError, match=r"selection_options=.* selects no tokens"):
+        Algorithm(policy_loss=WithoutHash(), selection_options={"share": 0.1})
 
 
 @for_each("placement", ["loss", "reward"])
@@ -221,6 +242,31 @@ def test_algorithm_needs_follow_the_configuration() -> None:
         ({"kl": KLConfig(placement="both")}, r"kl\.placement='both' is unknown"),  # type: ignore[arg-type]
         ({"aggregation": "seq-mean-token-sum-norm"}, r"needs scale_factor"),
         ({"correction": "bypass_token_tis"}, r"correction=bypass_token_tis: .*use correction=bypass.*reinforce"),
+        (
+            {"correction": "bypass_token_tis", "policy_loss": "rl_plugins.algorithms.policy_losses.clipped.ppo_clip"},
+            r"correction=bypass_token_tis: .*use correction=bypass.*reinforce",
+        ),
+        ({"selection_options": {"share": 0.1}}, r"selection_options=.*: policy_loss=ppo_clip selects no tokens"),
+        (
+            {"policy_loss": "clip_cov", "selection_options": {"part": 0.1}},
+            r"selection_options\.part is unknown: the options are share, low, high$",
+        ),
+        (
+            {"policy_loss": "forward_kl_top_k", "constraint": CostConstraint("harm", 0.1)},
+            r"policy_loss_options\.policy_weight=0 leaves rewards and costs out of the loss, so constraint",
+        ),
+        (
+            {"resampling": Resampling(), "advantage": partial(grpo, scale="none")},
+            r"resampling splits groups, and advantage=.*grpo.* compares",
+        ),
+        (
+            {"advantage": partial(gdpo, eps=1e-4), "reward_components": ("a",), "shaping": RewardShaping(clip=(-1, 1))},
+            r"advantage=gdpo compares reward_components alone, and shaping",
+        ),
+        (
+            {"advantage": partial(reverse_kl, reward_weight=0.0), "shaping": RewardShaping(clip=(-1, 1))},
+            r"advantage_options\.reward_weight=0 leaves the reward out of the loss, and shaping",
+        ),
         (
             {"resampling": Resampling(), "group_filter": GroupFilter()},
             r"resampling splits the groups that",

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.constraint import CostConstraint
 from rl_plugins.algorithms.filtering import GroupFilter
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
 from rl_plugins.callbacks.rollout_dump import RolloutDump, RolloutReplay
+from rl_plugins.config.models import RewardModelConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import CheckpointError, ConfigError, DataError
 from rl_plugins.rewards.trajectory import RECORDS
@@ -22,6 +24,7 @@ from rl_plugins.tests.callbacks.training import build_policy, build_stage, train
 from rl_plugins.tests.files import Command
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned
+from rl_plugins.tests.stages.test_experience_maker import save_reward_model
 
 STEPS = 4
 ALGORITHMS = {
@@ -51,6 +54,55 @@ def test_rollout_replay_repeats_the_run_bit_for_bit(tmp_path: Path, algorithm: A
         assert step == same_step
         for name in ("train/reward", "train/loss", "train/truncated", "train/reward_raised"):
             assert row[name] == other[name], (step, name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"advantage": "gdpo", "reward_components": ["format", "correct"]},
+        {"constraint": CostConstraint("format", threshold=0.2)},
+        {"group_filter": GroupFilter(metric="correct", oversampling=2)},
+    ],
+    ids=["components", "cost", "metric of the filter"],
+)
+def test_rollout_replay_with_another_algorithm_learns_as_after_sampling(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    algorithm = Algorithm(**options)
+    train(build_stage(STEPS), [RolloutDump(tmp_path, keep_last=9)])
+    run = build_stage(STEPS, algorithm=algorithm)
+    train(run, [])
+    replay = build_stage(STEPS, algorithm=algorithm)
+    train(replay, [RolloutReplay(tmp_path)], strategy=no_engine())
+    assert same_weights(run, replay)
+    assert not torch.equal(weights(run)[0], next(build_policy().parameters()))
+
+
+def test_rollout_replay_refuses_a_dump_without_the_numbers_of_sampling(tmp_path: Path) -> None:
+    dump, model = tmp_path / "rollouts", tmp_path / "model"
+    save_reward_model(model)
+    train(build_stage(1), [RolloutDump(dump, keep_last=1)])
+    bounded: dict[str, Any] = {"algorithm": Algorithm(constraint=CostConstraint("format"))}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"algorithm": Algorithm(advantage="remax")}, "the dump has no greedy responses, which the advantage needs"),
+        ({**bounded, "cost_model": RewardModelConfig(str(model))}, "the dump has no scores of the cost model"),
+    ]
+    for options, said in cases:
+        with pytest.raises(DataError, match=said):
+            train(build_stage(1, **options), [RolloutReplay(dump)], strategy=no_engine())
+
+
+def test_rollout_replay_keeps_the_costs_of_a_cost_model(tmp_path: Path) -> None:
+    dump, model = tmp_path / "rollouts", tmp_path / "model"
+    save_reward_model(model)
+    options: dict[str, Any] = {
+        "algorithm": Algorithm(constraint=CostConstraint("format", threshold=0.2)),
+        "cost_model": RewardModelConfig(str(model)),
+    }
+    run, replay = build_stage(2, **options), build_stage(2, **options)
+    train(run, [RolloutDump(dump, keep_last=2)])
+    train(replay, [RolloutReplay(dump)], strategy=no_engine())
+    assert same_weights(run, replay)
 
 
 def test_rollout_replay_of_one_step_and_retention_of_rollout_dump(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pytest
 
@@ -142,6 +144,28 @@ def test_evaluate_samples_a_policy_without_a_run_like_the_other_policy(tmp_path,
     assert sampled_like("base", trained) == [str(tmp_path / "first/config.yaml")]
     assert sampled_like(trained, second) == sampled_like("base", "other") == []
     assert sampled_like("base", trained, "--like", "a.yaml") == ["a.yaml"]
+
+
+def test_evaluate_ends_sampling_at_a_signal(tmp_path, monkeypatch, capsys):
+    """`subprocess.run` kills the child at an exception."""
+
+    def sample(command):
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("no KeyboardInterrupt")
+
+    def ended(*_):
+        pytest.fail("the handler of the caller")
+
+    monkeypatch.setattr(evaluate.subprocess, "run", sample)
+    write_splits(addition_rows(below=9, num_train=2, num_test=1, seed=0), tmp_path / "data")
+    command = ["evaluate", "policy", "--data", str(tmp_path / "data/test.parquet"), "--output", str(tmp_path / "out")]
+    before = signal.signal(signal.SIGTERM, ended)
+    try:
+        assert main([*command, "--workers", "0", "--reward", "exact_match"]) == 130
+        assert signal.getsignal(signal.SIGTERM) is ended
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
 
 
 def test_evaluate_samples_two_policies_with_equal_ends_of_their_paths_into_two_files():

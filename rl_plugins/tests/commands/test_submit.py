@@ -73,10 +73,16 @@ def test_job_command_keeps_expressions_and_refuses_secrets():
         assert "sk-1" not in str(error.value)
 
 
+WAIT = {"RAY_JOB_STOP_WAIT_TIME_S": "3600"}
+"""Ray waits for the step of a stopped run."""
+
+
 def test_job_environment_has_addresses_without_passwords(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:word@host:5000")
-    assert submit.job_environment([]) == {"MLFLOW_TRACKING_URI": "http://host:5000"}
-    assert submit.job_environment(["MLFLOW_TRACKING_URI"]) == {"MLFLOW_TRACKING_URI": "http://me:word@host:5000"}
+    assert submit.job_environment([]) == {"MLFLOW_TRACKING_URI": "http://host:5000", **WAIT}
+    assert submit.job_environment(["MLFLOW_TRACKING_URI"]) == {
+        "MLFLOW_TRACKING_URI": "http://me:word@host:5000", **WAIT,
+    }  # fmt: skip
 
 
 def test_submit_names_files_with_secrets_that_are_left_out(tmp_path, capsys):
@@ -102,10 +108,11 @@ def test_job_environment_has_variables_by_name_and_no_store_in_a_file(monkeypatc
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking")
     monkeypatch.setenv("TOKEN", "secret")
     assert submit.job_environment(["TOKEN", "A=b=c"]) == {
-        "MLFLOW_TRACKING_URI": "http://tracking", "TOKEN": "secret", "A": "b=c",
+        "MLFLOW_TRACKING_URI": "http://tracking", "TOKEN": "secret", "A": "b=c", **WAIT,
     }  # fmt: skip
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///here.db")
-    assert submit.job_environment([]) == {}
+    assert submit.job_environment([]) == WAIT
+    assert submit.job_environment(["RAY_JOB_STOP_WAIT_TIME_S=9"]) == {"RAY_JOB_STOP_WAIT_TIME_S": "9"}
     with pytest.raises(ConfigError, match="--env MISSING: it is not set"):
         submit.job_environment(["MISSING"])
 

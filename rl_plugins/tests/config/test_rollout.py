@@ -63,4 +63,7 @@ def test_check_policy_refuses_weight_updates_on_gpus_without_the_experts() -> No
     check(RolloutConfig(lora="adapter"), adapter, is_on_cpu=False)
     check(RolloutConfig(engine="transformers"), whole, is_on_cpu=False)
     check(RolloutConfig(), whole, is_on_cpu=True)
+    for is_on_cpu in (True, False):
+        with pytest.raises(ConfigError, match=r"weight updates .* other shapes .* type qwen3_vl_moe: use rollout"):
+            check(RolloutConfig(), whole, {**HEADS, "model_type": "qwen3_vl_moe"}, is_on_cpu=is_on_cpu)
     check(RolloutConfig(), whole, {**HEADS, "model_type": "qwen3_moe"}, is_on_cpu=False)

@@ -39,6 +39,21 @@ def test_prompt_data_module_drops_long_prompts_and_keeps_row_numbers(row, tokeni
     assert [batch.rows for batch in data.val_dataloader()] == [[0, 2, 3]]
 
 
+def test_prompt_data_module_takes_max_train_rows_and_max_val_rows(row, tokenizer):
+    rows = [row(number) for number in range(9)]
+    options = {"tokenizer": tokenizer, "prompts_per_step": 3}
+    data = PromptDataModule(rows, rows, max_train_rows=3, max_val_rows=2, **options)
+    data.setup("fit")
+    columns = next(iter(data.train_dataloader())).columns
+    assert sorted(entry["index"] * 3 // 9 for entry in columns["extra_info"]) == [0, 1, 2]
+    validation = [entry["index"] for batch in data.val_dataloader() for entry in batch.columns["extra_info"]]
+    assert [index * 2 // 9 for index in validation] == [0, 1]
+    assert data.dropped_prompts == {"train": 0, "validation": 0}
+    for name in ("max_train_rows", "max_val_rows"):
+        with pytest.raises(ConfigError, match=f"{name}=0: must be at least 1, or null"):
+            PromptDataModule(rows, **{name: 0, **options})
+
+
 def test_prompt_data_module_refuses_long_prompts_on_request(row, tokenizer):
     rows = [row(0), row(1, prompt=[{"role": "user", "content": "9" * 50}])]
     options = {"tokenizer": tokenizer, "prompts_per_step": 1}

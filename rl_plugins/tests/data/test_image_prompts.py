@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.tiny_vision import processor, save_tiny_vision
+from rl_plugins.data.chat_template import template_of_processor
 from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.image_prompts import (
     ImagePromptEncoder,
@@ -194,6 +196,23 @@ def test_load_tokenizer_or_processor_saves_the_given_chat_template(tmp_path: Pat
     processor.save_pretrained(tmp_path / "exported")
     again: Any = load_tokenizer_or_processor(str(tmp_path / "exported"))
     assert again.chat_template == tokenizer_of(again).chat_template == "{{ messages }}"
+
+
+def test_load_processor_and_tokenizer_share_the_only_chat_template(tmp_path: Path) -> None:
+    save_tiny_vision("gemma3", tmp_path)
+    file = tmp_path / "chat_template.jinja"
+    template = file.read_text()
+    file.unlink()
+    assert template_of_processor(tmp_path) is None
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        target = tmp_path / name
+        before = target.read_text() if target.is_file() else None
+        content = {**json.loads(before or "{}"), "chat_template": template}
+        target.write_text(json.dumps(content))
+        found = load_processor(str(tmp_path))
+        assert found.chat_template == tokenizer_of(found).chat_template == template
+        assert template_of_processor(tmp_path) == (template if before is None else None)
+        target.unlink() if before is None else target.write_text(before)
 
 
 def test_load_processor_names_the_missing_package(tmp_path: Path) -> None:

@@ -28,6 +28,43 @@ def test_load_rows_numbers_rows_over_all_files(row, write_rows):
     assert len(load_rows(first)) == 2
 
 
+def numbers_of(rows):
+    return [entry["extra_info"]["index"] for entry in rows]
+
+
+def test_load_parts_chooses_a_row_of_each_stretch_of_the_files(row, write_rows):
+    stretches = ((0, 30), (30, 32), (32, 80))
+    paths = [write_rows([row(number) for number in range(*ends)], f"{ends[0]}.parquet") for ends in stretches]
+    for limit in (4, 40):  # read one by one, and read with the rows between
+        rows, firsts = load_parts(paths, COLUMNS, limit=limit)
+        numbers = numbers_of(rows)
+        assert [number * limit // 80 for number in numbers] == list(range(limit)) and firsts == [0]
+        assert (
+            numbers
+            == [rows.rows[index]["extra_info"]["index"] for index in range(limit)]
+            == numbers_of(next(rows.chunks(limit)))
+        )
+        assert numbers == numbers_of(load_parts(paths, COLUMNS, limit=limit)[0])
+        assert rows.location(limit - 1) == f"{paths[2]}, row {numbers[-1] - 32}"
+    # The rows of two sources may alternate.
+    assert {number % 2 for number in numbers} == {0, 1}
+    assert numbers_of(load_parts(paths, COLUMNS, limit=80)[0]) == list(range(80))
+
+
+def test_load_parts_chooses_rows_of_the_parts_of_a_mixture_by_their_weights(row, write_rows):
+    sizes = {"few": (0, 10), "many": (10, 200)}
+    parts = {
+        name: MixturePart(write_rows([row(number) for number in range(*ends)], f"{name}.parquet"), weight)
+        for (name, ends), weight in zip(sizes.items(), (1.0, 3.0), strict=True)
+    }
+    for limit, few in ((20, 5), (80, 10)):
+        rows, firsts = load_parts(parts, COLUMNS, limit=limit)
+        numbers = numbers_of(rows)
+        assert firsts == [0, few] and sum(number < 10 for number in numbers) == few
+        assert len(numbers) == few + limit * 3 // 4 and numbers == sorted(set(numbers))
+        assert rows.location(few).endswith(f"many.parquet, row {numbers[few] - 10}")
+
+
 @for_each(
     ("change", "message"),
     [

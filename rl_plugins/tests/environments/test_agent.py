@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import deque
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,17 +20,22 @@ from rl_plugins.commands.main import main
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.environments.agent import AgentEnvironment
-from rl_plugins.environments.agent_conversations import AgentConversations, _Answered, _TrajectoryState
+from rl_plugins.environments.agent_conversations import AgentConversations, _Answered, _Tools, _TrajectoryState
 from rl_plugins.environments.endpoint import CALLS, HttpAnswer, Received
 from rl_plugins.environments.object_host import ObjectHost
 from rl_plugins.errors import ConfigError, RewardError
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
+from rl_plugins.rewards.records import ScoringRequest
+from rl_plugins.rewards.trajectory import Turn
+from rl_plugins.rollout.tool_calls import ParsedResponse
 from rl_plugins.rollout.transformers_engine import TransformersRollout
+from rl_plugins.rollout.vllm.call_formats import FORMATS
 from rl_plugins.stages.micro_batches import most_sequences
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.commands.test_generate import generate_command, write_recipe
-from rl_plugins.tests.environments.agent_runs import ASKED, HERE, agent, run, tokenizer
+from rl_plugins.tests.environments.agent_runs import ASK, ASKED, HERE, agent, run, tokenizer
+from rl_plugins.tests.environments.sample_agents import ADD
 from rl_plugins.tests.patience import kept_by, patient
 from rl_plugins.tests.stages import canned
 from rl_plugins.tests.stages.test_scheduled_sampler import Loader
@@ -71,6 +77,67 @@ def test_each_repetition_of_equal_calls_takes_the_place_or_the_answer_of_another
     for call in repeated:
         talk._receive(0, state, call)
     assert answers == list(zip(repeated, sent, strict=True)) and not state.waiting
+
+
+class SpacedParser:
+    """Parser of calls: strips the text before a call, and adds the text behind."""
+
+    def parsed(self, response: Sequence[int], before: Sequence[int]) -> ParsedResponse:
+        first, _, rest = tokenizer.decode(response).partition("<tool_call>")
+        _, _, last = rest.partition("</tool_call>")
+        return ParsedResponse(first.strip() + last, [("add", '{"a": 2, "b": 3}')])
+
+    def text_before_calls(self, response: Sequence[int], before: Sequence[int]) -> str:
+        text: str = tokenizer.decode(response)
+        return text.partition("<tool_call>")[0]
+
+
+@pytest.mark.parametrize(
+    ("streamed", "response", "heard"),
+    [
+        ("\nLet me check.\n", "\nLet me check.\n<tool_call></tool_call>", "\nLet me check.\n"),
+        ("I add.\n", "I add.\n<tool_call></tool_call>Done.", "I add.\n"),
+        ("I add.", "I add.<tool_call></tool_call>Done.", "I add.Done."),
+        ("\nLet me", "\nLet me check.\n<tool_call></tool_call>", "\nLet me"),
+        # Another response, after the loss of an engine.
+        ("\nLet me check.\n", "I add.<tool_call></tool_call>", None),
+        ("I add.\n", "I add<tool_call></tool_call>", None),
+    ],
+    ids=["stripped", "text behind", "text behind at once", "part", "another response", "shorter response"],
+)
+def test_streamed_answer_with_a_call_ends_well_unless_the_response_is_another(
+    streamed: str, response: str, heard: str | None
+) -> None:
+    events: list[bytes] = []
+    refused: list[int] = []
+    endpoint: Any = SimpleNamespace(
+        send=lambda _, part: events.append(part),
+        answer=lambda _, answer: events.append(answer.body),
+        refuse=lambda *_, status: refused.append(status),
+    )
+    limits: Any = SimpleNamespace(max_failure_rate=1.0)
+    host: Any = None
+    talk = AgentConversations(host, endpoint, tokenizer, limits)
+    body = json.dumps({"model": "m", "messages": ASK, "tools": [ADD], "stream": True}).encode()
+    call = FORMATS[CALLS[0]].read(body)
+    following: Any = None
+    parser: Any = SpacedParser()
+    talk._tools[json.dumps(call.tools)] = _Tools(parser, {}, following)
+    received, sent = Received(0, CALLS[0], body, 0), FORMATS[CALLS[0]].events(call)
+    talk._states[0] = state = _TrajectoryState(received=received, call=call, events=sent, is_sampling=True)
+    talk.take_tokens(0, [tokenizer.encode(streamed)])
+    ids = tokenizer.encode(response)
+    talk._answer(state, Turn(ScoringRequest("s", response, None, {}), [*tokenizer.encode(ASKED), *ids], len(ids)))
+    if heard is None:
+        assert refused == [503]
+        return
+    assert refused == []
+    lines = b"".join(events).decode().split("\n\n")[:-2]
+    deltas = [choice["delta"] for line in lines for choice in json.loads(line.removeprefix("data: "))["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == heard
+    assert [use["function"]["name"] for delta in deltas for use in delta.get("tool_calls", ())] == ["add"]
+    # The agent continues the answer as sent.
+    assert state.sequences[0].messages[-1]["content"] == heard
 
 
 def test_wait_of_a_refused_call_is_not_time_of_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,13 @@ import pytest
 from rl_plugins.environments.gymnasium_text import GymnasiumText
 from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.step_result import StepResult
+from rl_plugins.environments.text_adapters import seed_of
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.conversations import Opening
 from rl_plugins.rewards.records import ScoringRequest
 from rl_plugins.rewards.trajectory import Ending
 from rl_plugins.tests.environments.test_stateful import SAMPLING, Scripted, talk_with, tokenizer
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.patience import patient
 
 TARGET = "rl_plugins.environments.gymnasium_text.GymnasiumText"
@@ -89,6 +91,12 @@ def test_seed_of_the_row_makes_equal_episodes() -> None:
 
     first, again, other = (asyncio.run(observe(seed)) for seed in (1, 1, 2))
     assert first == again != other
+
+
+@for_each("extra", [None, {}, {"seed": None}])
+def test_row_without_a_seed_has_the_seed_of_the_group(extra: dict[str, Any] | None) -> None:
+    assert seed_of({"seed": 3, "extra_info": extra}) == 3
+    assert seed_of({"seed": 3, "extra_info": {"seed": 0}}) == 0
 
 
 def test_space_without_default_actions_is_refused_in_one_line() -> None:

@@ -65,6 +65,21 @@ def test_own_functions_make_texts_and_actions(served: tuple[str, GuessingServer]
     assert [message["type"] for message in server.seen] == ["reset", "step", "close"]
 
 
+def test_null_of_a_row_is_no_argument_of_reset(served: tuple[str, GuessingServer]) -> None:
+    """Parquet gives all rows the same keys."""
+    url, server = served
+
+    async def reset(extra: dict[str, Any] | None) -> None:
+        environment = OpenEnvText(url, reset=["low", "high"], options={"low": 4})
+        await environment.reset({**ROW, "extra_info": extra})
+        await environment.close()
+
+    for extra in ({"seed": None, "low": None, "high": None}, {"seed": 5, "low": 0, "high": None}, None):
+        asyncio.run(reset(extra))
+    arguments = [message["data"] for message in server.seen if message["type"] == "reset"]
+    assert arguments == [{"seed": 3, "low": 4}, {"seed": 5, "low": 0}, {"seed": 3, "low": 4}]
+
+
 def test_observation_of_several_fields_is_shown_as_json(served: tuple[str, GuessingServer]) -> None:
     environment = OpenEnvText(served[0])
     assert environment._to_text({"text": "one", "metadata": {}, "done": False}) == "one"

@@ -132,6 +132,17 @@ def test_died_process_is_replaced_and_only_the_culprit_fails(host: ToolHost) -> 
     wait_until(lambda: has_ended(programs[0]), "the program of the lost process has ended")
 
 
+def test_call_of_a_tool_missing_in_a_new_process_has_died_before_the_deadline() -> None:
+    """The host knows the tool from an earlier process, whose MCP server had the tool."""
+    host = host_of(f"{HERE}.add")
+    host._tools["gone"] = host._tools["add"]
+    gone, added = results_of(host, ("gone", {"a": 1, "b": 1}), ("add", {"a": 1, "b": 1}))
+    assert gone == Result("died", "gone: the MCP server no longer has this tool")
+    # After a missed deadline, a new process would take over.
+    assert added == Result("", "2") and host.starts == 1
+    host.close()
+
+
 def test_late_call_ends_and_hanging_threads_are_left_with_their_process() -> None:
     host = host_of(f"{HERE}.obey", f"{HERE}.wait_long", deadline_s=0.1, grace_s=30.0)
     with_hanging_threads = host.pid

@@ -15,7 +15,7 @@ import pytest
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.environments.tools import KINDS, ToolEnvironment
+from rl_plugins.environments.tools import _MOST_CALLS, KINDS, ToolEnvironment
 from rl_plugins.errors import ConfigError, EngineLost
 from rl_plugins.models.tiny import TOOL_CHAT_TEMPLATE, build_model, build_tokenizer, save_tiny_policy
 from rl_plugins.rewards.conversations import Conversations, Opening
@@ -152,6 +152,8 @@ def test_reward_of_a_tool_is_the_reward_of_the_turn_and_part_of_the_score() -> N
         (call("add", "[1]"), "malformed", "error: the arguments of add must be a JSON object"),
         (call("add", '{"a": 1}'), "malformed", "error: add: 'b' is a required property"),
         (call("ad", "{}"), "unknown", "error: there is no tool 'ad', but add"),
+        # A name in a loop does not fill the context.
+        (call("a" * 100, "{}"), "unknown", f"error: there is no tool '{'a' * 80} [20 characters left out]', but add"),
         (call("refuse", "{}"), "raised", "error: ValueError: no"),
     ],
 )
@@ -159,6 +161,16 @@ def test_failed_call_tells_the_policy_and_is_counted(
     environment: ToolEnvironment, response: str, kind: str, said: str
 ) -> None:
     check_failed_call(environment, response, kind, said)
+
+
+def test_calls_after_the_largest_number_of_calls_of_a_response_do_not_run(environment: ToolEnvironment) -> None:
+    response = "".join(call("add", f'{{"a": {place}, "b": 1}}') for place in range(_MOST_CALLS + 3)) + "<|end|>"
+    (ending,) = converse(environment, {PROMPT: [response]}, max_tokens=4000).endings
+    results = [message["content"] for message in ending.said if message["role"] == "tool"]
+    assert results == [*map(str, range(1, _MOST_CALLS + 1)), *["error: a response has at most 32 calls"] * 3]
+    assert (ending.counts["tools/calls"], ending.counts["tools/malformed"]) == (_MOST_CALLS + 3, 3)
+    # Only calls with times have run.
+    assert len(ending.times[0].work) == _MOST_CALLS
 
 
 def test_late_call_tells_the_policy_and_is_counted() -> None:

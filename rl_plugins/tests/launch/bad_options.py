@@ -312,6 +312,7 @@ CHECKS: dict[str, list[Case]] = {
         (["data.train_files=[no_column.parquet]"], ["no_column.parquet", "'reward_model' is missing"]),
         (["data.train_files=[bad_row.parquet]"], ["bad_row.parquet, row 1", "'data_source'", "a string"]),
         (["data.train_files=[few.parquet]"], ["has 1 rows", "=32. Lower batch.prompts_per_step"]),
+        (["data.max_train_rows=4"], ["has 4 rows", "batch.prompts_per_step", "raise data.max_train_rows=4"]),
         (["data.max_prompt_tokens=2"], ["data.max_prompt_tokens=2", "raise it"]),
         (
             ["data.train_files=[one_long.parquet]", "data.overlong_prompts=error"],

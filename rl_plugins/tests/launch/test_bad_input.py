@@ -338,6 +338,7 @@ def test_recipe_main_only_checks_with_dry_run(grpo, started, tmp_path, capsys):
     [
         (["run.epochs=3", "batch.prompts_per_step=16"], 12),
         (["run.epochs=0.5", "batch.prompts_per_step=16"], 2),
+        (["run.epochs=3", "batch.prompts_per_step=16", "data.max_train_rows=32"], 6),
         # The rows of an incomplete step are dropped.
         (["run.epochs=2", "batch.prompts_per_step=24"], 4),
         (["run.epochs=2", "algorithm=dapo", "batch.prompts_per_step=8", "algorithm.group_filter.oversampling=2"], 8),

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 from ray._private import services
+from ray.exceptions import AuthenticationError
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError
@@ -87,6 +88,9 @@ def test_join_cluster_tells_in_one_line_why_ray_cannot_join(head: str, monkeypat
         said = message_of(partial(join_cluster, runtime_env={}))
     reason = "Version mismatch: The cluster was started with Ray 2.9"
     assert said.startswith(f"RAY_ADDRESS={head}: this process cannot join the cluster ({reason}): start the cluster")
+    with mock.patch("ray.init", side_effect=AuthenticationError("Token authentication is enabled")):
+        said = message_of(partial(join_cluster, runtime_env={}))
+    assert said.startswith(f"RAY_ADDRESS={head}: the cluster wants its token: put the token into ~/.ray/auth_token")
 
 
 def test_start_ray_leaves_the_variables_of_a_job_to_the_job(head: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -145,8 +147,10 @@ def node(address: str, gpus: float) -> dict[str, Any]:
 
 
 def test_check_nodes_asks_machines_with_gpus_and_compares_with_the_count_of_ray(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    model = f"model.path={tmp_path}"
     machines = {"10.0.0.1": machine(H100, H100), "10.0.0.2": machine(H100, variables={"CUDA_VISIBLE_DEVICES": "0"})}
     asked: list[str] = []
 
@@ -156,10 +160,16 @@ def test_check_nodes_asks_machines_with_gpus_and_compares_with_the_count_of_ray(
 
     monkeypatch.setattr(gpu_checks, "_read_node", read_node)
     nodes = [node("10.0.0.1", 2), node("10.0.0.2", 1), node("10.0.0.3", 0)]
-    check_nodes(configuration(), nodes)
+    check_nodes(configuration(model), nodes)
     assert asked == ["10.0.0.1", "10.0.0.2"]
+    small = configuration(model, "rollout.gpu_memory_utilization=0.15")
+    assert "its weights take 14.2 GiB" in message_of(lambda: check_nodes(small, nodes))
+    # The workers may be on the first machine alone, so the second machine needs no memory for weights of engines.
+    machines["10.0.0.2"] = replace(machines["10.0.0.2"], memory_bytes=2**30)
+    adapter = configuration(model, "model.lora.rank=8", "rollout.lora=adapter", "placement.num_workers=2")
+    assert message_of(lambda: check_nodes(adapter, nodes)) == GOOD
     nodes[1] = node("10.0.0.2", 4)
-    message = message_of(lambda: check_nodes(configuration(), nodes))
+    message = message_of(lambda: check_nodes(configuration(model), nodes))
     assert message == (
         "machine 10.0.0.2: Ray counts 4 GPUs, but CUDA shows 1 of the 1 GPUs there (CUDA_VISIBLE_DEVICES=0): start Ray "
         "with --num-gpus=1, or correct the variable before ray start"

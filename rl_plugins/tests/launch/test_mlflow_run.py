@@ -9,7 +9,10 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import cast
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from mlflow import MlflowClient
 from omegaconf import OmegaConf
@@ -18,7 +21,7 @@ from rl_plugins.config.recipe import RecipeConfig, read_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch import mlflow_run
 from rl_plugins.launch.command_line import compose_config
-from rl_plugins.launch.mlflow_run import describe_run, sync
+from rl_plugins.launch.mlflow_run import describe_run, registration, sync
 from rl_plugins.launch.resume import note_end
 from rl_plugins.manifest import MANIFEST
 from rl_plugins.run_folder import RunFolder, append_metrics
@@ -121,6 +124,20 @@ def test_registration_takes_no_value_of_another_step(folder: RunFolder, register
     append_metrics(folder.metrics, {"val/reward": 0.75}, 4)
     assert sync(folder.path, None, DEADLINE_S)
     assert registered == [f"{PROMPT} None"]
+
+
+def test_identifier_of_the_validation_data_differs_with_the_number_of_rows(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    data: list[str] = []
+    monkeypatch.setattr(mlflow_run, "register_policy", lambda *arguments: data.append(arguments[3].data))
+    config, rows, run = read_config(folder.config), tmp_path / "test.parquet", cast(TrackedRun, None)
+    pq.write_table(pa.table({"row": range(60)}), rows)
+    config.data.val_files = [str(rows)]
+    for config.data.max_val_rows in (None, 5, 50, 5, 60):
+        registration(config, folder, 2)(run)
+    whole, few, more, again, all_rows = data
+    assert few == again and whole == all_rows and len({whole, few, more}) == 3
 
 
 def test_sync_gives_the_status_of_the_end_of_training(store: str, folder: RunFolder) -> None:

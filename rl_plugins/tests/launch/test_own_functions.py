@@ -71,6 +71,8 @@ def test_options_of_a_replaced_function_do_not_stay_on_the_command_line(monkeypa
     ((config, recipe),) = compose_for_command_line("grpo")
     assert recipe == "grpo"
     assert config.algorithm.advantage_options == {} and config.algorithm.policy_loss_options.dual_clip == 3.0
+    selecting = compose_config("grpo", [MODEL, "algorithm=clip_cov", "algorithm.policy_loss=ppo_clip"]).algorithm
+    assert selecting.selection_options == selecting.policy_loss_options == {}
 
 
 def test_options_stay_if_an_override_names_the_own_function_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def test_run_pipeline_refuses_the_folder_of_a_running_pipeline(
     def start_again(config: RecipeConfig, *further: Any) -> None:
         if config.run.name == "sft":
             before = content()
-            with pytest.raises(ConfigError, match=r"/twice belongs to a running pipeline .* or give another name$"):
+            with pytest.raises(ConfigError, match=r"/twice belongs to a running pipeline .*; give another name; or, "):
                 run(*options, "++common.run.steps=7")
             assert content() == before
         run_stage(config, *further)
@@ -400,6 +400,33 @@ def test_sync_of_a_pipeline_sends_all_stages_and_reports_all_errors(
         "stage first: first/config.yaml cannot be written",
         f"stage second: MLflow does not have all of {tmp_path / 'second'}",
     ]
+
+
+def test_sync_of_a_pipeline_leaves_out_a_stage_without_tracking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+
+    def sync(path: Path, *_: object) -> bool:
+        sent.append(path.name)
+        return True
+
+    monkeypatch.setattr(mlflow_run, "sync", sync)
+    monkeypatch.setattr(pipeline, "_lacks_content", lambda *_: True)
+    store = f"sqlite:///{tmp_path}/a.db"
+    RunFolder(tmp_path).pipeline.write_text(
+        f"experiment: own\ntracking_uri: {store}\nstages: {{tracked: {{}}, untracked: {{}}}}\n"
+    )
+    parent = ParentRun(tmp_path)
+    monkeypatch.setattr(parent, "finish", lambda *_: True)
+    monkeypatch.setattr(parent, "_sender", SimpleNamespace(send_metrics=lambda: None))
+    for name, enabled in {"untracked": False, "tracked": True}.items():
+        parent.stages[name].path.mkdir()
+        config = configured("sft", "model.path=model", f"tracking.enabled={enabled}")
+        write_config(config, parent.stages[name].config)
+    parent.sync_stages(1)
+    assert parent.sync(1)
+    assert sent == ["tracked", "tracked"]
 
 
 def test_sync_of_a_pipeline_leaves_a_moved_stage_in_the_other_store(

@@ -136,6 +136,69 @@ def test_copied_follows_removed_models_removed_files_and_a_checkpoint_written_ag
     assert (there / "checkpoint_00000002" / "state/policy/a").stat().st_mtime_ns == before, "copied again"
 
 
+def test_copied_completes_a_checkpoint_with_a_manifest_in_storage_before_all_files(
+    storage: Storage, run: RunFolder, there: Path
+) -> None:
+    """Another program has begun to copy the run."""
+    step_to(run, 2)
+    copied(storage, run)
+    checkpoint = there / "checkpoint_00000002"
+    (checkpoint / "state/policy/a").unlink()
+    (checkpoint / "state/critic/a").write_text("half")
+    before = (checkpoint / "random_state_0.pt").stat().st_mtime_ns
+    copied(storage, run)
+    assert find_damage(checkpoint) is None
+    assert (checkpoint / "random_state_0.pt").stat().st_mtime_ns == before, "copied again"
+
+
+def test_copied_and_restore_know_checkpoints_by_whole_names(storage: Storage, run: RunFolder, tmp_path: Path) -> None:
+    """A user keeps copies of checkpoints under other names, older and newer than the checkpoints of the run."""
+    step_to(run, 2)
+    step_to(run, 4)
+    kept = ["best_00000002_keep", "checkpoint_00000002_keep", "checkpoint_00000006_keep"]
+    for name in (*kept, "samples/checkpoint_00000008"):
+        save(run.path / name)
+    whole = names(run.path)
+    copied(storage, run)
+    assert sorted(storage.files()) == whole
+    # The next process reads the manifests in storage.
+    remove_folder(run.checkpoint(2))
+    copied(storage, run)
+    assert sorted(storage.files()) == whole
+    new = restored(storage, tmp_path / "new" / "run")
+    assert new.checkpoints() == [new.checkpoint(4)]
+    assert all(find_damage(new.path / name) is None for name in kept)
+
+
+def test_copied_keeps_the_best_checkpoint_in_storage_until_the_next_one_is_there(
+    storage: Storage, run: RunFolder, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_to(run, 2)
+    save(run.best(2))
+    copied(storage, run)
+    append_metrics(run.metrics, {"train/loss": 1.0}, 4)
+    send, remove_stored = Storage.send, Storage.remove_folder
+    manifest = there / "best_00000004" / MANIFEST
+    removed: list[tuple[str, bool]] = []
+
+    def send_during_training(self: Storage, file: BinaryIO, name: str, on_part: Callable[[], None]) -> None:
+        # The checkpoints for this copy are chosen already.
+        if name == "metrics.jsonl":
+            save(run.best(4))
+            remove_folder(run.best(2))
+        send(self, file, name, on_part)
+
+    def remove_noted(self: Storage, name: str) -> None:
+        removed.append((name, manifest.is_file()))
+        remove_stored(self, name)
+
+    monkeypatch.setattr(Storage, "send", send_during_training)
+    monkeypatch.setattr(Storage, "remove_folder", remove_noted)
+    copied(storage, run, work=lambda: wait_until(lambda: removed, "the removal of the old best checkpoint"))
+    assert removed == [("best_00000002", True)]
+    assert find_damage(manifest.parent) is None
+
+
 def test_copied_finishes_a_checkpoint_that_training_removes_meanwhile(
     storage: Storage, run: RunFolder, there: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +354,8 @@ def test_restore_fetches_a_run_without_a_checkpoint_and_makes_no_folder_without_
     [
         (None, False),
         ("sqlite:///{here}/mlflow.db", False),
-        ("sqlite:////team/mlflow.db", True),
+        ("sqlite:////team/mlflow.db", False),
+        ("sqlite:///{here}.db", True),
         ("http://mlflow", True),
     ],
 )
@@ -302,6 +366,7 @@ def test_restored_run_has_the_run_of_a_store_that_another_machine_sees(
     config.run.name, config.run.storage, config.run.resume = "run", str(tmp_path / "there"), True
     config.run.output_dir = str(tmp_path / "new")
     config.tracking.uri = uri and uri.format(here=config.run.output_dir)
+    (tmp_path / "new.db").touch()
     (tmp_path / "there" / "run").mkdir(parents=True, exist_ok=True)
     (tmp_path / "there" / "run" / "mlflow_run_id").write_text("489d")
     (tmp_path / "there" / "run" / "metrics.jsonl").write_text("{}\n")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from benchmarks.tiny_vision import save_tiny_vision
 from rl_plugins.models import packed_attention as module
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.log_probs import response_log_probs
@@ -133,6 +134,15 @@ def test_use_packed_attention_changes_only_models_with_sdpa() -> None:
     ):
         use_packed_attention(model)
         assert not has_packed_attention(model)
+
+
+def test_use_packed_attention_keeps_masks_in_which_tokens_of_an_image_see_each_other(tmp_path: Path) -> None:
+    for attention, is_packed in (("vision", False), (None, True)):
+        model = save_tiny_vision("llava", tmp_path / str(attention))
+        # As in the text models of Gemma 4.
+        model.config.text_config.use_bidirectional_attention = attention
+        use_packed_attention(model)
+        assert has_packed_attention(model) == is_packed
 
 
 def test_loaded_models_have_packed_attention_and_save_without(tmp_path: Path) -> None:

@@ -175,6 +175,18 @@ def test_trainer_memory_of_an_update_by_hand():
     assert again["activations"] == pytest.approx(96 * (2 * 64 * 2 + block + ends))
 
 
+def test_trainer_memory_has_the_activations_of_the_largest_model():
+    plan, deep = Plan(2, 1, zero_stage=2, offload="stay"), replace(SHAPE, layers=6, intermediate=1024)
+    # The critic trains an adapter, so the policy trains more parameters.
+    critic = PlannedCritic("critic", deep, deep.adapter(2))
+    both = trainer_memory(replace(WORK, critics=[critic]), plan, GPU)["update"]
+    alone = trainer_memory(replace(WORK, policy=deep), plan, GPU)["update"]
+    assert both["activations"] == alone["activations"] > trainer_memory(WORK, plan, GPU)["update"]["activations"]
+    assert both["logits"] == trainer_memory(WORK, plan, GPU)["update"]["logits"]
+    frozen = trainer_memory(replace(WORK, frozen={"teacher": deep}), plan, GPU)["log_probs"]
+    assert frozen["activations"] == trainer_memory(replace(WORK, policy=deep), plan, GPU)["log_probs"]["activations"]
+
+
 def test_trainer_memory_of_stage_1_has_whole_gradients_with_several_micro_batches():
     plan = Plan(2, 1, zero_stage=1, offload="stay")
     once = replace(WORK, micro_batch_tokens=10_000)

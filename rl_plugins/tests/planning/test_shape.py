@@ -193,6 +193,13 @@ def test_shape_of_counts_adapter_and_tied_embedding_of_a_vision_language_model(f
     assert shape.adapter(4) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
 
+@for_each("config", [LlavaConfig(), Gemma3Config()])
+def test_shape_of_knows_the_sizes_that_a_text_config_leaves_out(config):
+    whole = config.to_dict()
+    text = {key: whole["text_config"][key] for key in ("model_type", "hidden_size")}
+    assert shape_of({**whole, "text_config": text}, "it") == shape_of(whole, "it")
+
+
 def test_shape_of_names_the_missing_size_of_a_vision_tower():
     config = {**Qwen2Config(**SIZES, **HEADS).to_dict(), "vision_config": {"hidden_size": 64}}
     with pytest.raises(ConfigError, match="it: vision_config has no whole number for num_hidden_layers or depth: a"):

@@ -157,8 +157,15 @@ with RewardPool(config, num_workers=1, deadline_s={deadline_s}, grace_s=0.5) as 
     print("SCORE", p.score([ScoringRequest("s", "abc", None, dict())])[0].value)
 """
     session = f"import time; time.sleep({deadline_s + 1})\np 'value', solution_str\nc\n"
+    # Ray sets PYTHONBREAKPOINT in a process that has started Ray as a driver.
+    environment = {**os.environ, "PYTHONBREAKPOINT": ""}
     result = subprocess.run(
-        [sys.executable, "-c", program], input=session, capture_output=True, text=True, timeout=patient(60)
+        [sys.executable, "-c", program],
+        input=session,
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        env=environment,
     )
     assert "('value', 'abc')" in result.stdout, result.stderr
     assert "SCORE 3.0" in result.stdout, result.stderr

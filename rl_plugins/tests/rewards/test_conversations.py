@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import EnvironmentConfig, SamplingConfig, Schedule
 from rl_plugins.errors import ConfigError, EngineLost, RewardError
 from rl_plugins.models.tiny import build_model, save_tiny_policy
+from rl_plugins.rewards import conversations as conversations_module
 from rl_plugins.rewards.conversations import Conversations, Opening
 from rl_plugins.rewards.inline import InlineScorer
 from rl_plugins.rewards.records import ScoringRequest
@@ -254,6 +257,21 @@ def test_drop_forgets_a_conversation() -> None:
     talk.drop([7])
     assert engine.dropped == [1] and list(talk.collect((), 1)) == [8]
     assert talk.collect((), 0) == {}
+
+
+def test_collect_without_awaited_groups_returns_although_each_pass_finds_a_response(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = itertools.count()
+    # Each look at the clock takes a second.
+    monkeypatch.setattr(conversations_module, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    engine = Scripted()
+    talk = conversations(engine)
+    talk.submit([opening()], SAMPLING)
+    assert talk.collect((), 0) == {} and len(engine.asked) == 2
+    # The next calls go on.
+    assert talk.collect((), 0) == {} and len(engine.asked) == 3
+    assert list(talk.collect((), 0)) == [7]
 
 
 def test_collect_returns_only_the_required_tickets() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,6 +164,13 @@ def test_session_after_leave_has_the_engines_that_start_again(restarts: Restarts
     restarts.fleet.leave()
     assert restarts.calls[:2] == ["begin_session", "kill, no_restart=False"]
     assert restarts.fleet.living == [0, 1] and not restarts.fleet.returning and not restarts.fleet.actors
+
+
+def test_start_refuses_updates_without_the_experts_before_an_actor_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "head_dim": 64}))
+    rollout = VLLMRollout(VLLMConfig(str(tmp_path), device="cuda", dtype="bfloat16"))
+    with pytest.raises(ConfigError, match="on GPUs, weight updates of vLLM do not reach the experts of models of the"):
+        rollout.start()
 
 
 def test_start_names_a_damaged_config_json_before_an_actor_starts(tmp_path: Path) -> None:

@@ -50,18 +50,20 @@ class Fleet:
         return Generations.from_responses([[1]], [[-1.0]], ["stop"], 0), self.busy_s[engine]
 
 
-def test_busy_s_counts_only_the_engines_of_the_rank() -> None:
+def test_busy_s_grows_by_the_work_of_the_engines_of_the_rank() -> None:
     fleet: Any = Fleet()
     sampling = FleetSampling(fleet)
     assert sampling.busy_s == 0
     seen = []
-    # The second engine samples while the first is lost.
-    for engine in (0, 1, 0):
-        fleet.engines_of_rank = [engine]
+    # The second engine, which has worked for another rank, samples while the first is lost and starts again.
+    for engine, busy_s in ((0, 4.0), (1, 60.0), (1, 63.0), (0, 1.0), (0, 3.0), (1, 90.0)):
+        if fleet.engines_of_rank == [0] and engine == 1:
+            fleet.on_lost(0)
+        fleet.engines_of_rank, fleet.busy_s[engine] = [engine], busy_s
         sampling.generate([[5]], SamplingConfig(max_tokens=1), None)
         seen.append(sampling.busy_s)
-    assert seen == [4.0, 60.0, 4.0]
-    assert fleet.warm == [0, 1, 0]
+    assert seen == [4.0, 4.0, 7.0, 8.0, 10.0, 10.0]
+    assert fleet.warm == [0, 1, 1, 0, 0, 1]
 
 
 def test_submit_sends_images_without_the_inputs_of_the_policy() -> None:

@@ -21,6 +21,7 @@ from rl_plugins.rollout.vllm.plugin import (
     WorkerExtension,
     drop_packed,
 )
+from rl_plugins.weights.gloo import GlooReceiver
 
 
 class Layer(nn.Module):
@@ -179,6 +180,16 @@ def test_keep_unsent_weights_names_biases_of_routers_and_the_draft_model() -> No
         assert worker.model_config.sleep_preserve_parameter_names == ["gate.e_score_correction_bias", *expected]
 
 
+def test_keep_unsent_weights_makes_buffers_of_the_places_for_image_features() -> None:
+    model, places = torch.nn.Module(), [torch.zeros(2), torch.zeros(2)]
+    object.__setattr__(model, "deepstack_input_embeds", places)
+    _Worker(model).keep_unsent_weights()
+    # vLLM saves named buffers before a sleep and writes them back in place.
+    kept = dict(model.named_buffers())
+    assert [kept[name].data_ptr() for name in sorted(kept)] == [place.data_ptr() for place in places]
+    assert not model.state_dict()
+
+
 def test_keep_unsent_weights_copies_the_token_ids_of_the_thinking_budget() -> None:
     worker = _Worker(torch.nn.Module())
     names = ("reasoning_start_token_ids", "natural_reasoning_end_token_ids", "reasoning_end_token_ids")
@@ -199,3 +210,11 @@ def test_end_weight_update_ends_a_running_update_alone() -> None:
     for _ in range(2):
         worker.end_weight_update()
         assert not worker._weight_update_active
+
+
+def test_give_back_frees_no_weights_of_a_gloo_receiver() -> None:
+    worker = _Worker(Layer(4, 4, torch.float32))
+    worker.model_runner.kv_caches = []
+    worker.weight_transfer_engine = SimpleNamespace(receiver=GlooReceiver(lambda weights: None))
+    *_, expected = worker.give_back(weights=True)
+    assert expected == 0

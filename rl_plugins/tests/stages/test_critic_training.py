@@ -246,10 +246,11 @@ def test_critic_learner_in_float16_leaves_out_a_step_and_continues_with_the_save
 def test_critic_learner_reports_an_overflow_of_a_step_at_the_smallest_scale_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    steps = trained_in_workers().trained_on[:1]
     learner = CriticLearner(training(computes_in=torch.float16))
     learner._loss_scale = LossScale(2.0)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, limit: torch.tensor(torch.inf))
-    left_out = [(one.gradient_norm, one.loss_scale) for one in learn(learner, trained_in_workers().trained_on[:1])]
+    left_out = [(one.gradient_norm, one.loss_scale) for one in learn(learner, steps)]
     assert left_out == [(None, LossScale(1.0, skipped=1)), (torch.inf, LossScale(1.0, skipped=2))]
 
 

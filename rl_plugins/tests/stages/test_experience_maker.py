@@ -301,6 +301,10 @@ def test_rollout_correction_weighs_and_rejects_before_advantages() -> None:
     # The rollout log-probs are -1 for each token, far from the log-probs of the policy: all samples are rejected.
     rejecting = train(Algorithm(correction="geo_rs"))
     assert rejecting.metrics[0]["train/rollout/rejected"] == 1 and not rejecting.collected[0].response_mask.any()
+    # The gap is that of all sampled tokens.
+    plain = train(Algorithm())
+    for name in ("train/rollout_gap", "train/rollout_gap_max"):
+        assert rejecting.metrics[0][name] == pytest.approx(plain.metrics[0][name]) and plain.metrics[0][name] > 0
     assert filled(rejecting.collected[0].rejected).tolist() == experience.response_mask.any(dim=-1).tolist()
 
 
@@ -324,6 +328,14 @@ def test_rollout_correction_bypass_takes_the_ratio_to_the_rollout() -> None:
     plain, bypass = train(Algorithm()), train(Algorithm(correction=RolloutCorrection(bypass=True)))
     assert plain.metrics[0]["train/ppo_kl"] == 0 != bypass.metrics[0]["train/ppo_kl"]
     assert bypass.collected[0].old_log_probs is None
+
+
+def test_gap_with_bypass_is_the_gap_of_the_first_update() -> None:
+    plain, bypass = (train(Algorithm(correction=name), updates_per_step=2) for name in ("none", "bypass"))
+    first = plain.collected[0].chunk(2)[0]
+    gap_N = (filled(first.old_log_probs) - first.rollout_log_probs).abs()[first.response_mask.bool()]
+    assert bypass.metrics[0]["train/rollout_gap"] == pytest.approx(gap_N.mean().item())
+    assert bypass.metrics[0]["train/rollout_gap_max"] == pytest.approx(gap_N.max().item())
 
 
 def test_rewards_and_advantages_with_bypass_are_of_the_policy_before_the_update() -> None:

@@ -211,6 +211,10 @@ def test_process_reward_model_starts_from_the_policy_and_learns(tmp_path: Path) 
         ({"update": "never"}, r"update=never: use one of before, after"),
         ({"best_of_n": "score"}, r"best_of_n=score: use one of outcome, return, null"),
         ({"best_of_n": "outcome"}, r"best_of_n=outcome weighs preferences: choose the loss preference"),
+        (
+            {"ends_in_outcome": True},
+            r"ends_in_outcome=true: with lam=0 and granularity=token, no token gets the outcome",
+        ),
         ({"beta": 0}, r"beta=0: must be above 0"),
         ({"lam": 2}, r"lam=2: must be between 0 and 1"),
     ],

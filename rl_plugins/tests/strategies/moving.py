@@ -38,6 +38,7 @@ class WatchingRollout(canned.CannedRollout):
         assert memory.optimizer_bytes() == 0
         freed = [tensor.shape for tensor in memory.model_tensors() if is_freed(tensor)]
         assert not freed, f"the optimizer's memory is that of weights {freed}"
+        assert not any(buffer.any() for buffer in memory.zero_tensors())
         self.received = {name: tensor.clone() for name, tensor in source}
         super().update_weights(source, version)
 
@@ -54,6 +55,7 @@ class WatchingRollout(canned.CannedRollout):
         assert (held := host.nbytes(tensors)) > 0
         # The expected bytes equal the freed bytes.
         assert memory.optimizer_bytes() + memory.parameter_bytes() == held
+        assert not any(buffer.any() for buffer in memory.zero_tensors())
         weights = dict(self.strategy.weight_source())
         assert self.received.keys() == weights.keys()
         assert all(torch.equal(self.received[name], weight) for name, weight in weights.items())
@@ -95,7 +97,7 @@ def is_freed(tensor: Tensor) -> bool:
 
 def tensors_to_move(memory: TrainingMemory) -> list[Tensor]:
     """Return all tensors of models and optimizers on the host while the rollout engine samples."""
-    return [*memory.optimizer_tensors(), *memory.model_tensors()]
+    return [*memory.optimizer_tensors(), *memory.model_tensors(), *memory.zero_tensors()]
 
 
 def moving(strategy: ZeroStrategy | FSDPStrategy) -> Any:

@@ -102,6 +102,14 @@ def test_copies_train_and_resume_like_a_single_device(groups: Trained) -> None:
     assert_same_course(resumed, got[1:], exactly=True)
 
 
+@pytest.mark.extended
+def test_copies_with_accumulated_shards_train_like_a_single_device(groups: Trained) -> None:
+    # The copies sum the gradients of several micro-batches once.
+    layout = fsdp_runs.COPIES.with_options(accumulate_shards=True)
+    options = {"steps": 1, "gradient_checkpointing": True, "packing": False}
+    assert_same_course(run(fsdp_runs.course, layout, groups.folder, options), groups.expected[:1])
+
+
 def test_copies_are_whole_and_send_each_row_once(tmp_path: Path) -> None:
     save_tiny_policy(tmp_path / "policy", **fsdp_runs.SIZES)
     run_ranks(fsdp_runs.inspect, fsdp_runs.COPIES, tmp_path, "check_copies", world_size=4)

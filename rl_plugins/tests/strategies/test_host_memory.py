@@ -32,6 +32,17 @@ def test_host_memory_gives_tensors_back_in_place(chunk_bytes: int) -> None:
     assert whole.tolist() == [0, 1, 0, 0, 4, 5]
 
 
+def test_host_memory_frees_tensors_of_zeros_without_a_copy() -> None:
+    weights, gradients = torch.arange(4.0), torch.zeros(6)
+    memory = HostMemory("cpu", chunk_bytes=16)
+    for _ in range(2):
+        memory.take([weights], zeros=[gradients])
+        assert weights.untyped_storage().nbytes() == gradients.untyped_storage().nbytes() == 0
+        memory.give_back()
+        assert weights.tolist() == [0, 1, 2, 3] and gradients.tolist() == [0] * 6
+        assert len(memory._chunks) == 1
+
+
 def test_host_memory_takes_the_parts_of_quantised_tensors() -> None:
     """Codes and scales of an 8-bit optimizer state are in a tensor without storage."""
     codes, scales = torch.arange(4.0), torch.ones(4)

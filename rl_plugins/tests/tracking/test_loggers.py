@@ -129,7 +129,7 @@ def test_sender_reports_an_outage_and_a_later_logger_sends_the_metrics(store, fo
     assert not trained.tracking.all_sent()
     away_line, lost_line = (record.getMessage() for record in caplog.records if "MLflow at" in record.getMessage())
     assert "is away, metrics wait for it: no connection" in away_line
-    assert "did not take the last 2 calls" in lost_line and f"rl-plugins sync {folder.path}" in lost_line
+    assert "did not take the last 3 calls" in lost_line and f"rl-plugins sync {folder.path}" in lost_line
     later = tracking()
     later.log_metrics({})
     later.finalize("success")
@@ -171,6 +171,48 @@ def test_sender_goes_on_after_an_error_of_another_library(store, folder, trackin
     trained.tracking.finalize("success")
     assert history(store, folder) == [(1, 1)] and not trained.tracking.all_sent()
     assert any("could not be recorded: invalid literal" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_foreign"),
+    [
+        (PermissionError(13, "Permission denied: '/mlruns'"), False),
+        # As an error of botocore.
+        (RuntimeError("An error occurred (AccessDenied) when calling the PutObject operation"), True),
+    ],
+)
+def test_sender_sends_metrics_if_the_store_refuses_files(
+    error, is_foreign, store, folder, tracking, monkeypatch, caplog
+):
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(MlflowClient, "log_artifact", refuse)
+    folder.config.write_text("stage: sft\n")
+    description = RunDescription(params={"lr": 0.1}, files=[folder.config], data={"training": [folder.config]})
+    trained = Trained(folder, tracking(description))
+    trained.steps(1, 2)
+    trained.tracking.finalize("success")
+    run = run_of(store, folder)
+    assert history(store, folder) == [(1, 1), (2, 2)] and trained.tracking.sender.failures == 0
+    assert run.info.status == "FINISHED" and run.data.params == {"lr": "0.1"}
+    assert run.inputs is not None and len(run.inputs.dataset_inputs) == 1
+    assert trained.tracking.all_sent() != is_foreign
+    assert f"something could not be recorded: {error}" in caplog.text
+
+
+def test_sender_sends_metrics_beside_a_server_without_a_store_of_artifacts(store, folder, tracking, monkeypatch):
+    def fail(*_):
+        raise MlflowException("the bucket refuses the file")  # status 500
+
+    monkeypatch.setattr(MlflowClient, "log_artifact", fail)
+    monkeypatch.setattr(sender_module, "_RETRY_S", 0.0)
+    folder.config.write_text("stage: sft\n")
+    trained = Trained(folder, tracking(RunDescription(files=[folder.config])))
+    trained.steps(1, 2)
+    wait_until(lambda: folder.tracking_run.is_file() and len(history(store, folder)) == 2, "the metrics")
+    trained.tracking.finalize("success")
+    assert run_of(store, folder).info.status == "FINISHED" and not trained.tracking.all_sent()
 
 
 def test_sender_names_a_deleted_experiment_and_waits_for_the_restore(store, folder, experiment, tracking, caplog):

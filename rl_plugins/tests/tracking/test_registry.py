@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -177,6 +178,21 @@ def test_fetch_model_by_two_runs_at_once(register, store, tmp_path, monkeypatch)
     assert found[0] == found[1] and (found[0] / "config.json").is_file()
     assert list(found[0].parent.iterdir()) == [found[0]], "something is left behind"
     assert found[0].stat().st_mode & 0o777 == (tmp_path / "cache").stat().st_mode & 0o777
+
+
+def test_fetch_model_removes_the_folder_of_a_killed_process(run, store, policies, tmp_path):
+    run.client.log_artifacts(run.run_id, str(policies / "first"), "models")
+    named = f"runs:/{run.run_id}/models"
+    folder = fetch_model("model.path", named, store, tmp_path / "cache")
+    # A killed process ends without its lock.
+    left = folder.parent / f".{folder.name}.{socket.gethostname()}.left"
+    left.mkdir()
+    folder.rename(left / "model")
+    # The process of another machine may live.
+    other = folder.parent / f".{folder.name}.other.machine.left"
+    other.mkdir()
+    assert fetch_model("model.path", named, store, tmp_path / "cache") == folder
+    assert {*folder.parent.iterdir()} == {folder, other} and (folder / "config.json").is_file()
 
 
 @pytest.mark.parametrize(
