@@ -77,6 +77,22 @@ def test_update_weights_in_flight_gives_each_token_the_version_of_the_weights(
     assert np.abs(np.array(log_probs) - other)[late].max() > 0.01, "the weights hardly differ"
 
 
+def test_groups_in_flight_continue_after_a_sleep_without_an_update(float32_engine: VLLMRollout) -> None:
+    (request,) = requests(50)
+    last = hold_after(float32_engine, STEPS)
+    float32_engine.submit([request], LONG)
+    wait_until(lambda: steps_taken(float32_engine) == last, f"{STEPS} steps of the engine")
+    freed = float32_engine.sleep()
+    assert freed is not None and freed.before > freed.after and unfinished(float32_engine) == 1
+    float32_engine.wake_up(["weights"])
+    float32_engine.wake_up(["kv_cache"])
+    wait_until(lambda: not unfinished(float32_engine), "the end of the group")
+    float32_engine.submit([replace(request, ticket=51)], LONG)
+    groups = collected(float32_engine, [50, 51], 2)
+    assert groups[50].responses() == groups[51].responses() and max(groups[50].lengths) > STEPS
+    np.testing.assert_allclose(groups[50].log_probs, groups[51].log_probs, atol=1e-5)
+
+
 def test_tokens_so_far_are_the_beginning_of_the_responses(float32_engine: VLLMRollout) -> None:
     reporting = GroupRequest(30, [5, 6, 7], seed=3, reports_tokens=True)
     last = hold_after(float32_engine, STEPS)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from integration_tests.conftest import Recipe
 from integration_tests.pace import Pace
@@ -58,7 +59,9 @@ def test_request_in_validation_saves_and_ends(
     assert f"stopped after step 2: {number.name}. {AGAIN}" in assert_ended(run, 75)
 
 
-@pytest.mark.parametrize("launcher", [LOCAL, (*SMALL, "placement.num_workers=1", "placement.device=cpu")])
+@pytest.mark.parametrize(
+    "launcher", [LOCAL, (*SMALL, "placement.num_workers=1", "placement.device=cpu", "tracking.enabled=true")]
+)
 def test_ctrl_c_in_a_step_names_the_newest_checkpoint(
     start_recipe: Callable[..., Recipe], pace: Pace, launcher: tuple[str, ...]
 ) -> None:
@@ -68,3 +71,7 @@ def test_ctrl_c_in_a_step_names_the_newest_checkpoint(
     run.process.send_signal(signal.SIGINT)
     said = assert_ended(run, 130)
     assert f"interrupted by SIGINT: step: the newest checkpoint is checkpoint_00000002. {AGAIN}" in said
+    # Ray has killed the worker with the thread for MLflow.
+    if launcher != LOCAL:
+        store = MlflowClient(f"sqlite:///{run.folder}/outputs/mlflow.db")
+        assert store.get_run((run.run / "mlflow_run_id").read_text()).info.status == "KILLED"

@@ -39,6 +39,7 @@ CORE = {
 ALSO = {
     "grpo": {"time/check_weights", "memory/engine_awake", "memory/engine_asleep"},
     "grpo_mixture": {"curriculum/seen", "curriculum/reward", "curriculum/learnability"},
+    "grpo_partial": {"train/reward", "rollout/staleness", "memory/engine_awake", "memory/engine_asleep"},
     "ppo": {"train/critic/loss", "train/critic/lr", "train/critic/explained_variance", "time/update_critic"},
     "ppo_stateful": {"train/reward", "train/critic/loss", "train/rollout_gap_max"},
     "grpo_tools": {"train/reward", "train/rollout_gap_max", "train/tools/calls"},
@@ -64,6 +65,7 @@ ALSO = {
     "weighted_teachers": {"time/teacher_log_probs", "train/teacher_mass"},
     "own_earlier_self": {"time/teacher_log_probs"},
     "dpo": {"train/accuracy", "train/margin", "time/ref_log_probs"},
+    "dpo_validated": {"val/loss", "val/accuracy", "val/time/validate"},
     "online_dpo": {"train/accuracy", "train/margin", "train/uniform_groups"},
     # No second model: the time is the time of the policy's passes without the adapter.
     "grpo_lora": {"train/kl", "time/ref_log_probs"},

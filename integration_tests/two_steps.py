@@ -44,8 +44,17 @@ STAGES: dict[str, tuple[str, list[str]]] = {
     ),
     "reward_modeling": ("reward_modeling", [PAIRS]),
     **{name: ("preference_optimization", [f"loss.name={name}", PAIRS]) for name in PREFERENCE_LOSSES},
+    "dpo_validated": (
+        "preference_optimization",
+        [PAIRS, "data.val_files=[FOLDER/train_pairs.parquet]", "data.validate_on=responses", "run.eval_every=1"],
+    ),
     "online_dpo": ("online_preference_optimization", []),
     **{f"grpo_zero_{stage}": ("grpo", [f"strategy.zero_stage={stage}"]) for stage in (1, 2)},
+    # The engines pause the groups of the next step while the workers train.
+    "grpo_partial": (
+        "grpo",
+        ["schedule.max_staleness=1", "schedule.ahead=0.5", "rollout.sleep=kv_cache"],
+    ),
     # The same file twice, in place of two files.
     "grpo_mixture": (
         "grpo",
@@ -125,6 +134,10 @@ STAGES: dict[str, tuple[str, list[str]]] = {
 }
 
 
+# Recipes without sampling take one optimizer step of all rows.
+GIVEN_RESPONSES = ("sft", "preference_optimization", "reward_modeling")
+
+
 # Recipes for runs over FSDP2, too, with further options; all other recipes run over ZeRO-3 alone.
 FSDP = "_fsdp"
 OVER_FSDP = {
@@ -144,8 +157,9 @@ def recipe(run: str, workplace: Path, folder: Path) -> list[str]:
         config, f"run.name={run}", f"run.output_dir={folder}", "run.steps=2", "run.eval_every=0",
         "run.eval_before=false", "run.export=true", "tracking.enabled=false", f"model.path={workplace}/tiny",
         f"data.train_files=[{workplace}/data/train.parquet]", "data.max_prompt_tokens=28", "sampling.max_tokens=8",
-        "batch.prompts_per_step=8", "batch.samples_per_prompt=4", "batch.updates_per_step=2", "optimizer.lr=1e-3",
+        "batch.prompts_per_step=8", "batch.samples_per_prompt=4", "optimizer.lr=1e-3",
         "placement.device=cpu", f"strategy.name={'fsdp' if run.endswith(FSDP) else 'zero'}",
+        *(() if config in GIVEN_RESPONSES else ("batch.updates_per_step=2",)),
         # All runs share the engines, and the engines exist before the first run with an adapter.
         "rollout.engines=per_worker", "rollout.check_updates=1", "rollout.lora=merged",
         # Rewards differ from sample to sample: the groups and pairs have something to teach.

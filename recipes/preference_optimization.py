@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import rl_plugins as rl
 from rl_plugins.launch.command_line import recipe_main
@@ -21,10 +21,10 @@ def train(run: TrainingRun) -> None:
     (`TrainingRun.call_recipe`).
     """
     policy = rl.PreferenceOptimization(run.config.model.path, **run.preference_options(), **run.stage_options())
-    run.fit(run.trainer(), policy, build_pairs(run, validate_on="prompts"))
+    run.fit(run.trainer(), policy, build_pairs(run, run.config.data.validate_on))
 
 
-def build_pairs(run: TrainingRun, validate_on: Literal["pairs", "prompts"]) -> rl.PreferenceDataModule:
+def build_pairs(run: TrainingRun, validate_on: str) -> rl.PreferenceDataModule:
     """Return pairs of responses, or responses with labels."""
     data = run.config.data
     return rl.PreferenceDataModule(
@@ -34,7 +34,7 @@ def build_pairs(run: TrainingRun, validate_on: Literal["pairs", "prompts"]) -> r
         margin_key=data.margin_key,
         label_key=data.label_key,
         response_key=data.response_key,
-        validate_on=validate_on,
+        validate_on=validate_on,  # type: ignore[arg-type]  # checked by the record
         max_response_tokens=run.config.sampling.max_tokens,
         **run.data_options(),
     )

@@ -25,7 +25,7 @@ def train(run: TrainingRun) -> None:
         **run.stage_options(),
     )
     by_steps = config.loss.name == "process_reward"
-    run.fit(run.trainer(), reward_model, build_steps(run) if by_steps else build_pairs(run, validate_on="pairs"))
+    run.fit(run.trainer(), reward_model, build_steps(run) if by_steps else build_pairs(run, validate_on="responses"))
 
 
 def build_steps(run: TrainingRun) -> rl.ProcessRewardDataModule:

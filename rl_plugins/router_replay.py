@@ -251,7 +251,7 @@ def routers_of(model: nn.Module, option: str) -> dict[str, ExpertRouter]:
     # The text model of a vision-language model has the routers, and its class names them.
     for inner in model.modules():
         if isinstance(inner, PreTrainedModel):
-            sizes = inner.config.to_dict()
+            sizes = inner.config.get_text_config().to_dict()
             experts, chosen = expert_count(sizes), chosen_experts(sizes)
             found = {
                 name: ExpertRouter(module, one.index, experts, chosen)

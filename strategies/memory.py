@@ -117,8 +117,8 @@ class HostMemory:
         self._device_type, self._chunk_bytes = device_type, chunk_bytes
         self._chunks: list[Tensor] = []
         self._used_bytes = 0
-        self._taken: list[tuple[torch.UntypedStorage, list[Tensor]]] = []
-        self._zeros: list[tuple[torch.UntypedStorage, int]] = []
+        # A storage of zeros has no pieces.
+        self._taken: list[tuple[torch.UntypedStorage, int, list[Tensor]]] = []
         self._stream: torch.cuda.Stream | None = None
 
     def nbytes(self, tensors: Iterable[Tensor]) -> int:
@@ -135,37 +135,34 @@ class HostMemory:
             zeros: tensors full of zeros, which need no copy.
         """
         self.wait()
-        taken = []
+        taken: list[tuple[torch.UntypedStorage, int, list[Tensor]]] = []
         for storage in self._storages(tensors):
             pieces = list(self._host_pieces(storage.nbytes()))
             for piece, part in zip(pieces, _parts_of(storage, pieces), strict=True):
                 piece.copy_(part, non_blocking=True)
-            taken.append((storage, pieces))
-        empty = [(storage, storage.nbytes()) for storage in self._storages(zeros)]
-        if not taken and not empty:
+            taken.append((storage, storage.nbytes(), pieces))
+        taken += [(storage, storage.nbytes(), []) for storage in self._storages(zeros)]
+        if not taken:
             return
         self._taken += taken
-        self._zeros += empty
         self._wait_for_copies()
-        for storage, _ in (*taken, *empty):
+        for storage, _, _ in taken:
             storage.resize_(0)
         if self._on_cuda:
             torch.cuda.empty_cache()
 
     def give_back(self) -> None:
         """Start to copy all storages back to the device. The tensors must not be used until `wait`."""
-        for storage, pieces in self._taken:
-            storage.resize_(sum(piece.numel() for piece in pieces))
-        for storage, nbytes in self._zeros:
+        for storage, nbytes, _ in self._taken:
             storage.resize_(nbytes)
         with self._copying():
-            for storage, _ in self._zeros:
-                _bytes_of(storage).zero_()
-            for storage, pieces in self._taken:
+            for storage, _, pieces in self._taken:
+                if not pieces:
+                    _bytes_of(storage).zero_()
+                    continue
                 for piece, part in zip(pieces, _parts_of(storage, pieces), strict=True):
                     part.copy_(piece, non_blocking=True)
         self._taken.clear()
-        self._zeros.clear()
         self._used_bytes = 0
 
     def wait(self) -> None:

@@ -38,6 +38,7 @@ class RolloutPhases:
 
     Attributes:
         engines_lost: number of lost and replaced rollout engines.
+        on_closed: functions called after the end of a connection: all groups in the rollout engine are gone.
 
     Raises:
         ConfigError: `engine` is no rollout engine.
@@ -66,6 +67,7 @@ class RolloutPhases:
         # start again by themselves.
         self._engines_missing = False
         self.engines_lost = 0
+        self.on_closed: list[Callable[[], object]] = []
 
     @property
     def engine(self) -> RolloutEngine:
@@ -121,7 +123,13 @@ class RolloutPhases:
         """Disconnect this rank from the rollout engine."""
         if self._engine is not None and self._connected:
             self._engine.close()
-            self._connected = False
+            self.end_connection()
+
+    def end_connection(self) -> None:
+        """Let the next `connect` connect anew, for another policy. The rollout engine stays."""
+        self._connected = False
+        for forget in self.on_closed:
+            forget()
 
     def weights_changed(self) -> None:
         """Let the next phase update the rollout engine's weights, because the policy has changed."""
@@ -141,19 +149,20 @@ class RolloutPhases:
         Raises:
             EngineLost: engines were lost `MAX_LOSSES` times.
         """
+        cause: EngineLost | None = None
         for _ in range(MAX_LOSSES):
             with self.phase(version) as engine, self._strategy.phase_log.measure("rollout"):
                 try:
                     result, lost = sample(engine), False
-                except EngineLost:
-                    lost = True
+                except EngineLost as error:
+                    lost, cause = True, error
                 # The ranks agree before the rollout engine sleeps, because the engine may still sample for another
                 # rank.
                 lost_on_any_rank = self._strategy.ranks.any(lost)
             if not lost_on_any_rank:
                 return result
             self._drop_lost_engines()
-        raise lost_too_often()
+        raise lost_too_often() from cause
 
     @contextmanager
     def phase(self, version: int) -> Iterator[RolloutEngine]:
@@ -252,19 +261,20 @@ class RolloutPhases:
             return None if has_float8(self._strategy.model_engine(POLICY)) else self._probe()
 
     def _update_weights(self, engine: RolloutEngine, version: int) -> None:
+        cause: EngineLost | None = None
         for _ in range(MAX_LOSSES):
             with self._strategy.phase_log.measure("update_weights"):
                 try:
                     engine.update_weights(self._strategy.weight_source(), version)
                     lost = False
-                except EngineLost:
-                    lost = True
+                except EngineLost as error:
+                    lost, cause = True, error
                 lost_on_any_rank = self._strategy.ranks.any(lost)
             if not lost_on_any_rank:
                 return
             self._drop_lost_engines()
             self._make_room_for_weights(engine)
-        raise lost_too_often()
+        raise lost_too_often() from cause
 
     def _drop_lost_engines(self) -> None:
         self.engines_lost += self.engine.drop_lost_engines()

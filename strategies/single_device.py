@@ -76,6 +76,7 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
         self.phase_log = PhaseLog(device=device)
         self.rollout_phases = RolloutPhases(rollout, self, TrainingMemory(), self._copy_of_policy)
         self.blended = BlendedModels(self.shards)
+        self._connected_to: LightningModule | None = None
 
     @override
     def setup_environment(self) -> None:
@@ -116,6 +117,10 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
                 elif self.precision_plugin.precision in MIXED:
                     # In 16 bits, rounding would remove small steps.
                     model.float()
+        if self._connected_to is not trainer.lightning_module:
+            # The rollout engine would get the weights of the stage before.
+            self.rollout_phases.end_connection()
+            self._connected_to = trainer.lightning_module
         self.rollout_phases.connect()
 
     @contextmanager

@@ -38,6 +38,9 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token" RAY_USAGE_STATS_ENABLED=
 # may belong to another user. The name is short, because the path of a socket has at most 107 characters.
 export RAY_TMPDIR=/tmp/ray-$SLURM_JOB_ID
 
+# A virtual environment on a shared file system starts slowly. By default, all machines must start Ray within 30 seconds.
+export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
+
 # Slurm sends SIGTERM five minutes before the time limit, and the run finishes its step and saves. Before a preemption, Slurm
 # sends this signal only with PreemptParameters=send_user_signal of the cluster. Otherwise only the newest checkpoint remains.
 asked=

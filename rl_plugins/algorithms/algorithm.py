@@ -166,12 +166,13 @@ class Algorithm(Settings):
                 "advantage=gdpo compares reward_components alone, and shaping and kl.placement=reward change the "
                 "score: use kl.placement=loss, and shape the components in the reward function"
             )
-        if (weight := self._unused_weight) and self.constraint is not None:
+        weight = self._unused_weight
+        if weight and self.constraint is not None:
             raise ConfigError(
                 f"{weight}=0 leaves rewards and costs out of the loss, so constraint bounds nothing: set {weight} "
                 "above 0, or leave constraint out"
             )
-        if (weight := self._unused_weight) and (self.shaping != RewardShaping() or self.kl_is_in_reward):
+        if weight and (self.shaping != RewardShaping() or self.kl_is_in_reward):
             raise ConfigError(
                 f"{weight}=0 leaves the reward out of the loss, and shaping and kl.placement=reward change the reward "
                 f"alone: use kl.placement=loss, leave shaping out, or set {weight} above 0"

@@ -177,6 +177,12 @@ def check_inputs(loss: Callable[..., Any], options: Mapping[str, Any], given: Co
         )
 
 
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Return True if a function takes a keyword argument of this name."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
 def call_with(function: Callable[..., R], inputs: Mapping[str, Any], options: Mapping[str, Any]) -> R:
     """Call a function with its options, and with the inputs that its signature names.
 

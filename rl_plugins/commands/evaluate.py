@@ -272,9 +272,13 @@ def _sampled_file(name: str, arguments: Namespace) -> Path:
         # Two policies are compared over equal prompts.
         like = like or next(filter(None, map(config_of_policy, arguments.inputs)), None)
     options += ["--like", str(like)] if like is not None else []
-    # SIGTERM raises KeyboardInterrupt, and `run` ends the process of the rollout engine.
-    with ending_signals():
-        status = subprocess.run([*command, *options]).returncode
+    with ending_signals() as signals:
+        try:
+            # SIGTERM raises KeyboardInterrupt, and `run` ends the process of the rollout engine.
+            status = subprocess.run([*command, *options]).returncode
+        except KeyboardInterrupt:
+            print(f"interrupted by {signals.name}", file=sys.stderr)
+            sys.exit(signals.status)
     if status:
         raise ConfigError(f"sampling from {name} ended with status {status}, see above; the same command continues")
     return path

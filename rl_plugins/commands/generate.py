@@ -262,7 +262,7 @@ def _tokenize(
     prompt_ids, images = tokenize_rows(rows, tokenizer, template_options, reader)
     folder = model_folder(model, weights=False, trust_remote_code=trust_remote_code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    window = context_window(config.to_dict())
+    window = context_window(config.get_text_config().to_dict())
     longest = max(range(len(prompt_ids)), key=lambda index: len(prompt_ids[index]))
     if window is not None and len(prompt_ids[longest]) + job.max_tokens > window:
         raise ConfigError(

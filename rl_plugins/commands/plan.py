@@ -207,8 +207,8 @@ def _allowed_candidates(config: RecipeConfig, candidates: Sequence[Candidate], c
     if not candidates:
         raise ConfigError(
             f"no placement on {cluster.devices} devices agrees with the given options: leave out some options of "
-            "placement, strategy, schedule (plan supports max_staleness 0 and, on GPUs, 1) and rollout, or make "
-            "batch.prompts_per_step a multiple of the workers times batch.updates_per_step"
+            "placement, strategy, schedule (plan supports max_staleness 0, and 1 for engines on GPUs of their own) and "
+            "rollout, or make batch.prompts_per_step a multiple of the workers times batch.updates_per_step"
         )
     refusals = [
         refusal(config, overrides(candidate.work, candidate.plan, cluster), cluster) for candidate in candidates

@@ -49,6 +49,8 @@ CONNECT_TIMEOUT_S = 15.0
 _DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 _PASSED_ON = ("MLFLOW_TRACKING_URI", "HF_ENDPOINT")
 """Addresses that every job gets, without passwords. Passwords and tokens are passed by --env."""
+_SECRETS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "HF_TOKEN")
+"""Variables that a job may need."""
 _CALL_TIMEOUT_S = 30.0
 _UPLOAD_TIMEOUT_S = 600.0
 _UNREACHABLE_S = 120.0
@@ -109,6 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
     files, secrets = files_to_send(root, arguments.exclude, arguments.include)
     if secrets:
         print(f"left out, as files with secrets: {', '.join(secrets)} (--include PATH sends one)", file=sys.stderr)
+    if kept := [name for name in _SECRETS if name in os.environ and name not in environment]:
+        print(f"not sent, as secrets: {', '.join(kept)} (--env NAME sends one)", file=sys.stderr)
     if arguments.dry_run:
         for path, file in sorted(files.items()):
             print(f"{file.stat().st_size / 2**20:.1f} MiB {path}")

@@ -269,11 +269,6 @@ def _check_schedule(config: RecipeConfig) -> None:
     if schedule.ahead:
         chosen += f", schedule.ahead={schedule.ahead:g}"
     needs_collecting(config, chosen)
-    if config.rollout.engine == "vllm" and schedule.max_staleness and config.rollout_sleep != "none":
-        raise ConfigError(
-            f"{chosen} makes the engines sample while the workers train, and with "
-            f"rollout.sleep={config.rollout.sleep} the engines sleep at that time: leave rollout.sleep out"
-        )
     if config.debug.replay:
         raise ConfigError(f"{chosen} with debug.replay={config.debug.replay}: replayed samples need no sampling")
 

@@ -88,8 +88,8 @@ class DataConfig(Settings):
         tools_key: column of the JSON schemas of the tools of a conversation; rows may lack the column.
         split_conversations: make a sample of its own of a reply if the chat template writes the reply otherwise once
             messages follow, for example without its reasoning; false refuses such conversations.
-        validate_on: validation of SFT: `prompts` samples responses to prompts, for rewards; `responses` measures
-            `val/loss` on rows like the training rows.
+        validate_on: validation of SFT and of preferences: `prompts` samples responses to prompts, for rewards;
+            `responses` measures `val/loss` on rows like the training rows.
         chosen_key: column of the better response of a pair.
         rejected_key: column of the worse response of a pair.
         margin_key: column of the margin between the two responses of a pair; null if there is none.

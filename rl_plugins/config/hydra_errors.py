@@ -70,9 +70,10 @@ def foreign_name(name: str) -> str | None:
     """Return the sentence for an option of verl, TRL or OpenRLHF; None for another name.
 
     Args:
-        name: name of the option, of OpenRLHF with its two dashes.
+        name: name of the option, of OpenRLHF with its two dashes, and of TRL with or without them.
     """
     names = json.loads(_FOREIGN_NAMES.read_text(encoding="utf-8"))
+    name = name if name in names else name.removeprefix("--")
     # An option of a group in the table, such as verl's `algorithm.filter_groups.enable`.
     while name not in names and "." in name.rpartition(".")[0]:
         name = name.rpartition(".")[0]

@@ -122,8 +122,8 @@ class RecipeConfig(Settings):
 
     @property
     def validates_on_responses(self) -> bool:
-        """True if validation measures the loss of SFT on given responses, and samples nothing."""
-        return self.stage == "sft" and self.data.validate_on == "responses"
+        """True if validation measures the loss on given responses, and samples nothing."""
+        return self.stage in ("sft", "preference_optimization") and self.data.validate_on == "responses"
 
     @property
     def scores(self) -> bool:

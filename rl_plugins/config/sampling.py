@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -298,8 +299,9 @@ class Schedule(Settings):
     Attributes:
         max_staleness: largest number of RL steps between the policy that began to sample a group and the policy that is
             trained on the group. 0 is synchronous: each step samples, then trains. From 1 on, engines sample for later
-            steps while the workers train, and weights change in flight. The ratios of the loss are then ratios to the
-            sampling policies, unless `algorithm.correction` is another correction.
+            steps while the workers train, and weights change in flight; engines that sleep pause unfinished groups and
+            continue them in the next step. The ratios of the loss are then ratios to the sampling policies, unless
+            `algorithm.correction` is another correction.
         ahead: extra groups in flight, in multiples of the groups of a step; null means `max_staleness`.
         max_token_age: largest age, in RL steps, of the policy that sampled a trained token. Older tokens stay in the
             response and are masked. Null masks no token.
@@ -334,7 +336,9 @@ class Schedule(Settings):
 
     def in_flight(self, groups: int) -> int:
         """Return the number of groups in flight at the start of a step that trains on `groups` groups."""
-        return groups + round(groups * (self.max_staleness if self.ahead is None else self.ahead))
+        extra = groups * (self.max_staleness if self.ahead is None else self.ahead)
+        # Rounded up, but for an error of rounding: a rank may have only one or two groups.
+        return groups + math.ceil(extra - 1e-9)
 
     @property
     def keeps_order(self) -> bool:

@@ -66,12 +66,16 @@ def _check_conversations(config: RecipeConfig) -> None:
     data = config.data
     for_sft = {
         f"data.messages_key={data.messages_key}": data.messages_key is not None,
-        f"data.validate_on={data.validate_on}": data.validate_on != "prompts",
         "data.split_conversations=true": data.split_conversations,
     }
     for option, is_set in for_sft.items():
         if is_set and config.stage != "sft":
             raise ConfigError(f"{option}: is for stage=sft, not for {config.stage}: leave it out")
+    if data.validate_on != "prompts" and config.stage not in ("sft", "preference_optimization"):
+        raise ConfigError(
+            f"data.validate_on={data.validate_on}: is for stage=sft and stage=preference_optimization, not for "
+            f"{config.stage}: leave it out"
+        )
     if data.split_conversations and data.messages_key is None:
         raise ConfigError(
             "data.split_conversations=true: splits whole conversations: name their column with data.messages_key, or "
@@ -80,6 +84,12 @@ def _check_conversations(config: RecipeConfig) -> None:
 
 
 def _check_passes(config: RecipeConfig) -> None:
+    updates = config.batch.updates_per_step
+    if updates > 1 and config.stage not in SAMPLING_STAGES:
+        raise ConfigError(
+            f"batch.updates_per_step={updates}: stage={config.stage} takes one optimizer step of all rows of a step: "
+            "lower batch.prompts_per_step, or leave batch.updates_per_step out"
+        )
     if config.batch.passes_per_step > 1:
         needs_collecting(config, f"batch.passes_per_step={config.batch.passes_per_step}")
 
@@ -173,10 +183,10 @@ def _check_best(config: RecipeConfig) -> None:
         raise ConfigError(
             f"run.keep_best={keep}: the best run.best_metric={metric} is the smallest: use run.best_mode=min"
         )
-    if keep and metric == "val/loss" and config.stage == "sft" and not config.validates_on_responses:
+    if keep and metric == "val/loss" and config.generates and not config.validates_on_responses:
         raise ConfigError(
-            f"run.keep_best={keep}: SFT has run.best_metric={metric} with data.validate_on=responses alone: use it, or "
-            "run.best_metric=val/reward"
+            f"run.keep_best={keep}: there is no run.best_metric={metric} with data.validate_on=prompts: use "
+            "run.best_metric=val/reward, or data.validate_on=responses in SFT and preference_optimization"
         )
     if keep and metric == "val/reward" and config.validates_on_responses:
         raise ConfigError(

@@ -103,6 +103,23 @@ class FollowingMessages:
             self._ends[key] = self._find_end(calls)
         return self._ends[key]
 
+    def takes(self, names: Sequence[str]) -> bool:
+        """Return False if the chat template refuses several calls in a turn.
+
+        Args:
+            names: name of the tool of each call.
+
+        Raises:
+            ConfigError: the chat template refuses a single call.
+        """
+        try:
+            self.end_of(_calls(names))
+        except ConfigError:
+            if len(names) == 1:
+                raise
+            return False
+        return True
+
     def _find_end(self, calls: Sequence[ToolUse]) -> _EndOfTurn:
         results = [
             {"role": "tool", "name": self._texts.hide(c.name), "tool_call_id": c.identity, "content": _NEXT}
@@ -215,7 +232,7 @@ class ToolMessages:
             results: text of each result. Special tokens in results are plain text.
             last_token: last token of the response; a special token is not repeated.
         """
-        if not self._takes(names):
+        if not self._following.takes(names):
             names, results = names[:1], ["\n".join(results)]
         return self._following.tokens(_calls(names), self.messages(names, results), last_token)
 
@@ -225,16 +242,6 @@ class ToolMessages:
             {"role": "tool", "name": call.name, "tool_call_id": call.identity, "content": result}
             for call, result in zip(_calls(names), results, strict=True)
         ]
-
-    def _takes(self, names: Sequence[str]) -> bool:
-        """Return False if the template refuses several calls in a turn."""
-        try:
-            self._following.end_of(_calls(names))
-        except ConfigError:
-            if len(names) == 1:
-                raise
-            return False
-        return True
 
 
 def check_shows_tools(tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any]) -> None:

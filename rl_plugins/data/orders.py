@@ -115,23 +115,23 @@ def load_parts(
     Raises:
         ConfigError: see `load_rows`; or a column of prompts has the name of a column that training adds.
     """
-    if not isinstance(source, Mapping):
-        rows = _load_rows(source, columns, form)
-        return (rows if limit is None or limit >= len(rows) else rows.chosen(_spread(len(rows), limit))), [0]
-    for name, part in source.items():
-        if not isinstance(part, MixturePart):
-            raise ConfigError(
-                f"the training data is a mapping, whose {name!r} is a {type(part).__name__} and no MixturePart: give "
-                "a list of rows, or MixturePart(files=[...]) under each name"
-            )
-    parts = cast(Mapping[str, MixturePart], source).values()
-    rows = _load_rows([path for part in parts for path in part.paths], columns, form)
-    sizes = [len(part.paths) for part in parts]
-    firsts = [rows.origins[sum(sizes[:number])][1] for number in range(len(sizes))]
+    if isinstance(source, Mapping):
+        for name, part in source.items():
+            if not isinstance(part, MixturePart):
+                raise ConfigError(
+                    f"the training data is a mapping, whose {name!r} is a {type(part).__name__} and no MixturePart: "
+                    "give a list of rows, or MixturePart(files=[...]) under each name"
+                )
+        parts = cast(Mapping[str, MixturePart], source).values()
+        rows = _load_rows([path for part in parts for path in part.paths], columns, form)
+        sizes, weights = [len(part.paths) for part in parts], [part.weight for part in parts]
+        firsts = [rows.origins[sum(sizes[:number])][1] for number in range(len(sizes))]
+    else:
+        rows, weights, firsts = _load_rows(source, columns, form), [1.0], [0]
     if limit is None or limit >= len(rows):
         return rows, firsts
-    total = math.fsum(part.weight for part in parts)
-    counts = _apportioned([part.weight / total for part in parts], limit)
+    total = math.fsum(weights)
+    counts = _apportioned([weight / total for weight in weights], limit)
     ends = [*firsts[1:], len(rows)]
     chosen = [first + _spread(end - first, count) for first, end, count in zip(firsts, ends, counts, strict=True)]
     return rows.chosen(np.concatenate(chosen)), np.cumsum([0, *map(len, chosen[:-1])]).tolist()

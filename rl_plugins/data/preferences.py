@@ -25,7 +25,7 @@ from rl_plugins.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ValidateOn = Literal["prompts", "pairs"]
+ValidateOn = Literal["prompts", "responses"]
 
 
 class PairBatch(RowBatch):
@@ -89,7 +89,7 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
         response_key: dotted key of an unpaired response's text.
         label_key: dotted key of an unpaired response's label, true (desirable) or false; None for pairs.
         validate_on: `prompts` serves the prompts of validation rows as `PromptBatch`, and the rows need no responses;
-            `pairs` serves validation rows as `PairBatch`.
+            `responses` serves validation rows like training rows.
         max_response_tokens: longest response, in tokens, end of sequence included.
         options: further options of `StepDataModule`.
     """
@@ -109,12 +109,12 @@ class PreferenceDataModule(StepDataModule[PairBatch | UnpairedBatch]):
         **options: Unpack[StepOptions],
     ) -> None:
         super().__init__(train, validation, **options)
-        if validate_on not in ("prompts", "pairs"):
-            raise ConfigError(f"validate_on={validate_on!r}: choose 'prompts' or 'pairs'")
-        if label_key is not None and (validate_on == "pairs" or margin_key is not None):
-            pair_option = "validate_on=pairs" if validate_on == "pairs" else f"margin_key={margin_key!r}"
+        if validate_on not in ("prompts", "responses"):
+            raise ConfigError(f"validate_on={validate_on!r}: choose 'prompts' or 'responses'")
+        if label_key is not None and margin_key is not None:
             raise ConfigError(
-                f"label_key={label_key!r} is for unpaired data, and {pair_option} is for pairs: leave one of them out"
+                f"label_key={label_key!r} is for unpaired data, and margin_key={margin_key!r} is for pairs: leave one "
+                "of them out"
             )
         self.chosen_key, self.rejected_key, self.margin_key = chosen_key, rejected_key, margin_key
         self.response_key, self.label_key = response_key, label_key

@@ -21,7 +21,7 @@ from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import UNSCORED_COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import TokenizedColumns, TokenizedPrompts
 from rl_plugins.data.reasoning import without_second_think
-from rl_plugins.data.tokenization import TokenizerRefusal, encode_texts
+from rl_plugins.data.tokenization import TokenizerRefusal, encode_texts, with_end
 from rl_plugins.errors import RowError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
                 ids_of_steps = encode_texts(texts, tokenizer)
             except TokenizerRefusal as refusal:
                 raise RowError(rows.location(number), self.steps_key, str(refusal)) from None
-            ids_of_steps[-1] = [*ids_of_steps[-1], tokenizer.eos_token_id]
+            ids_of_steps[-1] = with_end(ids_of_steps[-1], tokenizer)
             response: list[int] = []
             labels_of_tokens: list[float] = []
             for ids, label in zip(ids_of_steps, labels, strict=True):

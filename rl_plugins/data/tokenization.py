@@ -308,12 +308,18 @@ def tokenize_prompts(
 
 
 def tokenize_responses(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> MappedLists:
-    """Return the token ids of each response with the end-of-sequence token."""
+    """Return the token ids of each response with one end-of-sequence token, which the text may have already."""
 
     def tokenize(chunk: list[str]) -> list[list[int]]:
-        return [[*ids, tokenizer.eos_token_id] for ids in encode_texts(chunk, tokenizer)]
+        return [with_end(ids, tokenizer) for ids in encode_texts(chunk, tokenizer)]
 
     return _tokenize_in_chunks(texts, tokenize)
+
+
+def with_end(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of a response with one end-of-sequence token."""
+    end = [tokenizer.eos_token_id]
+    return [*ids] if ids[-1:] == end else [*ids, *end]
 
 
 def _tokenize_in_chunks(items: Iterable[_Item], tokenize: Callable[[list[_Item]], Iterable[list[int]]]) -> MappedLists:

@@ -88,7 +88,7 @@ class AgentEnvironment:
         pass_env: Sequence[str] = (),
         endpoint_host: str = "127.0.0.1",
         max_prompt_tokens: int = 512,
-        max_failure_rate: float = 0.0,
+        max_failure_rate: float = RewardConfig.max_failure_rate,
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
         EnvironmentOptions.check_fields(

@@ -410,10 +410,12 @@ class AgentConversations:
         said = "" if state.events is None else state.events.sent.get(place, "")
         # Another response than the response in the stream comes after the loss of an engine.
         is_in_stream = bool(said) and self._text_so_far(state, call, turn.response).startswith(said)
+        names = [name for name, _ in parsed.calls]
+        one_call = call.one_call or (len(names) > 1 and not self._tools_of(call.tools).following.takes(names))
         calls = [
             # Nine letters or digits, which all templates accept.
             {"id": f"c{number:04d}{nth:04d}", "type": "function", "function": {"name": name, "arguments": arguments}}
-            for nth, (name, arguments) in enumerate(parsed.calls[:1] if call.one_call else parsed.calls)
+            for nth, (name, arguments) in enumerate(parsed.calls[:1] if one_call else parsed.calls)
         ]
         return ChatAnswer(
             # A parser may strip the text before a call, or add the text behind it, and the agent has got `said`.
@@ -439,11 +441,7 @@ class AgentConversations:
         self._endpoint.refuse(received, str(refused), refused.kind)
 
     def _tools_of(self, schemas: Sequence[Message]) -> _Tools:
-        """Return the parser and the tokens of messages for a list of tools.
-
-        Raises:
-            Refused: the chat template shows no tools, or the parser does not fit the tokenizer or its chat template.
-        """
+        """Return the parser and the tokens of messages for a list of tools; raise `Refused` if they do not fit."""
         name = json.dumps(schemas)
         if name not in self._tools:
             try:

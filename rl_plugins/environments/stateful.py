@@ -82,7 +82,7 @@ class StatefulEnvironment:
         pass_env: Sequence[str] = (),
         max_observation_tokens: int = 256,
         max_prompt_tokens: int = 512,
-        max_failure_rate: float = 0.0,
+        max_failure_rate: float = RewardConfig.max_failure_rate,
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
         EnvironmentOptions.check_fields(

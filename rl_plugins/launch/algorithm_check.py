@@ -26,6 +26,7 @@ from rl_plugins.algorithms.inputs import (
     call_with,
     check_inputs,
     required_inputs,
+    takes,
 )
 from rl_plugins.algorithms.preference_losses import PREFERENCE_LOSSES
 from rl_plugins.algorithms.regularization import Coefficient
@@ -323,6 +324,12 @@ def check_loss(config: RecipeConfig) -> None:
     if every and not any(needed.startswith("ref") for needed in required_inputs(function, options)):
         raise ConfigError(
             f"reference.update_every={every}: the loss {name} needs no reference: leave it out, or use another loss"
+        )
+    margins = "margins_B" if of_scores else "margins_N"
+    if data.margin_key is not None and not takes(function, margins):
+        raise ConfigError(
+            f"data.margin_key={data.margin_key}: the loss {name} has no margins: leave data.margin_key out, or train a "
+            "reward model"
         )
     inputs = {input_name: torch.zeros((2, 1) if input_name.endswith("_BT") else 2) for input_name in given}
     inputs |= {"reference_point": torch.zeros(())} if "reference_point" in given else {}

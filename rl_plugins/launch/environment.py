@@ -125,7 +125,7 @@ def recipe_with_conversations(file: Path) -> RecipeConfig:
             f"--recipe {file}: its policy has no conversations: leave --recipe out, and score single responses with "
             "`rl-plugins evaluate`"
         )
-    # The command samples, also with the recipe of a run of SFT that measured given responses.
+    # The command samples, also with the recipe of a run that measured given responses.
     config.data.validate_on = "prompts"
     if repr(REMOVED) in repr(_used(config)):
         raise ConfigError(

@@ -34,7 +34,7 @@ def kinds_of(config: RecipeConfig) -> tuple[str, str]:
     kind = "judged" if config.data.label_key is not None else "preferences"
     if config.loss.name == "process_reward":
         kind = "steps"
-    return kind, "prompts" if config.generates else kind
+    return kind, "prompts" if config.scores else kind
 
 
 @contextmanager

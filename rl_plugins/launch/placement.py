@@ -408,7 +408,7 @@ def engine_threads(config: RecipeConfig, machines: int) -> int:
     placement = config.placement
     if placement.rollout == "split":
         return max(1, int(placement.engine_cpus))
-    if config.schedule.max_staleness:
+    if config.schedule.max_staleness and config.rollout_sleep == "none":
         # The workers train meanwhile.
         return 1
     cores = math.ceil(placement.num_workers / machines) * placement.cpus_per_worker

@@ -10,7 +10,8 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,7 +106,23 @@ def train_on_ray(config: RecipeConfig, folder: RunFolder) -> None:
             check_nodes(config, alive_nodes())
         if os.environ.get("RAY_ADDRESS"):
             fetch_on_machines(config, alive_nodes())
-        _start_roles_and_fit(config, folder, roles, places)
+        with _mlflow_run_ended(config, folder):
+            _start_roles_and_fit(config, folder, roles, places)
+
+
+@contextmanager
+def _mlflow_run_ended(config: RecipeConfig, folder: RunFolder) -> Iterator[None]:
+    """End the MLflow run after an error in the block: workers that Ray kills leave the run RUNNING."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if config.tracking.enabled:
+            from rl_plugins.launch.preflight import tracking_uri
+            from rl_plugins.tracking.sender import end_left_run
+
+            status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            end_left_run(tracking_uri(config), config.tracking.experiment, folder, status)
+        raise
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class TrainingRun:
         }
 
     def generation_options(self) -> GenerationArguments:
-        """Return the arguments of stages that generate responses, at least in validation."""
+        """Return the arguments of stages that can generate responses, at least in validation."""
         validation = self.config.validation
         eval_sampling = replace(
             greedy(self.sampling()),
@@ -174,7 +174,7 @@ class TrainingRun:
         }
 
     def validation_options(self) -> ValidationArguments:
-        """Return the arguments of SFT: of `generation_options`, or none if validation measures given responses."""
+        """Return the arguments of validation: `generation_options`, or none if validation measures given responses."""
         if self.config.scores:
             return {**self.generation_options()}
         return {"scorer": None, "eval_sampling": None, "environment": None, "seed": self.config.run.seed}
@@ -190,7 +190,7 @@ class TrainingRun:
             "loss": self.config.loss.name or "dpo",
             "loss_options": self.config.loss.options,
             "reference": self.config.reference.path,
-            **self.generation_options(),
+            **self.validation_options(),
         }
 
     def sampling(self) -> SamplingConfig:

@@ -178,6 +178,26 @@ def has_adapter(model: nn.Module) -> TypeGuard[PeftModel]:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
+def check_new_adapter(model: PeftModel, on_any_rank: Callable[[bool], bool]) -> None:
+    """Check that an adapter does not change the model yet: a reference would lack the changes. Collective.
+
+    Args:
+        model: model with an adapter, whose reference is the model without the adapter.
+        on_any_rank: function that returns True on all ranks if the argument is True on one.
+
+    Raises:
+        ConfigError: the adapter is trained, or its start changes the model.
+    """
+    # New adapters have zeros in one of two factors; peft swaps the factors of embeddings.
+    used = tuple(f".{part}.{name}" for part in ("lora_B", "lora_embedding_A") for name in model.active_adapters)
+    factors = (p for name, p in model.named_parameters() if name.removesuffix(".weight").endswith(used))
+    if on_any_rank(any(bool(getattr(factor, "ds_tensor", factor).any()) for factor in factors)):
+        raise ConfigError(
+            "the adapter of the model is trained already, and the reference would be the model without the adapter: "
+            "merge the adapter first, or name the reference (reference=FOLDER), also if it is the base model"
+        )
+
+
 @contextmanager
 def adapter_off(model: PeftModel) -> Iterator[None]:
     """Turn the adapter off inside the block. The model is in evaluation mode there, as any frozen model."""

@@ -203,15 +203,19 @@ class Conversations:
 
     def drop(self, tickets: Sequence[int]) -> None:
         """Stop conversations, and remove them."""
+        self._engine.drop(self.forget(tickets))
+
+    def forget(self, tickets: Sequence[int]) -> list[int]:
+        """Remove conversations; return the engine's tickets of their turns, which an engine may still sample."""
         gone = set(tickets)
         dropped = [own for own, turn in self._asked.items() if turn.ticket in gone]
-        self._engine.drop(dropped)
         for own in dropped:
             del self._asked[own]
         keys = [trajectory.key for ticket in gone for trajectory in self._groups.pop(ticket, ())]
         self._environment.forget(keys)
         for key in keys:
             self._answering.pop(key, None)
+        return dropped
 
     def lost_tickets(self, among: Container[int] | None = None) -> list[int]:
         """Return an empty list: only a turn is lost with an engine, and this method submits the turn again."""

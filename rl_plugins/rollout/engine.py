@@ -295,7 +295,7 @@ class RolloutEngine(GroupSampler, Protocol):
         """
 
     def connect(self, rank: int, world_size: int) -> None:
-        """Connect training rank `rank`, and wait until the engine can sample."""
+        """Connect training rank `rank`, and wait until the engine can sample. A second call is for another policy."""
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seeds: list[int] | None) -> Generations:
         """Sample responses to the prompts of this rank. Collective; an empty list is allowed.

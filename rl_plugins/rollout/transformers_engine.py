@@ -139,7 +139,7 @@ class TransformersRollout(SynchronousGroups):
             # Other functions of transformers ignore soft caps.
             model.set_attn_implementation("eager")
         self._model = model.to(self._device).eval()
-        self._window = context_window(self._model.config.to_dict())
+        self._window = context_window(self._model.config.get_text_config().to_dict())
         self._parameters = dict(self._model.named_parameters())
         if self._routes is not None:
             self._routes.install(self._model)

@@ -39,7 +39,7 @@ class GenerationArguments(TypedDict):
 
 
 class ValidationArguments(TypedDict):
-    """Arguments of SFT, which generates responses in validation alone, or nowhere. `SFT` describes the arguments."""
+    """Arguments of stages that generate responses in validation alone, or nowhere. `SFT` describes the arguments."""
 
     scorer: Scorer | None
     eval_sampling: SamplingConfig | None
@@ -47,7 +47,7 @@ class ValidationArguments(TypedDict):
     seed: int
 
 
-class PreferenceArguments(GenerationArguments):
+class PreferenceArguments(ValidationArguments):
     """Arguments of stages with a preference loss. `PreferenceOptimization` describes the arguments."""
 
     loss: str

@@ -58,7 +58,7 @@ class PreferenceExamples:
     @classmethod
     def judged(cls, samples: Experience, labels: Sequence[bool]) -> PreferenceExamples:
         """Return examples of one sample each, good or bad."""
-        count = len(samples)
+        count = len(labels)
         return cls(
             samples,
             torch.arange(count)[:, None],
@@ -130,11 +130,14 @@ class PreferenceExamples:
 
 
 def preference_examples(batch: PairBatch | UnpairedBatch, pad_token_id: int) -> PreferenceExamples:
-    """Return the examples of a batch from the data module."""
+    """Return the examples of a batch from the data module, which may have no rows."""
     samples = batch.samples(pad_token_id)
+    if not len(samples):
+        # A rank without rows keeps one sample, to take part in forward passes.
+        samples = samples.placeholder(pad_token_id)
     if isinstance(batch, UnpairedBatch):
         return PreferenceExamples.judged(samples, batch.labels)
-    return PreferenceExamples.pairs(samples, torch.arange(len(samples)).view(2, -1).T, batch.margins)
+    return PreferenceExamples.pairs(samples, torch.arange(2 * len(batch.margins)).view(2, -1).T, batch.margins)
 
 
 def best_against_worst(experience: Experience, num_samples: int) -> PreferenceExamples:

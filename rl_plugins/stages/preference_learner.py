@@ -81,17 +81,32 @@ class PreferenceLearner:
         metrics = TokenMetrics()
         total = 0.0
         for mini_batch in mini_batches:
-            is_split = self.objective.takes_pairs or mini_batch.members_NK.shape[1] == 1
-            examples = mini_batch if is_split else mini_batch.split()
-            count = float(self.passes.strategy.ranks.sum(torch.tensor(len(examples), dtype=torch.float64)))
+            examples, count = self._examples_of_loss(mini_batch)
             total += count
             if count:
                 examples = self._with_reference(examples)
                 with self.passes.strategy.phase_log.measure("update_policy"):
                     self.optimize(self._losses(examples, count, metrics), POLICY)
-        return {"train/examples": total, **(self._averages(metrics) if total else {})}
+        return {"train/examples": total, **(self.averages(metrics) if total else {})}
 
-    def _averages(self, metrics: TokenMetrics) -> dict[str, float]:
+    @torch.no_grad()
+    def measure(self, mini_batch: PreferenceExamples, metrics: TokenMetrics) -> None:
+        """Add losses and rewards of examples to metrics, without an update. Collective."""
+        examples, count = self._examples_of_loss(mini_batch)
+        if count:
+            examples = self._with_reference(examples)
+            with self.passes.strategy.phase_log.measure("validate"):
+                for _ in self._losses(examples, count, metrics):
+                    pass
+
+    def _examples_of_loss(self, mini_batch: PreferenceExamples) -> tuple[PreferenceExamples, float]:
+        """Return pairs, or judged responses, as the loss takes them, and their number on all ranks. Collective."""
+        is_split = self.objective.takes_pairs or mini_batch.members_NK.shape[1] == 1
+        examples = mini_batch if is_split else mini_batch.split()
+        return examples, float(self.passes.strategy.ranks.sum(torch.tensor(len(examples), dtype=torch.float64)))
+
+    def averages(self, metrics: TokenMetrics) -> dict[str, float]:
+        """Return the metrics averaged over all examples, by their names in training. Collective."""
         ranks = self.passes.strategy.ranks
         averages = metrics.averages(ranks.sum, ranks.max)
         # A step may have only good or only bad responses.

@@ -23,7 +23,7 @@ from rl_plugins.data.prompts import PromptBatch, foreign_batch
 from rl_plugins.errors import ConfigError, DataError
 from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.arguments import StageArguments
-from rl_plugins.stages.metrics import SampleMetrics
+from rl_plugins.stages.metrics import SampleMetrics, TokenMetrics
 from rl_plugins.stages.own_module import check_max_tokens
 from rl_plugins.stages.preference_examples import PreferenceExamples, best_against_worst, preference_examples
 from rl_plugins.stages.preference_learner import PreferenceLearner, PreferenceObjective
@@ -40,7 +40,10 @@ from rl_plugins.strategies.contract import Strategy
 
 
 class PreferenceOptimization(Stage):
-    """DPO and related losses, on pairs or judged responses from data; validation by generation.
+    """DPO and related losses, on pairs or judged responses from data.
+
+    Validation samples responses to prompts, for rewards, or measures the loss on rows like the training rows
+    (`PreferenceDataModule(validate_on="responses")`).
 
     A loss of judged responses (KTO) takes pairs, too: chosen responses are good, rejected responses are bad.
 
@@ -50,8 +53,8 @@ class PreferenceOptimization(Stage):
     Args:
         policy: see `Stage`.
         scorer: scores responses in validation. A reward function, or its configuration, gets `default_scorer`. None
-            without validation.
-        eval_sampling: sampling settings of validation; None without validation.
+            without validation on prompts.
+        eval_sampling: sampling settings of validation; None without validation on prompts.
         loss: name in `PREFERENCE_LOSSES`, or a function like the functions there.
         loss_options: keyword arguments of the loss, such as `beta`.
         reference: name or folder of the reference model, for losses with a reference; the policy's own by default.
@@ -97,13 +100,42 @@ class PreferenceOptimization(Stage):
         if not isinstance(batch, PairBatch | UnpairedBatch):
             raise foreign_batch(batch, "PreferenceDataModule")
         start = time.perf_counter()
-        if isinstance(batch, UnpairedBatch):
-            check_inputs(self.objective.function, self.objective.options, JUDGED_INPUTS, "the data")
-        examples = preference_examples(batch, self.tokenizer.pad_token_id)
+        examples = self._examples(batch)
         metrics = self.learner.update([examples])
         seconds = time.perf_counter() - start
         tokens = float(self.strategy.ranks.sum(examples.samples.sequence_lengths.sum().double()))
         self.end_step({**metrics, "time/step": seconds, "tokens_per_s": tokens / seconds})
+
+    def _examples(self, batch: PairBatch | UnpairedBatch) -> PreferenceExamples:
+        if isinstance(batch, UnpairedBatch):
+            check_inputs(self.objective.function, self.objective.options, JUDGED_INPUTS, "the data")
+        return preference_examples(batch, self.tokenizer.pad_token_id)
+
+    # Validation -------------------------------------------------------------------------------------------------
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        # None without rows with responses.
+        self._validated: TokenMetrics | None = None
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not isinstance(batch, PairBatch | UnpairedBatch):
+            super().validation_step(batch, batch_idx)
+            return
+        self._validated = self._validated or TokenMetrics()
+        # Parameters gathered in inference mode cannot be trained afterwards.
+        with torch.inference_mode(False):
+            self.learner.measure(self._examples(batch), self._validated)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        if self._validated is None:
+            super().on_validation_epoch_end()
+            return
+        averages = self.learner.averages(self._validated)
+        self.track_validation({name.removeprefix("train/"): value for name, value in averages.items()})
 
 
 class OnlinePreferenceOptimization(Stage):

@@ -24,6 +24,7 @@ from rl_plugins.data.process_rewards import ProcessRewardBatch
 from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.loading import options_of
+from rl_plugins.models.lora import has_adapter
 from rl_plugins.models.scalar_head import last_token_scores, load_scalar_head
 from rl_plugins.stages.arguments import StageArguments
 from rl_plugins.stages.metrics import TokenMetrics, mean_over_ranks
@@ -66,6 +67,17 @@ class RewardModeling(Stage):
     def load_model(self, path: str, frozen: str | None = None) -> nn.Module:
         with self.strategy.sharded_init(frozen):
             return load_scalar_head(path, dtype=self.model_dtype, **options_of(frozen, self.loading))
+
+    @override
+    def _trained_model(self) -> nn.Module:
+        model = super()._trained_model()
+        inner = model.get_base_model() if has_adapter(model) else model
+        if type(inner).__name__.endswith("ForSequenceClassification"):
+            raise ConfigError(
+                f"{type(inner).__name__} scores the last token alone: save the model and pass its folder, or use "
+                "AutoModelForTokenClassification with num_labels=1"
+            )
+        return model
 
     # The step ---------------------------------------------------------------------------------------------------
 
@@ -236,5 +248,5 @@ def labelled_examples(batch: object, pad_token_id: int) -> Pairs | Steps:
         return Steps(batch, pad_token_id)
     raise ConfigError(
         f"a reward model learns from pairs or labelled steps, not from a {type(batch).__name__}: serve them with "
-        "PreferenceDataModule(..., validate_on='pairs') or ProcessRewardDataModule"
+        "PreferenceDataModule(..., validate_on='responses') or ProcessRewardDataModule"
     )

@@ -137,6 +137,11 @@ class PromptSampler:
         """Return the sampler of groups: the engine, or conversations over the engine."""
         return engine if self.conversations is None else self.conversations.by(engine)
 
+    def forget(self, tickets: Sequence[int]) -> None:
+        """Remove the conversations of groups whose engine is gone."""
+        if self.conversations is not None:
+            self.conversations.forget(tickets)
+
     def request(self, ticket: int, prompts: PromptBatch, position: int, seed: int) -> GroupRequest:
         """Return the request for a group of responses to one prompt of a batch."""
         prompt, row = prompts.prompt_ids[position], {name: values[position] for name, values in prompts.columns.items()}

@@ -268,8 +268,8 @@ class ScheduledSampler:
         self._max_steps, self._draw = max_steps, draw
         self._strategy = sampler.strategy
         self._queue = GroupQueue(schedule)
-        self.num_batches = 0
-        self._busy_before_s, self._lost_before = 0.0, 0
+        self._strategy.rollout_phases.on_closed.append(lambda: sampler.forget(self._queue.reset()))
+        self.num_batches, self._busy_before_s, self._lost_before = 0, 0.0, 0
 
     def offer(self, prompts: PromptBatch) -> None:
         """Put this rank's prompts of a batch into the queue."""
@@ -452,10 +452,12 @@ class ScheduledSampler:
         """Return this rank's part of the queue with all samples so far; None if no group outlives a step."""
         if not self._schedule.active:
             return None
-        queue, sampler = self._queue, self._sampler.group_sampler(self._strategy.rollout_phases.engine)
-        # The next step finds a lost engine, and samples its groups again.
-        with suppress(EngineLost):
-            queue.finish(sampler.collect((), 0))
+        queue, engine = self._queue, self._strategy.rollout_phases.engine
+        sampler = self._sampler.group_sampler(engine)
+        # Conversations would send turns to a sleeping engine. The next step finds a lost engine, and samples again.
+        if not engine.sleeps or self._sampler.conversations is None:
+            with suppress(EngineLost):
+                queue.finish(sampler.collect((), 0))
         remote = queue.remote()
         fetched = dict(zip(remote, sampler.fetch(list(remote.values())), strict=True))
         queue.finish({ticket: responses for ticket, responses in fetched.items() if responses is not None})
@@ -468,12 +470,9 @@ class ScheduledSampler:
         return self._queue.load(shares, ranks.rank, ranks.world_size, own=own)
 
     def restart_groups(self, num_batches: int) -> None:
-        """Go on after a checkpoint: sample all groups again, because their policy is gone.
+        """Go on after a checkpoint with a number of batches: sample all groups again, because their policy is gone.
 
         The data goes on after undone steps, so the number of batches never falls.
-
-        Args:
-            num_batches: number of batches of prompts in the checkpoint.
         """
         self.num_batches = max(self.num_batches, num_batches)
         if started := self._queue.reset():

@@ -24,7 +24,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.models.dropout import turn_off_dropout
 from rl_plugins.models.export import save_adapter, save_policy
 from rl_plugins.models.loading import LoadingOptions, load_causal_lm, options_of
-from rl_plugins.models.lora import MergedWeightSource, has_adapter, with_adapter
+from rl_plugins.models.lora import MergedWeightSource, check_new_adapter, has_adapter, with_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
@@ -199,6 +199,8 @@ class Stage(LightningModule):
         if self.own_model.path is not None:
             return with_adapter(self.load_model(self.own_model.path), self.own_model.lora)
         model = self.own_model.module(self.trainer, self.strategy.sharded_init)
+        if self._has_reference and self._reference_path is None and has_adapter(model):
+            check_new_adapter(model, self.strategy.ranks.any)
         if self.packing:
             use_packed_attention(model.get_base_model() if has_adapter(model) else model)
         if self.compares_log_probs:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_plugins.errors import ConfigError, StorageError
+from rl_plugins.errors import ConfigError, StorageError, UserError
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.text_file import read_text
 from rl_plugins.tracking.provenance import describe_file
-from rl_plugins.tracking.store import DELETED, find_experiment, open_client, use_store
+from rl_plugins.tracking.store import DELETED, find_experiment, import_mlflow, open_client, use_store
 from rl_plugins.tracking.unsent_metrics import Point, name_in_mlflow
 from rl_plugins.whole_file import write_whole_text
 
@@ -118,6 +118,18 @@ def open_run(uri: str, experiment: str, folder: RunFolder, description: RunDescr
             raise
     _log_params(client, run, description)
     return TrackedRun(client, run.info.run_id, run.info.experiment_id)
+
+
+def is_running(uri: str, folder: RunFolder) -> bool:
+    """Return True if the MLflow run of a folder has not ended; False also if the store does not answer."""
+    import_mlflow()
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        return bool(_existing_run(open_client(uri), folder.tracking_run).info.status == "RUNNING")
+    except (MlflowException, SQLAlchemyError, OSError, UserError):
+        return False
 
 
 def _existing_run(client: MlflowClient, id_file: Path) -> Run:

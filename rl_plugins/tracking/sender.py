@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from rl_plugins.errors import CheckpointError, ConfigError, StorageError, UserError
 from rl_plugins.redaction import redacted, without_password
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.tracking.run import RunDescription, TrackedRun, open_run, record_files
+from rl_plugins.tracking.run import RunDescription, TrackedRun, is_running, open_run, record_files
 from rl_plugins.tracking.store import import_mlflow
 from rl_plugins.tracking.unsent_metrics import UnsentMetrics
 
@@ -28,6 +28,8 @@ _RETRY_S = 5.0
 _MOST_TRIES = 3
 """Number of tries in a row before a failed call goes behind the other calls."""
 _METRICS_INTERVAL_S = 5.0
+_LEFT_RUN_S = 10.0
+_NOT_ALLOWED = (401, 403)
 _LONGEST_QUEUE = 10_000
 """Number of calls that wait at most. Calls hold texts and tables in memory."""
 
@@ -139,53 +141,73 @@ class RunSender:
 
     def _make_calls(self) -> None:
         import_mlflow()
+        calls, left = self._queue, list[Call]()
+        run: TrackedRun | None = None
+        while (call := calls.get()) is not None:
+            tries = 0
+            while True:
+                done, run = self._try(call, run)
+                if done:
+                    break
+                takes_run = run is not None
+                # The store may have recorded a part of the call. `open_run` reads the state of the store again.
+                run = None
+                # The store takes the run, and perhaps other calls: a server may have no store of artifacts.
+                tries += takes_run
+                if self._finishing.is_set():
+                    left.append(call)
+                    if takes_run:
+                        break
+                    _put_all(calls, left)
+                    return
+                if tries == _MOST_TRIES:
+                    calls.put(call)
+                    break
+                self._finishing.wait(_RETRY_S)
+        if left:
+            _put_all(calls, [*left, None])
+
+    def _try(self, call: Call, run: TrackedRun | None) -> tuple[bool, TrackedRun | None]:
+        """Make a call once.
+
+        Args:
+            call: call to make.
+            run: open run, or None to open the run first.
+
+        Returns:
+            False if the call must be made again, and the run; None if the store does not take the run.
+        """
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
 
         outages = (MlflowException, SQLAlchemyError, OSError, NotImplementedError, UserError)
-        run: TrackedRun | None = None
-        calls, left = self._queue, list[Call]()
-        while (call := calls.get()) is not None:
-            tries = 0
-            while True:
-                is_open = run is not None
-                try:
-                    if run is None:
-                        run = open_run(self._uri, self._experiment, self._folder, self._description)
-                        self._unsent_metrics.reset(run.last_steps())
-                        is_open = True
-                    call(run)
-                    break
-                except Exception as error:
-                    # Flavours of MLflow run code of other libraries on the policy.
-                    is_foreign = not isinstance(error, outages)
-                    if is_open and (is_foreign or _is_refused(error)):
-                        self._num_dropped += is_foreign
-                        self._log("MLflow at %s: something could not be recorded: %s", error)
-                        break
-                    # The store may have recorded a part of the call. `open_run` reads the state of the store again.
-                    run = None
-                    self.failures += 1
-                    self._log_reason(error)
-                    # The store takes the run, and perhaps other calls: a server may have no store of artifacts.
-                    tries += is_open
-                    if self._finishing.is_set():
-                        left.append(call)
-                        if is_open:
-                            break
-                        _put_all(calls, left)
-                        return
-                    if tries == _MOST_TRIES:
-                        calls.put(call)
-                        break
-                    self._finishing.wait(_RETRY_S)
-        if left:
-            _put_all(calls, [*left, None])
+        try:
+            if run is None:
+                opened = open_run(self._uri, self._experiment, self._folder, self._description)
+                self._unsent_metrics.reset(opened.last_steps())
+                run = opened
+            call(run)
+            return True, run
+        except Exception as error:
+            # Flavours of MLflow run code of other libraries on the policy.
+            is_foreign = not isinstance(error, outages)
+            if run is not None and (is_foreign or _is_refused(error)):
+                self._num_dropped += is_foreign
+                self._log("MLflow at %s: something could not be recorded: %s", error)
+                return True, run
+            self.failures += 1
+            self._log_reason(error)
+            return False, run
 
     def _log_reason(self, error: Exception) -> None:
         """Log why the sender waits, once for each reason."""
         refused = "does not take the run, metrics wait until it does"
         reason = refused if _is_refused(error) else "is away, metrics wait for it"
+        if _status_of(error) in _NOT_ALLOWED:
+            reason = (
+                "refuses this user, metrics wait (set MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD)"
+            )
         if isinstance(error, StorageError):
             reason = "gets metrics when the run's folder can be written"
         if reason not in self._logged_reasons:
@@ -197,6 +219,23 @@ class RunSender:
         logger.error(line, without_password(self._uri), redacted(str(error)))
 
 
+def end_left_run(uri: str, experiment: str, folder: RunFolder, status: str) -> None:
+    """Send the last metrics of killed workers, and end their MLflow run, which would stay RUNNING.
+
+    Do nothing if the run has ended, or if the store does not answer.
+
+    Args:
+        uri: address of the MLflow store.
+        experiment: name of the experiment.
+        folder: folder of the run.
+        status: MLflow's name of the status, such as `KILLED`.
+    """
+    if folder.tracking_run.is_file() and is_running(uri, folder):
+        sender = RunSender(uri, experiment, folder, RunDescription())
+        sender.send_metrics()
+        sender.finish(status, _LEFT_RUN_S)
+
+
 def _put_all(calls: queue.Queue[Call | None], entries: Sequence[Call | None]) -> None:
     for entry in entries:
         calls.put(entry)
@@ -204,15 +243,20 @@ def _put_all(calls: queue.Queue[Call | None], entries: Sequence[Call | None]) ->
 
 def _is_refused(error: Exception) -> bool:
     """Return True if a second try would fail as well: the store refuses the call, or a local file is bad or missing."""
+    if isinstance(error, FileNotFoundError | PermissionError | NotImplementedError | ConfigError | CheckpointError):
+        return True
+    # The rights of a user may change during a run.
+    return 400 <= _status_of(error) < 500 and _status_of(error) not in (*_NOT_ALLOWED, 408, 429)
+
+
+def _status_of(error: Exception) -> int:
+    """Return the HTTP status of an error; 500 for an error of another kind."""
     from mlflow.exceptions import MlflowException
     from requests import HTTPError
 
-    if isinstance(error, FileNotFoundError | PermissionError | NotImplementedError | ConfigError | CheckpointError):
-        return True
-    status = 500
     if isinstance(error, MlflowException):
-        status = error.get_http_status_code()
+        return int(error.get_http_status_code())
     # Artifact stores raise errors of requests.
-    elif isinstance(error, HTTPError) and error.response is not None:
-        status = error.response.status_code
-    return 400 <= status < 500 and status not in (401, 403, 408, 429)
+    if isinstance(error, HTTPError) and error.response is not None:
+        return error.response.status_code
+    return 500

@@ -18,6 +18,7 @@ COLOCATED = {
     "zero1": ["strategy.zero_stage=1"],
     "fsdp": ["strategy.name=fsdp"],
     "ahead": ["schedule.max_staleness=1"],
+    "partial": ["schedule.max_staleness=1", "schedule.ahead=0.25", "rollout.sleep=all"],
 }
 GPUS = torch.cuda.device_count()
 # Name to options, and the number of engines.

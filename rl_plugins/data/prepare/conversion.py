@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pyarrow as pa
 
@@ -128,8 +128,10 @@ class Conversion:
     @property
     def recipe(self) -> tuple[str, Mapping[str, str]]:
         """Module of the recipe for the file, and the options that name the columns."""
-        module, options = _RECIPES[self.names.kind]
-        return module, {**options, **({"data.margin_key": "margin"} if self.names.margin else {})}
+        if self.names.margin:
+            # No loss of preferences has margins.
+            return "reward_modeling", {"data.margin_key": "margin"}
+        return _RECIPES[self.names.kind]
 
     @cached_property
     def _keys(self) -> DataConfig:
@@ -153,14 +155,17 @@ class Conversion:
             for name in ("ground_truth", *_TYPES)
             if (key := getattr(self.names, name)) is not None
         }
+        prompt = find(record, self.names.prompt, "--prompt", location)
         for name in ("response", "chosen", "rejected"):
             if name in found:
                 field = f"{_option_of(name)}={getattr(self.names, name)!r}"
-                found[name] = _response(found[name], field, location)
+                messages = found[name]
+                found[name] = _response(messages, field, location)
+                _check_asked(messages, prompt, field, location)
         kind = self.names.kind
         truth = found.pop("ground_truth", without_reasoning(found["response"]) if kind == "sft" else "")
         row = {
-            "prompt": self._messages(find(record, self.names.prompt, "--prompt", location), location),
+            "prompt": self._messages(prompt, location),
             "data_source": self.data_source,
             "ability": self.ability,
             "reward_model": {"style": "rule", "ground_truth": None if truth is None else _text(truth)},
@@ -181,10 +186,9 @@ class Conversion:
     def _messages(self, prompt: object, location: str) -> object:
         if isinstance(prompt, str):
             return [{"role": "user", "content": f"{prompt} {self.instruction}".strip()}]
-        if not isinstance(prompt, list) or not all(isinstance(message, Mapping) for message in prompt):
+        if not _are_messages(prompt):
             return prompt
-        # The policy is to give the response at the end.
-        asked = prompt[:-1] if prompt and prompt[-1].get("role") == "assistant" else prompt
+        asked = _asked(prompt)
         field = f"--prompt={self.names.prompt!r}"
         # Templates leave the reasoning of earlier turns out, too.
         messages = [{"role": message.get("role"), "content": _text_of(message, field, location)} for message in asked]
@@ -224,6 +228,31 @@ def _uniform_hash(prompt: object) -> float:
     return int.from_bytes(digest) / 2**64
 
 
+def _asked(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages before the response of the policy, if this is the last message."""
+    return messages[:-1] if messages[-1].get("role") == "assistant" else messages
+
+
+def _check_asked(value: object, prompt: object, field: str, location: str) -> None:
+    """Check that the messages before a response are as many as those of the prompt: the row keeps the prompt alone.
+
+    Raises:
+        RowError: their numbers differ, and the response has messages before it.
+    """
+    if not _are_messages(value) or not (isinstance(prompt, str) or _are_messages(prompt)):
+        return
+    before, asked = len(value) - 1, 1 if isinstance(prompt, str) else len(_asked(prompt))
+    if before not in (0, asked):
+        reason = (
+            f"{before} messages are before the response, and --prompt has {asked}: name this field in --prompt, too"
+        )
+        raise RowError(location, field, reason)
+
+
+def _are_messages(value: object) -> TypeGuard[list[Mapping[str, Any]]]:
+    return isinstance(value, list) and bool(value) and all(isinstance(message, Mapping) for message in value)
+
+
 def _response(value: object, field: str, location: str) -> object:
     """Return the text of the last message, which is the policy's; a value without messages is returned unchanged.
 
@@ -232,7 +261,7 @@ def _response(value: object, field: str, location: str) -> object:
     Raises:
         RowError: the last message has another role, or is more or other than a text.
     """
-    if not isinstance(value, list) or not value or not isinstance(value[-1], Mapping):
+    if not _are_messages(value):
         return value
     role = value[-1].get("role")
     if role != "assistant":

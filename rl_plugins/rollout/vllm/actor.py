@@ -405,8 +405,7 @@ class VLLMActor:
     async def sleep(self) -> MemoryChange:
         """Free the KV cache, and with `sleep="all"` the weights; return the measured change.
 
-        Requests can be unfinished after the loss of another engine. After the next weight update the requests keep
-        their tokens and continue.
+        Unfinished requests keep their tokens, and continue after `wake_up` or the next weight update.
 
         Raises:
             RuntimeError: the KV cache is in use.
@@ -435,7 +434,7 @@ class VLLMActor:
         return MemoryChange.total(changes)
 
     async def wake_up(self, tags: list[str] | None) -> None:
-        """Allocate the memory again on CUDA, and continue unfinished requests with all memory and new weights.
+        """Allocate the memory again on CUDA, and continue unfinished requests with all memory and current weights.
 
         On CPU, writes allocate the memory.
 
@@ -443,9 +442,8 @@ class VLLMActor:
             ConfigError: the memory does not fit beside the memory of the trainers. The message has both numbers.
         """
         self._check_session()
-        if self._config.device == "cpu":
-            return
-        for needed, free in self._llm.collective_rpc("memory_to_wake", args=(tags,)):
+        is_on_gpu = self._config.device == "cuda"
+        for needed, free in self._llm.collective_rpc("memory_to_wake", args=(tags,)) if is_on_gpu else ():
             if needed > free:
                 raise ConfigError(
                     f"{self._config.memory_option}: the rollout engine needs {needed / _GIB:.1f} GiB for "
@@ -454,7 +452,8 @@ class VLLMActor:
                     "tensor_parallel_size (in a recipe: strategy.offload.policy=while_sampling, "
                     "rollout.tensor_parallel_size)"
                 )
-        self._llm.wake_up(tags)
+        if is_on_gpu:
+            self._llm.wake_up(tags)
         if self._unusable is None:
             await self._loop.go_on()
 

@@ -123,14 +123,19 @@ class VLLMRollout:
         Other engines start without waiting.
 
         Raises:
-            ConfigError: the engines cannot have the GPUs of the ranks.
+            ConfigError: the engines cannot have the GPUs of the ranks, or every rank has engines of its own.
             DeadlineExceeded: an engine did not start before the deadline.
         """
         if self.config.shares_gpus:
             self._fleet.start_on_gpus_of(ranks)
             self._disconnect()
-        else:
-            self._fleet.start()
+            return
+        if len(set(ranks.gather(self.name))) > 1:
+            raise ConfigError(
+                "every rank has rollout engines of its own: use RayZeroStrategy or RayFSDPStrategy, or name engines "
+                "(VLLMRollout(name=...)) and let all ranks join one Ray cluster (RAY_ADDRESS)"
+            )
+        self._fleet.start()
 
     def check_policy(self, weight_source: Callable[[], WeightSource]) -> None:
         """Check the adapter of the policy, if updates send the adapter alone.
@@ -147,6 +152,8 @@ class VLLMRollout:
         Raises:
             DeadlineExceeded: an engine did not start before the deadline.
         """
+        # The sender of an earlier training sends the weights of that policy.
+        self._disconnect()
         self._fleet.start()
         self._fleet.rank, self._fleet.world_size = rank, world_size
         self._sampling = FleetSampling(self._fleet)
@@ -213,7 +220,7 @@ class VLLMRollout:
                 self._send = self._make_sender(self._in_checkpoint(source))
             self._send(version)
         except ReceiverLost as error:
-            raise self._fleet.mark_lost(self._fleet.living[error.position], silent=error.silent) from error
+            raise self._fleet.mark_lost(self._fleet.living[error.position], silent=error.silent, cause=error) from error
 
     def check_weights(self, source: WeightSource) -> None:
         """Compare the engines' memory with the source. Only with shared memory on CPU. Collective."""
@@ -327,8 +334,9 @@ class VLLMRollout:
         return MemoryChange.total(changes) if changes else None
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory again on CUDA. On CPU, writes allocate the memory."""
-        if self.config.sleeps and self.config.device == "cuda":
+        """Allocate the memory again on CUDA, and continue unfinished groups. On CPU, writes allocate the memory."""
+        continues = tags is None or "kv_cache" in tags
+        if self.config.sleeps and (continues or self.config.device == "cuda"):
             self._fleet.each("wake_up", None if tags is None else list(tags))
 
     def close(self) -> None:
@@ -355,7 +363,7 @@ class CudaWeightClient:
                 self._engine, method, *arguments, timeout_s=timeout_s, phase=phase, must_answer=must_answer
             )()
         except DeadlineExceeded as late:
-            raise self._fleet.mark_lost(self._engine, silent=True) from late
+            raise self._fleet.mark_lost(self._engine, silent=True, cause=late) from late
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Open the transport."""

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
-from rl_plugins.config.rollout import ADAPTER_RANKS, EngineOptions, default_max_num_seqs
+from rl_plugins.config.rollout import (
+    ADAPTER_RANKS,
+    EngineOptions,
+    check_cpu_engine,
+    check_engine_updates,
+    default_max_num_seqs,
+)
 from rl_plugins.config.settings import ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, SECONDS, one_of
 from rl_plugins.errors import ConfigError
+from rl_plugins.model_json import read_model_config
 
 CPU_ENVIRONMENT = {
     # One process, because imports of vLLM in three helper processes take longer than the start.
@@ -120,6 +128,21 @@ class VLLMConfig(EngineOptions):
     def shares_gpus(self) -> bool:
         """True if the engines share the GPUs of the training ranks."""
         return self.backend == "ipc"
+
+    def check_model(self) -> None:
+        """Check the files of the model for a fault in sampling by vLLM, or in updates of the weights.
+
+        Raises:
+            ConfigError: see `check_cpu_engine` and `check_engine_updates`; or config.json is damaged.
+        """
+        file = Path(self.model) / "config.json"
+        if not file.is_file():
+            return
+        model, is_on_cpu = read_model_config(file), self.device == "cpu"
+        if is_on_cpu:
+            check_cpu_engine(self.model, model)
+        if not self.lora_rank:
+            check_engine_updates(self.model, model, is_on_cpu=is_on_cpu)
 
     @property
     def sleeps(self) -> bool:

@@ -12,12 +12,10 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from rl_plugins.config.rollout import ENGINE_GRACE_S, check_cpu_engine, check_engine_updates
+from rl_plugins.config.rollout import ENGINE_GRACE_S
 from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost, user_errors_of_tasks
-from rl_plugins.model_json import read_model_config
 from rl_plugins.ranks import Ranks, barrier, broadcast, gather
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.rollout.vllm.gpu_binding import engine_places, gpu_of_this_rank, lacking_room
@@ -46,6 +44,10 @@ def split_prompts(rank: int, ranks: int, engines: int, count: int) -> dict[int, 
         engine = (2 * (rank * count + prompt) + 1) * engines // (2 * count * ranks)
         parts[engine] = range(parts[engine].start if parts[engine] else prompt, prompt + 1)
     return parts
+
+
+def _do_nothing(engine: int) -> None:
+    pass
 
 
 class Deadline:
@@ -88,7 +90,7 @@ class Fleet:
         self._labels = {engine: f"{name}-{engine}" for engine in self.living}
         self.returning: dict[int, Any] = {}
         self._started = False
-        self.on_lost: Callable[[int], None] | None = None
+        self.on_lost: Callable[[int], None] = _do_nothing
         # Engines lost by this rank since the last collective call; True for an engine without an answer.
         self._lost: dict[int, bool] = {}
         # Engines that have sampled since their start: for this rank, and until the last weight update for any rank.
@@ -96,7 +98,7 @@ class Fleet:
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the handles: a copy in another process finds the actors by name."""
-        return {**self.__dict__, "actors": {}, "on_lost": None}
+        return {**self.__dict__, "actors": {}, "on_lost": _do_nothing}
 
     def start(self, places: Sequence[Mapping[str, Any]] = ()) -> None:
         """Start the actors, or find running actors of the same name, without waiting.
@@ -109,19 +111,9 @@ class Fleet:
                 damaged.
         """
         if not self.actors:
-            self._check_model()
+            self.config.check_model()
             anywhere = {"num_cpus": 0, "num_gpus": self._num_gpus}
             self._start_actors(self.living, places or [anywhere] * len(self.living))
-
-    def _check_model(self) -> None:
-        file = Path(self.config.model) / "config.json"
-        if not file.is_file():
-            return
-        model, is_on_cpu = read_model_config(file), self.config.device == "cpu"
-        if is_on_cpu:
-            check_cpu_engine(self.config.model, model)
-        if not self.config.lora_rank:
-            check_engine_updates(self.config.model, model, is_on_cpu=is_on_cpu)
 
     def start_on_gpus_of(self, ranks: Ranks) -> None:
         """Start an engine on the GPUs of every `tensor_parallel_size` ranks, or only the lost engines. Collective.
@@ -136,7 +128,7 @@ class Fleet:
             DeadlineExceeded: an engine did not start before the deadline.
         """
         self.rank, self.world_size = ranks.rank, ranks.world_size
-        self._check_model()
+        self.config.check_model()
         size = self.config.tensor_parallel_size
         needs_room = self.rank // size not in self.living
         gpus = ranks.gather(gpu_of_this_rank(self.config if needs_room else None))
@@ -315,7 +307,7 @@ class Fleet:
 
         while True:
             left = deadline.left_s
-            turn = min(left, *map(self._stall_timeout_s, waiting.values())) if must_answer else left
+            turn = min(left, *map(self.stall_timeout_s, waiting.values())) if must_answer else left
             ready, _ = ray.wait(list(waiting), timeout=max(0.0, turn))
             if ready:
                 return ready[0]
@@ -326,10 +318,20 @@ class Fleet:
                     f"in phase {phase!r}"
                 )
             for engine in engines if must_answer else ():
-                try:
-                    self.result(engine, self.actors[engine].progress.remote(), self._stall_timeout_s(engine))
-                except ray.exceptions.GetTimeoutError:
-                    raise self.mark_lost(engine, silent=True) from None
+                self.check_answers(engine)
+
+    def check_answers(self, engine: int) -> None:
+        """Wait for an answer of an engine.
+
+        Raises:
+            EngineLost: the engine did not answer within `stall_timeout_s`, or its process has ended.
+        """
+        import ray
+
+        try:
+            self.result(engine, self.actors[engine].progress.remote(), self.stall_timeout_s(engine))
+        except ray.exceptions.GetTimeoutError:
+            raise self.mark_lost(engine, silent=True) from None
 
     def result(self, engine: int, reference: Any, timeout_s: float | None = None) -> Any:
         """Return the result of a call.
@@ -346,7 +348,7 @@ class Fleet:
                 return ray.get(reference, timeout=timeout_s)
         # A restarted process raises EngineLost if the rank has not noticed the restart.
         except (ray.exceptions.RayActorError, EngineLost) as error:
-            raise self.mark_lost(engine, silent=False) from error
+            raise self.mark_lost(engine, silent=False, cause=error) from error
 
     def note_samples(self, engine: int) -> None:
         """Note that an engine has finished samples for this rank, so its kernels are compiled."""
@@ -356,7 +358,8 @@ class Fleet:
         """Tell all ranks which engines have sampled: a rank also calls the engines of other ranks. Collective."""
         self._warm = set().union(*gather(self._warm))
 
-    def _stall_timeout_s(self, engine: int) -> float:
+    def stall_timeout_s(self, engine: int) -> float:
+        """Return the longest time without an answer of an engine, in seconds."""
         return self.config.stall_timeout_s if engine in self._warm else self.config.first_stall_timeout_s
 
     def sampling_deadline(self) -> Deadline:
@@ -365,11 +368,15 @@ class Fleet:
 
     # Lost engines -----------------------------------------------------------------------------------------------
 
-    def mark_lost(self, engine: int, *, silent: bool) -> EngineLost:
-        """Record the loss of an engine on this rank; return the error to raise."""
+    def mark_lost(self, engine: int, *, silent: bool, cause: Exception | None = None) -> EngineLost:
+        """Record and log the loss of an engine on this rank, with its cause; return the error to raise."""
+        if engine not in self._lost:
+            reason = next(iter(str(cause or "").splitlines()), "its process has ended")
+            if silent and cause is None:
+                reason = f"no answer for {self.stall_timeout_s(engine):g} s"
+            logger.warning("rank %d has lost vLLM engine %s: %s", self.rank, self.label(engine), reason)
         self._lost[engine] = silent
-        if self.on_lost is not None:
-            self.on_lost(engine)
+        self.on_lost(engine)
         return EngineLost(f"rank {self.rank} has lost vLLM engine {self.label(engine)!r}")
 
     def check_lost(self) -> None:
@@ -407,7 +414,7 @@ class Fleet:
         for lost_by_rank in gather(self._lost):
             lost |= {engine: silent or lost.get(engine, False) for engine, silent in lost_by_rank.items()}
         for engine, silent in sorted(lost.items()):
-            self.mark_lost(engine, silent=silent)
+            self.on_lost(engine)
             self.living.remove(engine)
             self._warm.discard(engine)
             # Ray also gives up engines that still live, which would keep the memory of the GPUs of their successors.

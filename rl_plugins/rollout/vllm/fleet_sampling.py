@@ -6,6 +6,7 @@ fetches the group.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Container, Sequence
 from contextlib import suppress
@@ -37,6 +38,8 @@ class FleetSampling:
         self._submitted: dict[Any, int] = {}
         self._polls: dict[Any, int] = {}
         self._reports: dict[Any, int] = {}
+        # Time of the last answer of each engine, or of the last check.
+        self._heard: dict[int, float] = {}
         self._finished: dict[int, RemoteSamples] = {}
         self._lost_tickets: list[int] = []
         self.busy_s = 0.0
@@ -195,6 +198,7 @@ class FleetSampling:
                 collect = self._fleet.actors[engine].collect
                 reference = collect.remote(self._fleet.rank, tickets, 0 if required else least)
                 self._polls[reference] = engine
+                self._heard[engine] = time.monotonic()
 
     def _take_finished(self, deadline: Deadline) -> None:
         """Take the groups that are finished now, without waiting for others."""
@@ -209,13 +213,23 @@ class FleetSampling:
             for engine in set(self._engine_of.values()) - set(self._polls.values())
         }
         self._polls |= now
+        self._heard |= dict.fromkeys(now.values(), time.monotonic())
         while left := {reference: engine for reference, engine in now.items() if reference in self._polls}:
             self._take(self._fleet.first(left, "collect", deadline))
+        self._check_silent()
+
+    def _check_silent(self) -> None:
+        """Check the engines whose `collect` calls have not returned for long: nobody waits for these calls."""
+        for engine in list(self._polls.values()):
+            if time.monotonic() - self._heard[engine] > self._fleet.stall_timeout_s(engine):
+                self._fleet.check_answers(engine)
+                self._heard[engine] = time.monotonic()
 
     def _take(self, reference: Any) -> None:
         """Take the groups of a `collect` call that has returned."""
         engine = self._polls.pop(reference)
         lengths, busy_s = self._fleet.result(engine, reference)
+        self._heard[engine] = time.monotonic()
         self._count_busy(engine, busy_s)
         if lengths:
             self._fleet.note_samples(engine)

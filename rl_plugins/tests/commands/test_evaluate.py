@@ -161,11 +161,13 @@ def test_evaluate_ends_sampling_at_a_signal(tmp_path, monkeypatch, capsys):
     command = ["evaluate", "policy", "--data", str(tmp_path / "data/test.parquet"), "--output", str(tmp_path / "out")]
     before = signal.signal(signal.SIGTERM, ended)
     try:
-        assert main([*command, "--workers", "0", "--reward", "exact_match"]) == 130
+        with pytest.raises(SystemExit) as end:
+            main([*command, "--workers", "0", "--reward", "exact_match"])
+        assert end.value.code == 143
         assert signal.getsignal(signal.SIGTERM) is ended
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted by SIGTERM"
 
 
 def test_evaluate_samples_two_policies_with_equal_ends_of_their_paths_into_two_files():

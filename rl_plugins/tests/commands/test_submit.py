@@ -94,6 +94,14 @@ def test_submit_names_files_with_secrets_that_are_left_out(tmp_path, capsys):
     assert shown.out.startswith("0.0 MiB train.py\n1 files of")
 
 
+def test_submit_names_variables_with_secrets_that_are_left_out(tmp_path, monkeypatch, capsys):
+    (tmp_path / "reward.py").write_text("")
+    for name in ("MLFLOW_TRACKING_TOKEN", "HF_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    assert submit.run(parse("--dry-run", "--folder", str(tmp_path), "--env", "HF_TOKEN", "--", "grpo")) == 0
+    assert "not sent, as secrets: MLFLOW_TRACKING_TOKEN (--env NAME sends one)\n" in capsys.readouterr().err
+
+
 def test_job_server_is_the_option_or_the_environment_or_this_machine(monkeypatch):
     assert submit.job_server(None) == "http://127.0.0.1:8265"
     monkeypatch.setenv("RAY_ADDRESS", "http://head:8265/")

@@ -76,6 +76,19 @@ def test_prepare_jsonl_splits_a_conversation_into_prompt_and_response(tmp_path):
     assert row["prompt"] == [USER, first] and row["response"] == "4"
 
 
+@for_each("options", [["--response", "m"], ["--chosen", "m", "--rejected", "r"]])
+def test_prepare_jsonl_refuses_a_response_after_more_messages_than_the_prompt(tmp_path, capsys, options):
+    for messages in ([USER, ASSISTANT, USER, ASSISTANT], [SYSTEM, USER, ASSISTANT]):
+        path = write_lines(tmp_path / "raw.jsonl", {"p": "2+2?", "m": messages, "r": "5"})
+        command = ["jsonl", "--train", path, "--output", str(tmp_path / "out"), "--data-source", "mine"]
+        assert main([*command, "--prompt", "p", *options]) == 2
+        said = capsys.readouterr().err
+        assert (
+            f"='m': {len(messages) - 1} messages are before the response, and --prompt has 1: name this field" in said
+        )
+        assert main([*command, "--prompt", "m", *options]) == 0
+
+
 @for_each("field", ["reasoning_content", "reasoning", "thinking"])
 def test_prepare_jsonl_keeps_the_reasoning_of_a_response(tmp_path, field):
     thought = {**ASSISTANT, field: "2 and 2\nare 4.\n"}
@@ -111,7 +124,7 @@ def test_prepare_jsonl_converts_pairs_judged_responses_and_steps(tmp_path, token
     path = str(tmp_path / "out" / "train.parquet")
     record = {"p": "2+2?", "good": [USER, ASSISTANT], "bad": "5", "by": 2}
     convert(tmp_path, [record], "--prompt", "p", "--chosen", "good", "--rejected", "bad", "--margin", "by")
-    assert "recipes.preference_optimization model.path=MODEL data.margin_key=margin" in capsys.readouterr().out
+    assert "recipes.reward_modeling model.path=MODEL data.margin_key=margin" in capsys.readouterr().out
     pairs = PreferenceDataModule(path, margin_key="margin", **options)
     convert(tmp_path, [{"p": "2+2?", "r": "4", "ok": True}], "--prompt", "p", "--response", "r", "--label", "ok")
     assert "loss.name=kto data.response_key=response data.label_key=label" in capsys.readouterr().out

@@ -107,10 +107,10 @@ def test_preference_data_module_validates_on_prompts_or_pairs(row, pair_row, tok
     # Prompts for sampling need no responses.
     batch = validation_batch([row(0), row(1)], tokenizer)
     assert isinstance(batch, PromptBatch) and batch.rows == [0, 1]
-    batch = validation_batch([pair_row(0), pair_row(1)], tokenizer, validate_on="pairs")
+    batch = validation_batch([pair_row(0), pair_row(1)], tokenizer, validate_on="responses")
     assert isinstance(batch, PairBatch) and batch.rows == [0, 1]
     with pytest.raises(ConfigError, match="list, row 0, chosen_key='chosen': leads nowhere"):
-        validation_batch([row(0)], tokenizer, validate_on="pairs")
+        validation_batch([row(0)], tokenizer, validate_on="responses")
 
 
 def test_preference_fingerprint_changes_with_texts_margins_labels_and_order(pair_row, judged_row, tokenizer):
@@ -177,8 +177,8 @@ def test_preference_data_module_refuses_contradicting_options(tokenizer):
     unknown: Any = "both"
     with pytest.raises(ConfigError, match="validate_on='both': choose"):
         PreferenceDataModule(None, validate_on=unknown, **options)
-    with pytest.raises(ConfigError, match="label_key='good' is for unpaired data, and validate_on=pairs"):
-        PreferenceDataModule(None, validate_on="pairs", label_key="good", **options)
+    with pytest.raises(ConfigError, match="label_key='good' is for unpaired data, and margin_key='m' is for pairs"):
+        PreferenceDataModule(None, margin_key="m", label_key="good", **options)
     with pytest.raises(ConfigError, match=r"label_key='good' is .* margin_key='margin' is for pairs"):
         PreferenceDataModule(None, margin_key="margin", label_key="good", **options)
 
@@ -194,7 +194,7 @@ def test_preference_data_module_needs_reward_model_only_for_prompts(pair_row, wr
     rows = [{name: value for name, value in pair_row(number).items() if name != "reward_model"} for number in range(2)]
     path = str(write_rows(rows))
     assert len(train_batches(path, tokenizer)) == 2
-    pairs = PreferenceDataModule(path, path, tokenizer=tokenizer, prompts_per_step=1, validate_on="pairs")
+    pairs = PreferenceDataModule(path, path, tokenizer=tokenizer, prompts_per_step=1, validate_on="responses")
     pairs.setup("fit")
     answered = PreferenceDataModule(path, path, tokenizer=tokenizer, prompts_per_step=1)
     with pytest.raises(ConfigError, match="column 'reward_model' is missing"):
@@ -210,5 +210,5 @@ def test_preference_data_module_serves_the_images_of_pairs_and_of_judged_respons
         samples = batch.samples(pad_token_id=0)
         repeats = len(samples) // 2
         assert repeats == (1 if options else 2) and samples.columns[IMAGE_INPUTS] == repeats * batch.image_inputs
-    batch = validation_batch(rows, processor("llava"), validate_on="pairs")
+    batch = validation_batch(rows, processor("llava"), validate_on="responses")
     assert [inputs is not None for inputs in batch.image_inputs] == [True, False]

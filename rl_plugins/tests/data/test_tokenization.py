@@ -24,6 +24,7 @@ from rl_plugins.data.tokenization import (
     encode_prompts,
     encode_texts,
     load_tokenizer,
+    tokenize_responses,
 )
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
@@ -216,6 +217,13 @@ def test_row_with_a_character_outside_the_vocabulary_is_named() -> None:
     data = SFTDataModule(answered, tokenizer=tokenizer, prompts_per_step=1, response_key="response")
     with pytest.raises(RowError, match=r"row 1, response: .* cannot encode the text"):
         data.setup("fit")
+
+
+def test_tokenize_responses_ends_each_response_once() -> None:
+    of_tests = tokenizer()
+    plain, ended, empty = (list(ids) for ids in tokenize_responses(["4", "4<|end|>", ""], of_tests))
+    assert plain == ended == [*of_tests.encode("4"), of_tests.eos_token_id]
+    assert empty == [of_tests.eos_token_id]
 
 
 def test_encode_texts_raises_other_errors_of_the_tokenizer_unchanged() -> None:

@@ -88,8 +88,8 @@ class Reporting(Script):
 
 
 def agent(name: str, **options: Any) -> AgentEnvironment:
-    limits = {"max_turns": 3, "deadline_s": patient(30), "max_prompt_tokens": 60, **options}
-    return AgentEnvironment({"_target_": f"{HERE}.{name}"}, **limits)
+    limits = {"max_turns": 3, "deadline_s": patient(30), "max_prompt_tokens": 60, "max_failure_rate": 0.0}
+    return AgentEnvironment({"_target_": f"{HERE}.{name}"}, **{**limits, **options})
 
 
 def run(

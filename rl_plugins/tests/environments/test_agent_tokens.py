@@ -66,6 +66,27 @@ def test_call_in_reasoning_that_the_template_opens_is_text(stream: bool, monkeyp
 
 
 @for_each("stream", [False, True])
+def test_template_with_one_call_in_a_turn_gives_the_agent_the_first_call(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    single = (
+        "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
+        "{{ raise_exception('single calls only') }}{% endif %}{% endfor %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", single + TOOL_CHAT_TEMPLATE)
+    start = "<|system|>add(a,b)<|user|>2+3<|assistant|>"
+    first = f"I add.<tool_call>{CALL.removesuffix('<|end|>')}<tool_call>{CALL}"
+    said = {start: first, f"{start}{first}<|tool|>5<|assistant|>": "5<|end|>"}
+    with closing(agent("add_with_tool")) as environment:
+        texts = {prompt: tokenizer.encode(text) for prompt, text in said.items()}
+        (generations,) = run(environment, texts, prompt=[{"role": "user", "content": "2+3"}], stream=stream)
+    ending: Ending = generations.endings[0]
+    assert ending.score.value == 5.0, ending.score.message
+    assert (ending.turns, ending.score.details["agent/sequences"]) == (2, 1)
+    assert tokenizer.decode(generations.responses()[0]) == f"{first}<|tool|>5<|assistant|>5<|end|>"
+
+
+@for_each("stream", [False, True])
 def test_half_a_character_in_a_call_reaches_the_agent_as_a_whole_character(stream: bool) -> None:
     start = "<|system|>add(a,b)<|user|>2+3<|assistant|>"
     half = '<tool_call>{"name": "add\\ud83d", "arguments": {"a": 1, "b": "\\ud83d"}}</tool_call><|end|>'

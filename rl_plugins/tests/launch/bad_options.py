@@ -151,10 +151,6 @@ CHECKS: dict[str, list[Case]] = {
         (["schedule.max_staleness=-1"], ["schedule.max_staleness=-1", "0 or more"]),
         (["schedule.max_staleness=1", "schedule.ahead=2"], ["schedule.ahead=2", "max_staleness"]),
         (
-            ["rollout.engine=vllm", "schedule.max_staleness=1", "rollout.sleep=all"],
-            ["rollout.sleep=all", "leave rollout.sleep out"],
-        ),
-        (
             ["stage=online_preference_optimization", "schedule.max_staleness=1"],
             ["schedule.max_staleness=1", "not for online_preference_optimization"],
         ),

@@ -49,6 +49,10 @@ OTHER_RECIPES: dict[str, list[Case]] = {
             ["31 of 40 rows are within data.max_prompt_tokens=26 and sampling.max_tokens=6", "prompts_per_step=32"],
         ),
         ([PAIRS, "loss.name=dpoo"], ["loss.name=dpoo: use one of dpo, ipo"]),
+        (
+            [PAIRS, "data.margin_key=margin"],
+            ["data.margin_key=margin: the loss dpo has no margins: leave data.margin_key out, or train a reward model"],
+        ),
         ([PAIRS, "loss.options.bta=1"], ["loss.options: dpo has no option 'bta'", "did you mean 'beta'"]),
         ([PAIRS, "loss.options.beta=-1"], ["loss.options: beta=-1: must be above 0"]),
         ([PAIRS, "loss.options.beta=high"], ["loss.options.beta=high: must be a finite number"]),

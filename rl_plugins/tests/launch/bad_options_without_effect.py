@@ -38,6 +38,14 @@ UNUSED_IN_STAGES: dict[str, list[Case]] = {
         (["++teacher.paths={a: model}"], ["teacher.paths=", "not for sft: leave it out"]),
         (["data.split_conversations=true"], ["data.split_conversations=true: splits whole", "data.messages_key"]),
         (
+            ["batch.updates_per_step=4"],
+            ["batch.updates_per_step=4: stage=sft takes one optimizer step", "leave batch."],
+        ),
+        (
+            ["run.keep_best=1", "run.best_metric=val/loss", "run.best_mode=min", "run.eval_every=1"],
+            ["there is no run.best_metric=val/loss with data.validate_on=prompts: use run.best_metric=val/reward"],
+        ),
+        (
             ["data.validate_on=responses", "run.keep_best=1", "run.eval_every=1"],
             ["data.validate_on=responses has no run.best_metric=val/reward", "run.best_metric=val/loss"],
         ),
@@ -50,7 +58,10 @@ UNUSED_IN_STAGES: dict[str, list[Case]] = {
     ],
     "grpo": [
         (["data.messages_key=messages"], ["data.messages_key=messages: is for stage=sft, not for policy_optimization"]),
-        (["data.validate_on=responses"], ["data.validate_on=responses: is for stage=sft", "leave it out"]),
+        (
+            ["data.validate_on=responses"],
+            ["data.validate_on=responses: is for stage=sft and stage=preference_optimization, not for", "leave it out"],
+        ),
         (["data.split_conversations=true"], ["data.split_conversations=true: is for stage=sft", "leave it out"]),
     ],
     "reward_modeling": [
@@ -59,6 +70,14 @@ UNUSED_IN_STAGES: dict[str, list[Case]] = {
             ["run.best_metric=val/reward", "run.best_metric=val/accuracy", "run.best_mode=min"],
         ),
         (["run.target_reward=0.5"], ["run.target_reward=0.5: stage=reward_modeling has no val/reward"]),
+        (["batch.updates_per_step=2"], ["batch.updates_per_step=2: stage=reward_modeling takes one optimizer step"]),
+    ],
+    "preference_optimization": [
+        (["batch.updates_per_step=2"], ["updates_per_step=2: stage=preference_optimization takes one optimizer step"]),
+        (
+            ["data.validate_on=responses", "run.keep_best=1", "run.eval_every=1"],
+            ["data.validate_on=responses has no run.best_metric=val/reward", "run.best_metric=val/loss"],
+        ),
     ],
     "online_preference_optimization": [
         (["reward_model.path=model"], ["reward_model.path=", "not for online_preference_optimization: leave it out"]),

@@ -130,6 +130,7 @@ def test_roles_of_refuses_a_transport_between_other_gpus(place: str, wrong: str)
         (["placement.num_workers=4", "rollout.tensor_parallel_size=2"], 1, 2),
         (["placement.cpus_per_worker=0.25"], 1, 1),
         (["schedule.max_staleness=1"], 1, 1),
+        (["schedule.max_staleness=1", "rollout.sleep=kv_cache"], 1, 2),
         (["placement.rollout=split", "placement.engine_cpus=3"], 1, 3),
     ],
 )

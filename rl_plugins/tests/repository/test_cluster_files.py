@@ -122,7 +122,7 @@ def test_network_policy_admits_pods_of_the_run_and_the_operator(manifest):
     own, operator = policy["spec"]["ingress"]
     assert own == {"from": [{"podSelector": {"matchLabels": chosen}}]} and policy["spec"]["policyTypes"] == ["Ingress"]
     (peer,) = operator["from"]
-    assert peer["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "kuberay-operator"}
+    assert peer["podSelector"]["matchLabels"] == {"app.kubernetes.io/component": "kuberay-operator"}
     assert operator["ports"] == [{"protocol": "TCP", "port": 8265}]
 
 

@@ -368,7 +368,7 @@ def test_cuda_weight_client_takes_an_engine_without_an_answer_for_lost() -> None
 
             return wait
 
-        def mark_lost(self, engine: int, *, silent: bool) -> EngineLost:
+        def mark_lost(self, engine: int, *, silent: bool, cause: Exception) -> EngineLost:
             lost.append((engine, silent))
             return EngineLost(f"engine {engine} is lost")
 

@@ -117,6 +117,27 @@ def test_drop_lost_ends_lost_engines_on_the_gpus_of_the_ranks(monkeypatch: pytes
         assert fleet.drop_lost() == 1 and fleet.living == [1] and killed == ended
 
 
+def test_loss_of_an_engine_is_logged_once_with_the_cause(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet(VLLMConfig("model"), "name", 2, 0)
+    fleet.mark_lost(0, silent=False, cause=OSError("the process has no memory\ndetails"))
+    fleet.mark_lost(0, silent=False)
+    fleet.mark_lost(1, silent=True)
+    fleet._lost.clear()
+    fleet.mark_lost(1, silent=True, cause=TimeoutError("waited 7 s in the update"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0 has lost vLLM engine name-0: the process has no memory",
+        "rank 0 has lost vLLM engine name-1: no answer for 120 s",
+        "rank 0 has lost vLLM engine name-1: waited 7 s in the update",
+    ]
+
+
+def test_prepare_refuses_engines_of_each_rank() -> None:
+    rollout = VLLMRollout(VLLMConfig("model"), name="mine")
+    ranks: Any = SimpleNamespace(gather=lambda name: [name, "other"])
+    with pytest.raises(ConfigError, match=r"every rank has rollout engines of its own: use RayZeroStrategy"):
+        rollout.prepare(ranks)
+
+
 @pytest.fixture
 def restarts(monkeypatch: pytest.MonkeyPatch) -> Restarts:
     """A fleet of two engines on CPU, of which engine 1 starts again. Each call of Ray has an answer at once."""

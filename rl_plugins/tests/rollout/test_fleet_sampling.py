@@ -13,6 +13,7 @@ from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.images import PromptImages
 from rl_plugins.errors import EngineLost
 from rl_plugins.rollout.engine import Generations, GroupRequest
+from rl_plugins.rollout.vllm import fleet_sampling
 from rl_plugins.rollout.vllm.fleet_sampling import FleetSampling
 from rl_plugins.tests.pictures import picture
 
@@ -119,6 +120,32 @@ def test_collect_leaves_groups_of_other_callers() -> None:
     sampling._engine_of |= {-1: 0, 7: 0, 8: 0}
     assert [*sampling.collect([-1], 0)] == [-1]
     assert [*sampling.collect([7], 1)] == [7, 8]
+
+
+def test_collect_of_nothing_checks_engines_whose_calls_have_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet: Any = Fleet()
+    clock, checked, pending = [100.0], [], object()
+    fleet.stall_timeout_s = {0: 120.0, 1: 900.0}.__getitem__
+
+    def check(engine: int) -> None:
+        checked.append((engine, clock[0]))
+        if clock[0] > 300:
+            raise EngineLost("engine 0 is lost")
+
+    fleet.check_answers = check
+    monkeypatch.setattr(fleet_sampling, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("ray.wait", lambda calls, num_returns, timeout: ([], calls))
+    sampling = FleetSampling(fleet)
+    # Somebody has waited for both engines before, and waits no more.
+    sampling._engine_of |= {7: 0, 8: 1}
+    sampling._polls |= {pending: 0, object(): 1}
+    sampling._heard |= {0: 100.0, 1: 100.0}
+    for clock[0] in (101.0, 219.0, 221.0, 222.0):
+        assert sampling.collect([], 0) == {}
+    assert checked == [(0, 221.0)]
+    clock[0] = 342.0
+    with pytest.raises(EngineLost):
+        sampling.collect([], 0)
 
 
 def test_dropped_tickets_of_a_lost_engine_are_not_submitted_again() -> None:

@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "kto on pairs": ("kto", {"beta": 0.3, "desirable_weight": 1.3}, True),
     "kto": ("kto", {"beta": 0.3, "undesirable_weight": 0.7}, False),
 }
+VALIDATED = ("dpo", "kto on pairs", "kto")
 ON_TWO_RANKS = ("rpo by length", "orpo", "kto on pairs", "kto")
 # With this policy the KL of mismatched pairs is above 0: KTO's reference point is not at its bound.
 SEED = 15
@@ -59,6 +60,8 @@ def response(text: str) -> list[int]:
 
 
 def batch_of(pairs: bool, rows: list[int]) -> PairBatch | UnpairedBatch:
+    if not rows:
+        return PairBatch([], [], [], [], []) if pairs else UnpairedBatch([], [], [], [])
     if pairs:
         prompts, chosen, rejected, margins = zip(*(PAIRS[row] for row in rows), strict=True)
         return PairBatch(
@@ -94,6 +97,16 @@ def fit(stage: Any, batches: list[Any], rank: int, world_size: int) -> dict[str,
     metrics = canned.metrics_of(stage)
     strategy = strategy_of(rank, world_size, rollout=canned.CannedRollout())
     canned.quiet_trainer(strategy, precision="64-true").fit(stage, canned.loader(batches))
+    return metrics
+
+
+def validate(case: str, rows: list[int], rank: int = 0, world_size: int = 1) -> dict[str, float]:
+    """Return the metrics of a validation on some rows, which may be none on this rank."""
+    loss, loss_options, pairs = CASES[case]
+    stage = stage_of(canned.OwnPolicy(SEED), loss=loss, loss_options=loss_options, tokens_per_micro_batch=45)
+    metrics = canned.metrics_of(stage)
+    trainer = canned.quiet_trainer(strategy_of(rank, world_size), precision="64-true")
+    trainer.validate(stage, canned.loader([batch_of(pairs, rows)]), verbose=False)
     return metrics
 
 
@@ -139,4 +152,6 @@ def rank_results(rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {case: gradients(case, **options) for case in ON_TWO_RANKS}
     for case, (prompts, of_case) in ONLINE.items():
         results[f"online {case}"] = online_gradients(prompts, **options, **of_case)
+    for case in VALIDATED:
+        results[f"validated {case}"] = validate(case, [] if rank else EVERYTHING, rank, 2)
     return results

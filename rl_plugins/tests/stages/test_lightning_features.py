@@ -211,7 +211,7 @@ def test_stage_without_a_scorer_refuses_validation_rows(tmp_path: Path, own: Any
 def test_test_of_a_reward_model_measures_pairs_and_predict_is_refused(tmp_path: Path) -> None:
     rows = preference_rows(addition_rows(below=10, num_train=1, num_test=3, seed=0)["test"], seed=0)
     path = str(save_tiny_policy(tmp_path / "policy"))
-    data = PreferenceDataModule(None, rows, tokenizer=path, prompts_per_step=2, validate_on="pairs")
+    data = PreferenceDataModule(None, rows, tokenizer=path, prompts_per_step=2, validate_on="responses")
     options = {"strategy": SingleDeviceRolloutStrategy(), "logger": False, "enable_checkpointing": False}
     trainer, module = make_trainer(tmp_path, **options), RewardModeling(path)
     (tested,) = trainer.test(module, data, verbose=False)

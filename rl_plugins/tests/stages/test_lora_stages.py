@@ -25,6 +25,7 @@ from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.preference_optimization import PreferenceOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.models.random_adapter import with_random_adapter
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned, canned_preferences, zero_lora_worker
 from rl_plugins.weights.source import ModuleWeightSource
@@ -128,6 +129,19 @@ def test_policy_given_as_a_peft_model_gets_the_weights_of_the_lora_option(policy
     fit(by_name, PROMPTS)
     expected = weights(by_name)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(stage).items())
+
+
+def test_trained_adapter_of_a_given_model_needs_a_named_reference(policy: str) -> None:
+    """The reference would be the base model, and not the policy at the start."""
+    for as_module in (True, False):
+        own = OwnModule(policy)
+        with_random_adapter(own.model)
+        given = own if as_module else own.model
+        with pytest.raises(ConfigError, match=r"the adapter of the model is trained already.*reference=FOLDER"):
+            fit(policy_optimization(given), PROMPTS)
+        stage = policy_optimization(given, reference=policy)
+        fit(stage, PROMPTS)
+        assert set(stage.named_models()) == {"policy"}, "the base model is the policy without the adapter"
 
 
 def test_critic_trains_a_separate_adapter(policy: str) -> None:

@@ -23,6 +23,7 @@ from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.stages.preference_learner import PreferenceLearner
 from rl_plugins.stages.preference_optimization import PreferenceOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.ranks import run_ranks
 from rl_plugins.tests.stages import canned, canned_preferences
 
@@ -195,6 +196,20 @@ def test_two_ranks_give_the_preference_gradients_of_one_rank() -> None:
             for name, value in metrics.items():
                 if name.startswith("train/") or name == "step":
                     assert actual_metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-9), (case, name)
+    for case in canned_preferences.VALIDATED:
+        for results, _ in of_ranks:
+            assert_validated(results[f"validated {case}"], case)
+
+
+def assert_validated(metrics: dict[str, float], case: str) -> None:
+    _, expected = definition(case)
+    assert {name: metrics[f"val/{name}"] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9), case
+    assert not [name for name in metrics if name.startswith(("train/", "val/train/"))]
+
+
+@for_each("case", canned_preferences.VALIDATED)
+def test_validation_on_responses_measures_the_loss_by_the_definition(case: str) -> None:
+    assert_validated(canned_preferences.validate(case, canned_preferences.EVERYTHING), case)
 
 
 def few_pairs() -> PairBatch:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
 
 from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.data.preferences import PairBatch
@@ -210,8 +211,20 @@ def test_reward_modeling_refuses_unknown_losses_and_options() -> None:
         canned_labels.stage_of(nn.Linear(1, 1), "bradley_terry", loss_options={"centring": 0.1})
 
 
+def test_reward_modeling_refuses_a_model_for_sequence_classification(tmp_path: Path) -> None:
+    path = save_tiny_policy(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+    stage = RewardModeling(model, tokenizer=canned.tokenizer)
+    with pytest.raises(
+        ConfigError, match=r"Qwen2ForSequenceClassification scores the last token alone: save the model"
+    ):
+        canned.quiet_trainer(SingleDeviceRolloutStrategy()).fit(
+            stage, canned.loader([canned_labels.batch_of("bradley_terry")])
+        )
+
+
 def test_reward_modeling_refuses_prompts_without_labels() -> None:
     stage = canned_labels.stage_of(canned_labels.OwnRewardModel(), "bradley_terry")
     trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy(), precision="64-true")
-    with pytest.raises(ConfigError, match=r"not from a PromptBatch: serve them with .*validate_on='pairs'"):
+    with pytest.raises(ConfigError, match=r"not from a PromptBatch: serve them with .*validate_on='responses'"):
         trainer.validate(stage, canned.loader([canned.prompt_batch(canned.PROMPTS)]), verbose=False)

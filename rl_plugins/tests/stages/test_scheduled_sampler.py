@@ -249,6 +249,76 @@ def test_no_group_is_older_than_max_staleness_if_many_groups_are_slow(staleness:
     assert max(age for ages in stage.ages for age in ages) == staleness
 
 
+class Ending(Keeping):
+    """A stage whose training ends after two steps, without a limit that the stage knows."""
+
+    @override
+    def end_step(self, metrics: Mapping[str, float]) -> None:
+        super().end_step(metrics)
+        self.trainer.should_stop = self.step % 2 == 0
+
+
+class Forgetful(Distant):
+    """An engine without the groups of the connection before."""
+
+    @override
+    def connect(self, rank: int, world_size: int) -> None:
+        super().connect(rank, world_size)
+        self._open.clear()
+
+
+def test_second_fit_samples_the_groups_ahead_again() -> None:
+    engine = Forgetful(slow=TEXTS)
+    strategy = SingleDeviceRolloutStrategy(rollout=engine)
+    stage = Ending(
+        build_model(hidden_size=32, intermediate_size=48, initializer_range=0.2),
+        tokenizer=canned.tokenizer,
+        scorer=canned.CannedScorer(),
+        sampling=SamplingConfig(max_tokens=20, num_samples=3),
+        schedule=Schedule(1),
+    )
+    trainer = canned.quiet_trainer(strategy, max_epochs=-1)
+    other = Keeping(
+        build_model(), tokenizer=canned.tokenizer, scorer=canned.CannedScorer(), sampling=SamplingConfig(max_tokens=4)
+    )
+    for _ in range(2):
+        trainer.fit(stage, Loader(TEXTS))
+        # The engine is connected again for the other stage, and again for the first.
+        trainer.validate(other, canned.loader([canned.prompt_batch(["1+1"])]), verbose=False)
+    assert stage.step == 4 and stage.texts[2] == ["1+1", "12+30"]
+    assert engine.asked[4:8] == ["1+1", "12+30", "1+1", "12+30"], "the third step's groups are sampled twice"
+
+
+@for_each("sleeps", [False, True])
+def test_checkpoint_sends_no_turns_of_conversations_to_a_sleeping_engine(sleeps: bool) -> None:
+    engine = Distant(slow=TEXTS)
+    stage = train(engine, Schedule(1), steps=2)
+    scheduled, sent = stage.rollouts.scheduled_sampler, list[str]()
+    engine.sleeps = sleeps
+
+    class Conversations:
+        """Conversations that send a turn to the engine in each `collect`."""
+
+        def collect(self, required: Sequence[int], count: int) -> dict[int, Any]:
+            sent.append("turn")
+            return {}
+
+        def fetch(self, finished: Sequence[Any]) -> list[Any]:
+            return []
+
+    conversations: Any = Conversations()
+    sampler: Any = SimpleNamespace(conversations=conversations, group_sampler=lambda _: conversations)
+    scheduled._sampler = sampler
+    assert scheduled.state() is not None
+    assert sent == ([] if sleeps else ["turn"])
+
+
+def test_engines_lost_too_often_name_the_last_loss() -> None:
+    with pytest.raises(EngineLost, match="read the engines' output") as raised:
+        train(Distant(loses_at=range(1, 100)), Schedule(1))
+    assert isinstance(raised.value.__cause__, EngineLost)
+
+
 class NotesOrder(Distant):
     """An engine that records losses, and whether ranks submit together."""
 

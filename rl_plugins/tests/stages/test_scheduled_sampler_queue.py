@@ -48,6 +48,10 @@ def test_schedule_in_flight_counts_the_groups_of_all_steps_ahead(schedule: Sched
     assert schedule.in_flight(8) == in_flight
 
 
+def test_schedule_in_flight_counts_at_least_one_group_ahead() -> None:
+    assert [Schedule(1, ahead=0.25).in_flight(groups) for groups in (1, 2, 5)] == [2, 3, 7]
+
+
 @for_each("wrong", [{"max_staleness": -1}, {"ahead": -0.1}, {"max_staleness": 2, "ahead": 3}, {"max_token_age": 1}])
 def test_schedule_refuses_impossible_settings(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"^(max_staleness|ahead|max_token_age)=.*: must be"):

@@ -73,7 +73,7 @@ class LateHostMemory(HostMemory):
 
     @override
     def give_back(self) -> None:
-        storages = [storage for storage, _ in self._taken]
+        storages = [storage for storage, _, _ in self._taken]
         super().give_back()
         for storage in storages:
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -80,6 +80,17 @@ def test_update_weights_is_called_again_for_another_model() -> None:
     assert updates(calls) == ["update_weights 0"]
 
 
+def test_engine_is_connected_again_for_another_stage() -> None:
+    """A sender of weights keeps its first source."""
+    trainer, calls = trainer_and_calls()
+    first = stage()
+    trainer.validate(first, loader(), verbose=False)
+    trainer.validate(first, loader(), verbose=False)
+    assert [call for call in take(calls) if call in ("close", "connect 0/1")] == ["connect 0/1"]
+    trainer.validate(stage(), loader(), verbose=False)
+    assert [call for call in take(calls) if call in ("close", "connect 0/1")] == ["connect 0/1"]
+
+
 def test_update_weights_is_called_after_a_checkpoint_is_loaded(tmp_path: Any) -> None:
     trainer, calls = trainer_and_calls()
     module = stage()

@@ -21,6 +21,7 @@ from rl_plugins.tracking import run as run_module
 from rl_plugins.tracking import sender as sender_module
 from rl_plugins.tracking.loggers import JsonLinesLogger, MLflowTracking
 from rl_plugins.tracking.run import RunDescription, TrackedRun
+from rl_plugins.tracking.sender import end_left_run
 
 pytestmark = pytest.mark.usefixtures("quick_sender")
 
@@ -98,6 +99,20 @@ def test_tracking_of_a_resumed_run_has_no_gap_and_no_repeated_point(store, folde
     assert history(store, folder) == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 60), (7, 70)]
     assert second.tracking.all_sent()
     assert run_of(store, folder).info.status == "FINISHED" and run_of(store, folder).data.params == {"lr": "0.1"}
+
+
+def test_end_left_run_ends_the_run_of_a_killed_process_with_the_last_metrics(store, folder, tracking):
+    end_left_run(store, "tests", folder, "FAILED")
+    assert not folder.tracking_run.exists()
+    trained = Trained(folder, tracking(RunDescription()))
+    trained.steps(1, 2)
+    wait_until(lambda: folder.tracking_run.is_file() and len(history(store, folder)) == 2, "the first metrics")
+    JsonLinesLogger(folder.metrics).log_metrics({"loss": 3.0}, 3)
+    assert run_of(store, folder).info.status == "RUNNING"
+    end_left_run(store, "tests", folder, "KILLED")
+    assert run_of(store, folder).info.status == "KILLED" and history(store, folder) == [(1, 1), (2, 2), (3, 3)]
+    end_left_run(store, "tests", folder, "FAILED")
+    assert run_of(store, folder).info.status == "KILLED"
 
 
 def test_sender_sends_no_point_twice_after_a_call_that_seemed_to_fail(store, folder, tracking, monkeypatch):
