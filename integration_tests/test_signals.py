@@ -68,6 +68,8 @@ def test_ctrl_c_in_a_step_names_the_newest_checkpoint(
     pace.allow(2)
     run = start_recipe("grpo", "step", *launcher, "run.eval_every=0", *pace.overrides)
     pace.wait(run)
+    if launcher != LOCAL:
+        run.wait_until((run.run / "mlflow_run_id").is_file, "the MLflow run")
     run.process.send_signal(signal.SIGINT)
     said = assert_ended(run, 130)
     assert f"interrupted by SIGINT: step: the newest checkpoint is checkpoint_00000002. {AGAIN}" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
+from weakref import WeakMethod
 
 import torch
 from typing_extensions import get_protocol_members
@@ -38,7 +39,7 @@ class RolloutPhases:
 
     Attributes:
         engines_lost: number of lost and replaced rollout engines.
-        on_closed: functions called after the end of a connection: all groups in the rollout engine are gone.
+        on_closed: methods called after the end of a connection: all groups in the rollout engine are gone.
 
     Raises:
         ConfigError: `engine` is no rollout engine.
@@ -59,6 +60,7 @@ class RolloutPhases:
         _check_is_engine(engine)
         self._make_engine = make_engine
         self._engine, self._strategy, self.memory = engine, strategy, memory
+        self._is_given = engine is not None
         self._connected = False
         # True if the policy has not changed since the last update of the rollout engine's weights.
         self._is_current = False
@@ -67,7 +69,8 @@ class RolloutPhases:
         # start again by themselves.
         self._engines_missing = False
         self.engines_lost = 0
-        self.on_closed: list[Callable[[], object]] = []
+        # Weak: a strategy would keep each stage, with its models.
+        self.on_closed: list[WeakMethod[Callable[[], object]]] = []
 
     @property
     def engine(self) -> RolloutEngine:
@@ -128,8 +131,12 @@ class RolloutPhases:
     def end_connection(self) -> None:
         """Let the next `connect` connect anew, for another policy. The rollout engine stays."""
         self._connected = False
-        for forget in self.on_closed:
-            forget()
+        if not self._is_given:
+            # The engine is a copy of the policy before.
+            self._engine = None
+        for method in self.on_closed:
+            if (forget := method()) is not None:
+                forget()
 
     def weights_changed(self) -> None:
         """Let the next phase update the rollout engine's weights, because the policy has changed."""

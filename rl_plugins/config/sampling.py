@@ -302,7 +302,8 @@ class Schedule(Settings):
             steps while the workers train, and weights change in flight; engines that sleep pause unfinished groups and
             continue them in the next step. The ratios of the loss are then ratios to the sampling policies, unless
             `algorithm.correction` is another correction.
-        ahead: extra groups in flight, in multiples of the groups of a step; null means `max_staleness`.
+        ahead: extra groups in flight, in multiples of the groups of a step, rounded up on each worker; null means
+            `max_staleness`.
         max_token_age: largest age, in RL steps, of the policy that sampled a trained token. Older tokens stay in the
             response and are masked. Null masks no token.
     """

@@ -205,6 +205,10 @@ class Conversations:
         """Stop conversations, and remove them."""
         self._engine.drop(self.forget(tickets))
 
+    def forget_all(self) -> None:
+        """Remove all conversations, because the engine of their turns is gone."""
+        self.forget(list(self._groups))
+
     def forget(self, tickets: Sequence[int]) -> list[int]:
         """Remove conversations; return the engine's tickets of their turns, which an engine may still sample."""
         gone = set(tickets)

@@ -128,7 +128,8 @@ class TransformersRollout(SynchronousGroups):
         self._version = 0
 
     def connect(self, rank: int, world_size: int) -> None:
-        """Load the copy of the policy."""
+        """Load the copy of the policy, and forget earlier groups."""
+        self._finished.clear()
         model: Any = self._given
         if model is None:
             folder = model_folder(self._path, trust_remote_code=self._trust_remote_code)

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -136,11 +137,6 @@ class PromptSampler:
     def group_sampler(self, engine: RolloutEngine) -> GroupSampler:
         """Return the sampler of groups: the engine, or conversations over the engine."""
         return engine if self.conversations is None else self.conversations.by(engine)
-
-    def forget(self, tickets: Sequence[int]) -> None:
-        """Remove the conversations of groups whose engine is gone."""
-        if self.conversations is not None:
-            self.conversations.forget(tickets)
 
     def request(self, ticket: int, prompts: PromptBatch, position: int, seed: int) -> GroupRequest:
         """Return the request for a group of responses to one prompt of a batch."""
@@ -343,6 +339,8 @@ class SamplingSetup:
 
     def sampler(self, strategy: Strategy) -> PromptSampler:
         """Return a sampler of responses."""
+        if self.conversations is not None:
+            strategy.rollout_phases.on_closed.append(WeakMethod(self.conversations.forget_all))
         return PromptSampler(strategy, self._tokenizer, self._seed, self.conversations)
 
     def scorer(self, strategy: Strategy) -> SampleScorer:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -268,7 +269,7 @@ class ScheduledSampler:
         self._max_steps, self._draw = max_steps, draw
         self._strategy = sampler.strategy
         self._queue = GroupQueue(schedule)
-        self._strategy.rollout_phases.on_closed.append(lambda: sampler.forget(self._queue.reset()))
+        self._strategy.rollout_phases.on_closed.append(WeakMethod(self._queue.reset))
         self.num_batches, self._busy_before_s, self._lost_before = 0, 0.0, 0
 
     def offer(self, prompts: PromptBatch) -> None:

@@ -32,7 +32,7 @@ def parse(*words: str) -> argparse.Namespace:
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch):
-    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "MLFLOW_TRACKING_URI", "HF_ENDPOINT"):
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "MLFLOW_TRACKING_URI", "HF_ENDPOINT", *submit._SECRETS):
         # Removed again after the test, even if the test sets the variable.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

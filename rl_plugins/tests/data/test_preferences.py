@@ -103,12 +103,15 @@ def validation_batch(rows: Any, tokenizer: Any, **options: Any) -> Any:
     return batch
 
 
-def test_preference_data_module_validates_on_prompts_or_pairs(row, pair_row, tokenizer):
+def test_preference_data_module_validates_on_prompts_or_responses(row, pair_row, judged_row, tokenizer):
     # Prompts for sampling need no responses.
     batch = validation_batch([row(0), row(1)], tokenizer)
     assert isinstance(batch, PromptBatch) and batch.rows == [0, 1]
     batch = validation_batch([pair_row(0), pair_row(1)], tokenizer, validate_on="responses")
     assert isinstance(batch, PairBatch) and batch.rows == [0, 1]
+    judged = {"label_key": "good", "validate_on": "responses"}
+    batch = validation_batch([judged_row(0), judged_row(1)], tokenizer, **judged)
+    assert isinstance(batch, UnpairedBatch) and batch.rows == [0, 1]
     with pytest.raises(ConfigError, match="list, row 0, chosen_key='chosen': leads nowhere"):
         validation_batch([row(0)], tokenizer, validate_on="responses")
 
@@ -177,8 +180,6 @@ def test_preference_data_module_refuses_contradicting_options(tokenizer):
     unknown: Any = "both"
     with pytest.raises(ConfigError, match="validate_on='both': choose"):
         PreferenceDataModule(None, validate_on=unknown, **options)
-    with pytest.raises(ConfigError, match="label_key='good' is for unpaired data, and margin_key='m' is for pairs"):
-        PreferenceDataModule(None, margin_key="m", label_key="good", **options)
     with pytest.raises(ConfigError, match=r"label_key='good' is .* margin_key='margin' is for pairs"):
         PreferenceDataModule(None, margin_key="margin", label_key="good", **options)
 

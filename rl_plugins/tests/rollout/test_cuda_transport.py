@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -343,17 +344,22 @@ def test_send_over_ipc_ends_on_all_ranks_if_an_engine_is_lost() -> None:
     assert calls[1] == ["init_weight_transfer_engine", "start_weight_update", "update_weights"]
 
 
-def test_vllm_rollout_closes_the_sender_after_a_loss_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_rollout_closes_the_sender_after_a_loss_at_the_end_and_for_another_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A sender that stays open keeps the communicator of its group, and the memory of the communicator on each GPU."""
     rollout = VLLMRollout(VLLMConfig("model", device="cuda", transport="nccl"))
     monkeypatch.setattr(rollout._fleet, "drop_lost", lambda: 1)
     closed: list[str] = []
-    for name, end in (("loss", rollout.drop_lost_engines), ("end", rollout.close)):
+    for call in ("start", "wait_until_ready", "each"):
+        monkeypatch.setattr(rollout._fleet, call, lambda *_: None)
+    begin = partial(rollout.connect, 0, 1)
+    for name, end in (("loss", rollout.drop_lost_engines), ("end", rollout.close), ("another policy", begin)):
         sender: Any = SimpleNamespace(close=lambda name=name: closed.append(name))
         rollout._sender, rollout._send = sender, print
         end()
         assert rollout._sender is rollout._send is None
-    assert closed == ["loss", "end"]
+    assert closed == ["loss", "end", "another policy"]
 
 
 def test_cuda_weight_client_takes_an_engine_without_an_answer_for_lost() -> None:

@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "kto on pairs": ("kto", {"beta": 0.3, "desirable_weight": 1.3}, True),
     "kto": ("kto", {"beta": 0.3, "undesirable_weight": 0.7}, False),
 }
-VALIDATED = ("dpo", "kto on pairs", "kto")
+VALIDATED = ("dpo", "orpo", "kto on pairs", "kto")
 ON_TWO_RANKS = ("rpo by length", "orpo", "kto on pairs", "kto")
 # With this policy the KL of mismatched pairs is above 0: KTO's reference point is not at its bound.
 SEED = 15

@@ -162,6 +162,12 @@ def test_stage_without_a_rollout_engine_samples_by_a_copy_of_the_policy(caplog: 
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
 
 
+def test_copy_of_the_policy_is_made_again_for_another_stage() -> None:
+    trainer = canned.quiet_trainer(SingleDeviceRolloutStrategy())
+    for model in (build_model(), build_model(hidden_size=32, intermediate_size=48)):
+        trainer.validate(stage(model), loader(), verbose=False)
+
+
 def test_sampling_without_an_engine_is_refused_by_phases_that_make_no_engine() -> None:
     phases = SingleDeviceRolloutStrategy().rollout_phases
     phases._make_engine = None

@@ -113,6 +113,7 @@ def test_end_left_run_ends_the_run_of_a_killed_process_with_the_last_metrics(sto
     assert run_of(store, folder).info.status == "KILLED" and history(store, folder) == [(1, 1), (2, 2), (3, 3)]
     end_left_run(store, "tests", folder, "FAILED")
     assert run_of(store, folder).info.status == "KILLED"
+    trained.tracking.sender._queue.put(None)
 
 
 def test_sender_sends_no_point_twice_after_a_call_that_seemed_to_fail(store, folder, tracking, monkeypatch):
