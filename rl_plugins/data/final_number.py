@@ -8,7 +8,9 @@ from decimal import Decimal
 MARKER = "####"
 """Text before the final number."""
 _MINUS_SIGN = "−"
-_SIGN, _FRACTION = r"(?:(?<![\w.)])[-+])?", r"(?:\.\d+)?|\.\d+"
+# A sign may stand before the sign of a currency.
+_SIGN, _FRACTION = r"(?:(?<![\w.)])[-+])?(?:\\?\$)?", r"(?:\.\d+)?|\.\d+"
+_NOT_READ = str.maketrans("", "", "\\$,")
 # Groups of thousands, as in 1,234,567, or of lakhs, as in 12,34,567. Other commas divide the numbers of a list.
 _GROUPS = r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2}){1,9},\d{3}(?!\d)"
 _IN_TEXT = re.compile(rf"{_SIGN}(?:(?:{_GROUPS}|\d+){_FRACTION})")
@@ -31,6 +33,6 @@ def final_number(text: str) -> str | None:
     numbers: list[str] = (_AFTER_MARKER if marker else _IN_TEXT).findall(tail)
     if not numbers:
         return None
-    number = f"{Decimal(numbers[0 if marker else -1].replace(',', '')):f}"
+    number = f"{Decimal(numbers[0 if marker else -1].translate(_NOT_READ)):f}"
     number = number.rstrip("0").rstrip(".") if "." in number else number
     return "0" if number == "-0" else number

@@ -168,7 +168,7 @@ def measure(
             measures[f"best@{k}"] = best_at(scores, k) if enough else math.nan
             measures[f"maj@{k}"] = majority_at(scores, answers, k) if enough else math.nan
         if right_from is not None:
-            num_right = sum(score >= right_from for score in scores)
+            num_right = sum(score >= right_from or math.isclose(score, right_from) for score in scores)
             measures[f"pass@{k}"] = pass_at(len(scores), num_right, k) if enough else math.nan
     return measures
 

@@ -31,7 +31,7 @@ from rl_plugins.config.recipe import (
 )
 from rl_plugins.config.schemas import register_schemas
 from rl_plugins.config.stage_checks import check_stage_options
-from rl_plugins.errors import ConfigError, RayLost, RunStopped, UserError
+from rl_plugins.errors import ConfigError, RayLost, RunStopped, TrainingDiverged, UserError
 from rl_plugins.garbage_collection import collector_off
 from rl_plugins.redaction import redacted_value
 from rl_plugins.run_folder import RunFolder
@@ -64,8 +64,18 @@ def recipe_main(config_name: str) -> None:
     def run() -> None:
         # The types of all runs of --multirun are checked before the first run starts.
         composed = [(parse_config(config), recipe) for config, recipe in compose_for_command_line(config_name)]
+        has_diverged = False
         for config, recipe in composed:
-            run_recipe(config, recipe)
+            try:
+                run_recipe(config, recipe)
+            except TrainingDiverged as error:
+                if len(composed) == 1:
+                    raise
+                # A comparison finds such settings, and goes on.
+                print(f"error: {config.run.name}: {error}", file=sys.stderr)
+                has_diverged = True
+        if has_diverged:
+            sys.exit(2)
 
     exit_on_user_error(run)
 
@@ -463,18 +473,7 @@ def _train(config: RecipeConfig, folder: RunFolder, recipe: str | None, started:
 
 
 def _describe_batch(config: RecipeConfig) -> str:
-    """Return the sizes of a step in one sentence."""
-    batch, workers = config.batch, config.num_workers
-    if config.stage not in SAMPLING_STAGES:
-        return (
-            f"{config.run.steps} steps of {batch.prompts_per_step} examples, {batch.prompts_per_step // workers} "
-            f"on each of {workers} workers, in micro-batches of up to {batch.tokens_per_micro_batch} tokens"
-        )
-    samples = batch.prompts_per_step * batch.samples_per_prompt
-    passes = f"{batch.passes_per_step} passes of " if batch.passes_per_step > 1 else ""
-    return (
-        f"{config.run.steps} RL steps of {batch.prompts_per_step} prompts x {batch.samples_per_prompt} samples = "
-        f"{samples} samples, {samples // workers} on each of {workers} workers, "
-        f"{passes}{batch.updates_per_step} optimizer step(s) of {samples // batch.updates_per_step} samples, "
-        f"in micro-batches of up to {batch.tokens_per_micro_batch} tokens"
-    )
+    """Return the number of steps, and the sizes of a step, in words."""
+    samples = config.stage in SAMPLING_STAGES
+    sizes = config.batch.in_words(config.num_workers, samples=samples)
+    return f"{config.run.steps} {'RL steps' if samples else 'steps'} of {sizes}"

@@ -37,6 +37,7 @@ from rl_plugins.launch.command_line import (
 )
 from rl_plugins.launch.pinned_versions import PinnedVersions, pinned_model
 from rl_plugins.launch.preflight import check_stage_ahead, fetch_data, tracking_uri
+from rl_plugins.launch.resume import finished_step
 from rl_plugins.launch.stored_run import stored_run
 from rl_plugins.redaction import redacted, redacted_value, without_password
 from rl_plugins.run_folder import RunFolder, append_metrics, read_metrics
@@ -128,8 +129,8 @@ def _run_stages(
         for position, (name, config) in enumerate(configs.items(), start=1):
             run = RunFolder(folder / name)
             label = f"{resolved.name} [{position}/{len(configs)}] {name}"
-            # A stage with storage that is complete here may have files to copy.
-            if run.exported() is not None and run.finished.is_file() and not config.run.storage:
+            # A complete stage may have files to copy to its storage, or more steps to take.
+            if run.exported() is not None and finished_step(config, run) is not None and not config.run.storage:
                 print(f"{label}: complete, see {run.path}", flush=True)
             else:
                 print(label, flush=True)

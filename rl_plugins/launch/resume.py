@@ -30,10 +30,12 @@ def check_resume(config: RecipeConfig, folder: RunFolder) -> None:
     Raises:
         ConfigError: the folder has another content, has results although the run must be new, has an exported policy
             and no checkpoint, or does not exist although `run.resume=true`; or the run has another stage, starts from
-            another model, or quantises a model in another way.
+            another model, or scales an adapter or quantises a model in another way.
     """
     resume = config.run.resume
-    if folder.path.is_file() or (folder.has_content() and not (folder.has_results() or folder.config.is_file())):
+    # A start that failed may have left the versions alone.
+    known = folder.has_results() or folder.config.is_file() or folder.versions.is_file()
+    if folder.path.is_file() or (folder.has_content() and not known):
         raise ConfigError(f"{folder.path} exists and is not the folder of a run: give another run.name")
     if not resume and folder.has_results():
         raise ConfigError(f"the run {folder.path} exists: continue it with run.resume=true, or give another run.name")
@@ -56,7 +58,7 @@ def check_resume(config: RecipeConfig, folder: RunFolder) -> None:
                 "of the run, or give another run.name"
             )
         _check_models(config, folder, before)
-        _check_quantization(config, folder, before)
+        _check_adapters(config, folder, before)
 
 
 def _check_models(config: RecipeConfig, folder: RunFolder, before: Container) -> None:
@@ -106,8 +108,16 @@ def _sample(folder: Path) -> bytes:
     return digest.digest()
 
 
-def _check_quantization(config: RecipeConfig, folder: RunFolder, before: Container) -> None:
+def _check_adapters(config: RecipeConfig, folder: RunFolder, before: Container) -> None:
     for model in ("model", *CRITIC_POOLS):
+        # The checkpoints have the factors of the adapter without their scale.
+        option, alpha = f"{model}.lora.alpha", getattr(config, model).lora.alpha
+        saved_alpha = OmegaConf.select(before, option)
+        if OmegaConf.select(before, f"{model}.lora.rank") and saved_alpha not in (None, alpha):
+            raise ConfigError(
+                f"{option}={alpha:g}: the adapter in the checkpoints of {folder.path} was trained with "
+                f"{option}={saved_alpha:g}: resume with {option}={saved_alpha:g}, or give another run.name"
+            )
         option, now = f"{model}.lora.quantization", getattr(config, model).lora.quantization
         if (saved := OmegaConf.select(before, option)) != now:
             saved, now = saved or "null", now or "null"

@@ -15,6 +15,7 @@ from typing import Any
 
 from ray.exceptions import OutOfMemoryError, RayActorError, RaySystemError
 from ray.train import ControllerError, UserCallback
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from typing_extensions import override
 
 from rl_plugins.control_characters import without_controls
@@ -124,13 +125,19 @@ def user_errors_unwrapped() -> Iterator[None]:
     """Raise the `UserError` that `WorkerFailures` found, instead of Ray Train's `ControllerError`.
 
     Raises:
-        RayLost: Ray Train's controller, its machine or Ray itself ended, or Ray killed the controller for its memory.
+        RayLost: Ray Train's controller, its machine or Ray itself ended, Ray killed the controller for its memory, or
+            the cluster had no room for the workers.
     """
     try:
         yield
     except ControllerError as error:
         if isinstance(error.controller_failure, UserError):
             raise error.controller_failure from None
+        if isinstance(error.controller_failure, WorkerGroupStartupTimeoutError):
+            raise RayLost(
+                "after a loss, the cluster had no room for the training workers in time: add machines, or wait longer "
+                "for them with placement.wait_for_nodes_s"
+            ) from None
         raise
     except OutOfMemoryError as error:
         reason = " ".join(str(error).split())[:_SHOWN]

@@ -35,7 +35,12 @@ from rl_plugins.sandbox.sandbox import CodeSandbox
 # A fence with the name of a language, and attributes of the block, opens a block, also after a block without an end.
 # Other words are no such name.
 _OPENS = r"\w[^\s`]*(?:[ \t]+(?:\{|\w+=)[^\n`]*)?[ \t]*\r?$"
-_FENCED = re.compile(rf"^[ \t]*```[^\n`]*\n((?:(?![ \t]*```).*\n)*)[ \t]*```(?!{_OPENS})", re.MULTILINE)
+_FENCED = re.compile(
+    # Behind a text on its line, only a fence with the name of a language opens a block.
+    r"^(?:[ \t]*```[^\n`]*|[^\n`]+```\w[^\s`]*[ \t]*\r?)\n"
+    rf"((?:(?![ \t]*```).*\n)*)[ \t]*```(?!{_OPENS})",
+    re.MULTILINE,
+)
 _FUNCTION_NAMES = ("fn_name", "func_name")
 _SET_UPS = ("test_imports", "test_setup_code")
 
@@ -52,8 +57,17 @@ names = module.__dict__
 _CALL = (
     _DRIVER
     + """
-for name in ("typing", "collections", "itertools", "functools", "heapq", "bisect", "math", "builtins"):
-    exec(f"from {name} import *", names)
+# As the testers of LiveCodeBench and APPS do. The names are builtins: `add` of operator is no function of the program.
+sys.setrecursionlimit(50000)
+shared = names["__builtins__"] = dict(vars(sys.modules["builtins"]))
+modules = (
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
+    "functools", "operator", "io", "sys", "json",
+)
+for name in (*modules, "builtins", "typing"):
+    exec(f"from {name} import *", shared)
+for name in modules:
+    exec(f"import {name}", shared)
 exec(compile(program, "solution.py", "exec"), names)
 name, arguments = rest
 owner = names.get("Solution")

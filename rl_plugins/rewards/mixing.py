@@ -84,7 +84,7 @@ class WeightedSum(CompositeReward):
 
     def _sum_of_parts(self, parts: Mapping[str, Score | None]) -> Score | None:
         """Return the sum without the details that are added."""
-        value, details = 0.0, {}
+        products, details = list[float](), {}
         token_rewards: list[float] | None = None
         for name, score in parts.items():
             if score is not None and score.failure is not None:
@@ -95,7 +95,7 @@ class WeightedSum(CompositeReward):
         for name, score in parts.items():
             if score is None or score.value is None:
                 return None
-            value += self.weights[name] * score.value
+            products.append(self.weights[name] * score.value)
             details[name] = score.value
             details |= {f"{name}.{key}": detail for key, detail in score.details.items() if key not in SUMMED_DETAILS}
             if (rewards := score.token_rewards) is not None:
@@ -106,11 +106,13 @@ class WeightedSum(CompositeReward):
                 token_rewards = [
                     total + self.weights[name] * reward for total, reward in zip(before, rewards, strict=True)
                 ]
+        value = sum(products)
         if not math.isfinite(value):
             return failed("not_finite", f"WeightedSum: the sum of {details} is {value}")
         if token_rewards is not None and not all(map(math.isfinite, token_rewards)):
             return failed("not_finite", "WeightedSum: a sum of 'token_rewards' is not finite")
-        return Score(value, details, token_rewards=token_rewards)
+        # The exact sum, rounded once: 0.7 + 0.2 + 0.1 is 1.
+        return Score(math.fsum(products), details, token_rewards=token_rewards)
 
 
 def _scores(part: RewardFunction, requests: Sequence[ScoringRequest], stop: float) -> list[Score | None]:

@@ -87,8 +87,8 @@ class MathVerify:
     r"""Mathematical comparison of the response's answer, LaTeX or plain, with the ground truth.
 
     The answer of a ground truth is its last `\boxed{}`; without a box its formulas between `$`; without a formula the
-    whole text, as LaTeX. A response without a recognisable answer is wrong. An error of the comparison itself is
-    raised. The timeouts of the package are off, because a reward has a deadline anyway.
+    whole text, as LaTeX. A response without a readable answer is wrong. An error of the comparison itself is raised.
+    The timeouts of the package are off, because a reward has a deadline anyway.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,11 @@ class MathVerify:
         gold = self._read(text)
         if not gold:
             raise ValueError(f"math-verify cannot parse the ground truth {ground_truth!r}")
-        answer = self._read(solution_str)
+        try:
+            answer = self._read(solution_str)
+        except ValueError:
+            # Python reads no whole number of more than 4,300 digits.
+            return 0.0
         return float(self._verify(gold, answer, timeout_seconds=None, raise_on_error=True))
 
     def _read(self, text: str) -> list[Any]:

@@ -343,7 +343,8 @@ def _python_program(file_name: str, text: str) -> Program:
     sys.excepthook = show_own_frames
 
     def run() -> None:
-        exec(compile(text, path, "exec"), module.__dict__)
+        # The program has none of the `__future__` imports of this file.
+        exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
 
     return run
 

@@ -216,17 +216,14 @@ class GroupQueue:
             for group in self._groups.values()
         ]
 
-    def load(self, shares: Sequence[Sequence[Mapping[str, Any]]], rank: int, world_size: int, *, own: bool) -> str:
-        """Restore this rank's share of the groups of a checkpoint; unfinished groups are sampled from the start.
+    def load(self, shares: Sequence[Sequence[Mapping[str, Any]]], rank: int, world_size: int, *, own: bool) -> None:
+        """Restore this rank's share of the groups of a checkpoint.
 
         Args:
             shares: states of all ranks of the checkpoint; only this rank's own state if `own`.
             rank: number of this rank.
             world_size: number of ranks now.
             own: True if the checkpoint has as many ranks as now.
-
-        Returns:
-            The number of restored groups, in words.
         """
         saved = [group for share in shares for group in share]
         saved.sort(key=lambda group: (group["batch_index"], group["position"]))
@@ -236,7 +233,6 @@ class GroupQueue:
             started_version = None if generations is None else state["started_version"]
             prompt = PromptBatch.from_state(state["prompt"])
             self.add(Group(prompt, state["batch_index"], state["position"], started_version, generations))
-        return f"{len(self)} groups of each worker's queue, {self.num_finished} of them sampled"
 
 
 # Sampler ------------------------------------------------------------------------------------------------------------
@@ -370,9 +366,8 @@ class ScheduledSampler:
         """Fetch the responses from the engines; sample the groups of a lost engine again. Collective."""
         for _ in range(MAX_LOSSES):
             with self._strategy.phase_log.measure("rollout"):
-                fetched = self._sampler.group_sampler(self._strategy.rollout_phases.engine).fetch(
-                    [group.responses for group in groups]
-                )
+                sampler = self._sampler.group_sampler(self._strategy.rollout_phases.engine)
+                fetched = sampler.fetch([group.responses for group in groups])
             groups = [replace(group, generations=responses) for group, responses in zip(groups, fetched, strict=True)]
             lost = [index for index, responses in enumerate(fetched) if responses is None]
             if not self._strategy.ranks.any(bool(lost)):
@@ -410,8 +405,7 @@ class ScheduledSampler:
     def _experience(self, groups: Sequence[Group]) -> tuple[PromptBatch, Experience]:
         prompts = PromptBatch.concat([group.prompt for group in groups])
         generations = [group.generations for group in groups if isinstance(group.generations, Generations)]
-        numbers = [group.number for group in groups]
-        size = self._sampling.num_samples
+        numbers, size = [group.number for group in groups], self._sampling.num_samples
         return prompts, self._sampler.experience(prompts, Generations.concat(generations), size, numbers)
 
     # Metrics ----------------------------------------------------------------------------------------------------
@@ -429,8 +423,7 @@ class ScheduledSampler:
             step: number of finished steps, which is also the version of the policy.
             seconds: duration of the step.
         """
-        strategy = self._strategy
-        engine = strategy.rollout_phases.engine
+        strategy, engine = self._strategy, self._strategy.rollout_phases.engine
         busy_s = engine.busy_s - self._busy_before_s
         metrics = {
             "idle/trainer": min(1.0, strategy.phase_log.seconds("rollout") / seconds),
@@ -451,7 +444,7 @@ class ScheduledSampler:
 
     def state(self) -> list[dict[str, Any]] | None:
         """Return this rank's part of the queue with all samples so far; None if no group outlives a step."""
-        if not self._schedule.active:
+        if not (self._schedule.active or len(self._queue)):
             return None
         queue, engine = self._queue, self._strategy.rollout_phases.engine
         sampler = self._sampler.group_sampler(engine)
@@ -467,8 +460,12 @@ class ScheduledSampler:
 
     def load_state(self, shares: Sequence[Any], *, own: bool) -> str:
         """Restore the queue of a checkpoint; see `GroupQueue.load`."""
-        ranks = self._strategy.ranks
-        return self._queue.load(shares, ranks.rank, ranks.world_size, own=own)
+        ranks, queue, size = self._strategy.ranks, self._queue, self._sampling.num_samples
+        queue.load(shares, ranks.rank, ranks.world_size, own=own)
+        # Samples of a run with another schedule, or of other groups, are sampled again.
+        fits = {t: self._schedule.active and len(queue[t].responses.lengths) == size for t in queue.started()}
+        queue.mark_waiting(ticket for ticket, is_fitting in fits.items() if not is_fitting)
+        return f"{len(queue)} groups of each worker's queue, {queue.num_finished} of them sampled"
 
     def restart_groups(self, num_batches: int) -> None:
         """Go on after a checkpoint with a number of batches: sample all groups again, because their policy is gone.

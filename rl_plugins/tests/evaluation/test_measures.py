@@ -60,6 +60,11 @@ def test_pass_at_and_best_at_of_known_values():
             assert best_at([1.0] * c + [0.0] * (n - c), k) == pytest.approx(expected)
 
 
+def test_pass_at_counts_a_score_that_equals_the_bound_but_for_rounding():
+    assert measure([0.7 + 0.2 + 0.1], ["a"], [1], right_from=1.0)["pass@1"] == 1.0
+    assert measure([0.999], ["a"], [1], right_from=1.0)["pass@1"] == 0.0
+
+
 def test_pass_at_equals_the_product_of_the_paper():
     # numpy's form in the paper, listing 1: 1 - prod(1 - k / arange(n - c + 1, n + 1)).
     assert pass_at(200, 13, 100) == pytest.approx(1 - np.prod(1 - 100 / np.arange(200 - 13 + 1, 201)))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.train import ControllerError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
 from rl_plugins.errors import ConfigError, RayLost, RunStopped, TrainingDiverged
 from rl_plugins.launch.command_line import exit_on_user_error
@@ -133,3 +134,6 @@ def test_user_errors_unwrapped_names_the_end_of_ray() -> None:
         raise OutOfMemoryError("4 worker(s) were killed\n")
     with pytest.raises(ControllerError), user_errors_unwrapped():
         raise ControllerError(ValueError("not an error of the user"))
+    message = r"no room for the training workers in time.*placement\.wait_for_nodes_s"
+    with pytest.raises(RayLost, match=message), user_errors_unwrapped():
+        raise ControllerError(WorkerGroupStartupTimeoutError(2))

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.launch.command_line import compose_for_command_line
+from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.errors import TrainingDiverged
+from rl_plugins.launch import command_line
+from rl_plugins.launch.command_line import compose_for_command_line, recipe_main
 
 OVERRIDES = ["model.path=x", "data.train_files=[y]", "run.steps=3"]
 
@@ -44,3 +47,25 @@ def test_multirun_leaves_no_file_with_the_options_and_the_command_as_given(
     monkeypatch.setattr(sys, "argv", [*command])
     assert len(compose_for_command_line("grpo")) == 2
     assert [*tmp_path.iterdir()] == [] and sys.argv == command
+
+
+def test_multirun_goes_on_after_a_run_that_diverges(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates: list[float] = []
+
+    def run_recipe(config: RecipeConfig, _: str | None) -> None:
+        rates.append(config.optimizer.lr)
+        if config.optimizer.lr == 1.0:
+            raise TrainingDiverged("the loss is NaN")
+
+    monkeypatch.setattr(command_line, "run_recipe", run_recipe)
+    monkeypatch.setattr(sys, "argv", ["grpo", "--multirun", *OVERRIDES, "optimizer.lr=0.5,1.0,0.25"])
+    with pytest.raises(SystemExit) as end:
+        recipe_main("grpo")
+    assert end.value.code == 2 and rates == [0.5, 1.0, 0.25]
+    assert capsys.readouterr().err.count("the loss is NaN") == 1
+    monkeypatch.setattr(sys, "argv", ["grpo", *OVERRIDES, "optimizer.lr=1.0"])
+    with pytest.raises(SystemExit) as end:
+        recipe_main("grpo")
+    assert end.value.code == 2 and capsys.readouterr().err == "error: the loss is NaN\n"

@@ -28,6 +28,7 @@ from rl_plugins.launch.pipeline import (
     run_pipeline,
     stage_configs,
 )
+from rl_plugins.launch.resume import note_end
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.run_lock import owned
 from rl_plugins.signals import ending_signals, stop_on_signals
@@ -234,7 +235,7 @@ def test_run_pipeline_resumes_with_the_stage_that_has_no_checkpoint(
 ) -> None:
     through, killed = (RunFolder(tmp_path / "sft_rm_ppo" / name) for name in ("sft", "reward_model"))
     shutil.copytree(workplace / "model", through.export)
-    through.finished.touch()
+    note_end(stage_configs(compose_config("sft_rm_ppo", [*good]))["sft"], through, 10**6)
     killed.path.mkdir()
     killed.config.touch()
     run(*good, "resume=true")
@@ -339,6 +340,21 @@ def test_run_pipeline_copies_a_complete_stage_and_refuses_to_begin_anew_in_stora
     shutil.rmtree(tmp_path / "stored")
     with pytest.raises(ConfigError, match=r"stage ppo: the run \S+/there/stored/ppo exists"):
         run(*options)
+
+
+def test_run_pipeline_continues_a_complete_stage_with_more_steps(
+    good: list[str], stages: list[RecipeConfig], tmp_path: Path
+) -> None:
+    options = [*good, "name=longer"]
+    run(*options)
+    for config in stages:
+        note_end(config, RunFolder(tmp_path / "longer" / config.run.name), config.run.steps)
+    steps = stages[-1].run.steps
+    stages.clear()
+    run(*options, "resume=auto")
+    assert stages == []
+    run(*options, "resume=auto", f"++stages.ppo.options.run.steps={steps + 1}")
+    assert [config.run.name for config in stages] == ["ppo"]
 
 
 def test_sync_of_a_pipeline_gives_the_status_of_the_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

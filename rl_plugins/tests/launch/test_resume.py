@@ -205,6 +205,24 @@ def test_check_resume_refuses_a_change_of_the_quantization(starts: list[str | No
     assert starts == [str(run.checkpoint(2))]
 
 
+def test_check_resume_refuses_another_scale_of_the_adapter(starts: list[str | None], tmp_path: Path) -> None:
+    run, adapter = RunFolder(tmp_path / "grpo"), ("run.resume=auto", "model.lora.rank=4")
+    leave_killed(run)
+    option = "model.lora.alpha"
+    assert refused_change(tmp_path, run, adapter, option, "32", "16") == (
+        f"{option}=16: the adapter in the checkpoints of {run.path} was trained with {option}=32: resume with "
+        f"{option}=32, or give another run.name"
+    )
+    assert starts == []
+
+
+def test_check_resume_takes_a_folder_with_versions_alone(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "grpo")
+    run.path.mkdir()
+    run.versions.write_text("{}")
+    check_resume(options(tmp_path, "run.resume=auto"), run)
+
+
 def test_check_resume_refuses_another_start_of_the_adapter(starts: list[str | None], tmp_path: Path) -> None:
     run, one, other = RunFolder(tmp_path / "grpo"), tmp_path / "one", tmp_path / "other"
     leave_killed(run)

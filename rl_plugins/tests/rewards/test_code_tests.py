@@ -22,6 +22,7 @@ METHOD = "class Solution:\n    def add(self, a: int, b: int) -> List[int]:\n    
 SUM = "print(sum(map(int, input().split())))\n"
 PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 CALLS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, [7]], "fn_name": "add"}
+ONE_CALL = {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}
 STATEMENTS = ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]
 
 
@@ -43,6 +44,9 @@ def test_program_of_takes_the_last_whole_block() -> None:
     assert program_of("```python\na = 1\n```This sets a.\n") == "a = 1\n"
     assert program_of("```python\na = 1\nno end\n```python title=x\nb = 2\n```") == "b = 2\n"
     assert program_of("<answer>```python\nb\n```python\na = 1\n```</answer>") == "a = 1\n"
+    assert program_of("<answer>```python\na = 1\n```</answer>") == "a = 1\n"
+    assert program_of("Code: ```python\na = 1\n```\nIt sets a.\n") == "a = 1\n"
+    assert program_of("Words ``` in a text\n```\na = 1\n```\n") == "a = 1\n"
     assert program_of("no program") is None and program_of("```python\na = 1") is None
 
 
@@ -62,6 +66,14 @@ def test_program_of_takes_the_last_whole_block() -> None:
         ("def add(a, b): return (a, b)", {"inputs": [[1, 2]], "outputs": [[1, 2]], "fn_name": "add"}, 1.0),
         (ADD, {"inputs": ["1\n2", '"a"\n"b"'], "outputs": ["3", '"ab"'], "fn_name": "add"}, 1.0),
         (ADD, [{"input": "1\n2", "output": "3", "testtype": "functional", "func_name": "add"}], 1.0),
+        ("class Solution:\n def add(self, a, b):\n  h = [a, b]; heapq.heapify(h); return sum(h)", ONE_CALL, 1.0),
+        (
+            "def add(a, b): return [1, 2, 3][bisect.bisect_left([1, 2], b) + 1] * int(math.inf > Counter()[0])",
+            ONE_CALL,
+            1.0,
+        ),
+        ("def add(a, b, n=5000): return add(a, b, n - 1) if n else a + b", ONE_CALL, 1.0),
+        ("def add(a: List[int], b): return a + b", ONE_CALL, 1.0),
         ("def other(): pass", CALLS, 0.0),
         ("def power(): return 10**400", {"inputs": [[]], "outputs": [0.5], "fn_name": "power"}, 0.0),
         (ADD, STATEMENTS, 1.0),

@@ -132,6 +132,13 @@ def test_weighted_sum_adds_the_calls_and_costs_of_judges_also_in_a_failure() -> 
     assert result == Score(None, {"judge/calls": 4.0, "judge/cost": 1.0}, "raised", "b: ")
 
 
+def test_weighted_sum_of_weights_that_add_up_to_one_is_one() -> None:
+    weights = {"right": 0.7, "form": 0.2, "short": 0.1}
+    assert sum(weights.values()) < 1
+    (result,) = score(mixed(weights, **dict.fromkeys(weights, "is_right")), "yes")
+    assert result.value == 1.0
+
+
 def test_weighted_sum_fails_a_sum_that_is_not_finite() -> None:
     (result,) = score(mixed({"a": 1e308, "b": 1e308}, a="length", b="length"), "x" * 9)
     assert result.failure == "not_finite" and result.value is None

@@ -47,6 +47,10 @@ def test_exact_match() -> None:
         ("it is 1,00,000", "100000", 1.0),
         ("#### 1,23", "123", 1.0),
         ("#### +.5", "0.5", 1.0),
+        ("#### -$5", "-5", 1.0),
+        ("#### -$5", "5", 0.0),
+        ("a loss of -\\$1,200", "-1200", 1.0),
+        ("5-$3", "3", 1.0),
     ],
 )
 def test_final_answer(solution: str, truth: Any, expected: float) -> None:
@@ -76,6 +80,7 @@ def math_verify() -> MathVerify:
         ("It is $\\boxed{(x+1)^2}$", "$x^2+2x+1$", 1.0),
         ("\\boxed{3}", "\\boxed{4}", 0.0),
         ("I do not know", "4", 0.0),
+        (f"It is 1{'0' * 5000}", "5", 0.0),
         ("the answer is 12", "12", 1.0),
         ("\\boxed{\\{1, 2\\}}", "\\{2, 1\\}", 1.0),
         ("it is −5", "-5", 1.0),

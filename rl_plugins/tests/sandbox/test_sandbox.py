@@ -62,6 +62,8 @@ def sandbox() -> Iterator[CodeSandbox]:
         "import asyncio\nasync def f(): await asyncio.sleep(0); print('async')\nasyncio.run(f())",
         "print({'a', 'b', 'c'}, hash('x'))",
         "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
+        "def f(x: List[int]): pass\nprint(1)",
+        "def f(x: int): pass\nprint(f.__annotations__)",
         "import locale, sys\nprint(sys.stdout.encoding, sys.flags.hash_randomization, sys.path[0] != '')",
     ],
 )

@@ -289,6 +289,26 @@ def test_second_fit_samples_the_groups_ahead_again() -> None:
     assert engine.asked[4:10] == ["1+1", "12+30"] * 3, "the third step's groups are sampled twice"
 
 
+def test_load_state_samples_groups_of_another_schedule_or_size_again() -> None:
+    scheduled = train(Distant(), Schedule(1), steps=1).rollouts.scheduled_sampler
+    scheduled.offer(canned.prompt_batch(["1+1", "12+30"]))
+    tickets = scheduled._queue.start(2, version=1)
+    sizes = dict(zip(tickets, (3, 2), strict=True))
+    scheduled._queue.finish(
+        {
+            ticket: Generations.from_responses([[5]] * size, [[-1.0]] * size, ["stop"] * size, 1)
+            for ticket, size in sizes.items()
+        }
+    )
+    share = scheduled.state()
+    assert scheduled.load_state([share], own=True) == "2 groups of each worker's queue, 1 of them sampled"
+    scheduled._schedule = Schedule()
+    assert scheduled.load_state([share], own=True) == "2 groups of each worker's queue, 0 of them sampled"
+    # The prompts are in no later batch of the data.
+    rest = scheduled.state()
+    assert rest is not None and len(rest) == 2
+
+
 @for_each("sleeps", [False, True])
 def test_checkpoint_sends_no_turns_of_conversations_to_a_sleeping_engine(sleeps: bool) -> None:
     engine = Distant(slow=TEXTS)
