@@ -113,9 +113,10 @@ class PolicyAverage(Callback):
 
     @torch.no_grad()
     def load_rank_state(self, trainer: Trainer, state: dict[str, Tensor]) -> str:
-        """Restore `rank_state` if the shards have the same names and shapes; return the outcome, in words."""
+        """Restore `rank_state` if the shards have equal names and shapes; return the outcome in words. Collective."""
         shapes = {name: tensor.shape for name, tensor in self._average.items()}
-        if shapes != {name: tensor.shape for name, tensor in state.items()}:
+        differs = shapes != {name: tensor.shape for name, tensor in state.items()}
+        if strategy_of(trainer).ranks.any(differs):
             # After a roll-back, the average has weights of bad steps.
             self._start_again(trainer)
             return "the average starts again (other shards)" if state else ""
@@ -246,9 +247,10 @@ class ReferenceUpdate(Callback):
         return {name: tensor.cpu() for name, tensor in self._averages.items()}
 
     def load_rank_state(self, trainer: Trainer, state: dict[str, Tensor]) -> str:
-        """Restore `rank_state` if the shards have the same names and shapes; return the outcome, in words."""
-        shapes = {name: shard.shape for name, shard in strategy_of(trainer).shards(self._model)}
-        same = all(shapes.get(name) == tensor.shape for name, tensor in state.items())
+        """Restore `rank_state` if the shards have equal names and shapes; return the outcome in words. Collective."""
+        strategy = strategy_of(trainer)
+        shapes = {name: shard.shape for name, shard in strategy.shards(self._model)}
+        same = not strategy.ranks.any(any(shapes.get(name) != tensor.shape for name, tensor in state.items()))
         # `blend` moves the shards to the device of the model.
         self._averages = dict(state) if same else {}
         if not state:

@@ -315,15 +315,13 @@ def _load_rank_shares(trainer: Trainer, checkpoint: Path) -> list[str]:
 
 
 def load_rank_states(trainer: Trainer, checkpoint: Path) -> list[str]:
-    """Restore the states of callbacks on this rank; return the restored parts, in words."""
-    files = list(checkpoint.glob("callbacks_*.pt"))
-    own = len(files) == trainer.world_size
-    states = load_plain(checkpoint / f"callbacks_{trainer.global_rank}.pt") if own else {}
+    """Restore the states of callbacks on this rank; return the restored parts, in words. Collective."""
+    number = len(list(checkpoint.glob("callbacks_*.pt")))
+    # Copies of the shards repeat in the order of the ranks. Other shards have other shapes.
+    states = load_plain(checkpoint / f"callbacks_{trainer.global_rank % number}.pt") if number else {}
     words = [
         callback.load_rank_state(trainer, states.get(name, {})) for name, callback in _with_rank_state(trainer).items()
     ]
-    if files and not own:
-        return [f"averages start again (saved by {len(files)} workers, now {trainer.world_size})"]
     return [word for word in words if word]
 
 

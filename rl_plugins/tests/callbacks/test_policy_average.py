@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,15 @@ def test_policy_average_by_hand_and_without_effect_on_training(tmp_path: Path) -
     check_exported(tmp_path, average, tmp_path / "exported")
 
 
-def test_policy_average_resumes_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved_by", [1, 2])
+def test_policy_average_resumes_with_the_same_bits(tmp_path: Path, saved_by: int) -> None:
     _, whole, _ = run(tmp_path / "whole", build_stage(STEPS))
     stage, average = build_stage(STEPS, seed=9), PolicyAverage(keep=KEEP)
     checkpoint = RunFolder(tmp_path / "whole").checkpoint(2)
+    if saved_by == 2:
+        # As with ZeRO-1 and ZeRO-2, where every rank holds the whole average.
+        shutil.copy(checkpoint / "callbacks_0.pt", checkpoint / "callbacks_1.pt")
+        rewrite_manifest(checkpoint)
     callbacks = [average, PolicyCheckpoint(tmp_path / "resumed", every=99)]
     (tmp_path / "resumed").mkdir()
     trainer, _ = train(stage, callbacks, resume=checkpoint)
