@@ -11,7 +11,8 @@ from pathlib import Path
 
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.data.prepare.files import RowList, write_splits
-from rl_plugins.launch.command_line import compose_config, run_recipe
+from rl_plugins.launch.command_line import run_recipe
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.launch.terminal import quiet_libraries
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import read_metrics

@@ -25,7 +25,7 @@ from rl_plugins.algorithms.aggregation import GlobalCounts, local_counts
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.inputs import required_inputs
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 
 # Numbers of the quickstart: prompts and samples of a step, workers, tokens of a response, optimizer steps.
 PROMPTS, SAMPLES, WORKERS, TOKENS, UPDATES = 64, 8, 2, 4, 2

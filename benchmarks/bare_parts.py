@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.grpo_step import SIZES, prepare, run_alternative
 from benchmarks.runs import run_grpo
 from rl_plugins.config.recipe import parse_config
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 
 if TYPE_CHECKING:
     from rl_plugins.data.experience import Experience

@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import fmean
 
 from rl_plugins.config.recipe import parse_config
-from rl_plugins.launch.command_line import compose_config, run_recipe
+from rl_plugins.launch.command_line import run_recipe
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.launch.quickstart import write_sums
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.run_folder import read_metrics

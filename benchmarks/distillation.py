@@ -19,7 +19,8 @@ from statistics import fmean
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows
-from rl_plugins.launch.command_line import compose_config, run_recipe
+from rl_plugins.launch.command_line import run_recipe
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.launch.quickstart import NUM_DEV, NUM_TEST, NUM_TRAIN, save_base
 from rl_plugins.run_folder import read_metrics
 

@@ -16,7 +16,8 @@ from statistics import mean
 
 from benchmarks.shared_workers import train_in_turn
 from rl_plugins.config.recipe import RecipeConfig, parse_config
-from rl_plugins.launch.command_line import compose_config, run_recipe
+from rl_plugins.launch.command_line import run_recipe
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.launch.quickstart import NUM_TEST, save_base, write_sums
 from rl_plugins.run_folder import read_metrics
 

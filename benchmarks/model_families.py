@@ -26,7 +26,7 @@ from benchmarks.shared_workers import train_in_turn
 from benchmarks.tiny_families import FAMILIES, RECURRENT, save_tiny_family
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.run_folder import RunFolder, checkpoint_step, read_metrics
 
 if TYPE_CHECKING:

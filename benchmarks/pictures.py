@@ -23,7 +23,8 @@ from PIL import Image
 
 from benchmarks.tiny_vision import SIZE, save_tiny_vision
 from rl_plugins.config.recipe import parse_config
-from rl_plugins.launch.command_line import compose_config, run_recipe
+from rl_plugins.launch.command_line import run_recipe
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.run_folder import read_metrics
 
 COLORS = {"r": (220, 30, 30), "g": (30, 200, 30), "b": (30, 30, 220), "y": (220, 220, 30)}

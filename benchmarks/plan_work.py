@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rl_plugins.commands.plan import workload_of
 from rl_plugins.config.recipe import parse_config
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.planning.workload import Workload
 
 WORKERS = 2

@@ -29,7 +29,8 @@ from benchmarks.watch_thread import WatchThread
 from benchmarks.watched_fleet import NOTES, WatchedFleet, references, returned_by
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.errors import RunStopped
-from rl_plugins.launch.command_line import compose_config, run_recipe
+from rl_plugins.launch.command_line import run_recipe
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.rollout.vllm import client
 from rl_plugins.run_folder import RunFolder, read_metrics
 

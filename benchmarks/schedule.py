@@ -23,7 +23,8 @@ from benchmarks.learning import config_of, start
 from benchmarks.policies import save_policy, save_prompts
 from benchmarks.runs import TIMEOUT_S, MeasuredRun, run_grpo, started
 from rl_plugins.config.recipe import parse_config
-from rl_plugins.launch.command_line import compose_config, run_recipe
+from rl_plugins.launch.command_line import run_recipe
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.run_folder import metric_rows, read_metrics
 
 AHEAD = "schedule.max_staleness=1"

@@ -75,6 +75,8 @@ class BestCheckpoints(Callback):
             self._consider(trainer, pl_module)
 
     def _consider(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
         metrics, step = step_metrics(trainer, pl_module), clock(pl_module)
         if self._metric not in metrics:
             # A step that an overflow in float16 left out has a scale of the loss, and no gradient norm.

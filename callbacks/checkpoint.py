@@ -49,12 +49,12 @@ class HasRankShares(Protocol):
     def rank_share(self) -> object | None:
         """Return this rank's share, as plain values; None on every rank if the module has no such state."""
 
-    def load_rank_shares(self, shares: list[Any], *, own: bool) -> str:
+    def load_rank_shares(self, shares: list[Any], *, same_world_size: bool) -> str:
         """Restore the state; return the restored parts, in words.
 
         Args:
-            shares: only this rank's share if `own`, else the shares of all ranks of the earlier run.
-            own: True if as many ranks have saved the checkpoint as load it.
+            shares: only this rank's share if `same_world_size`, else the shares of all ranks of the earlier run.
+            same_world_size: True if as many ranks have saved the checkpoint as load it.
         """
 
 
@@ -179,7 +179,7 @@ class PolicyCheckpoint(Callback):
 
     def _save(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step = clock(pl_module)
-        if step == self.saved_step:
+        if step == self.saved_step or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         final = self._folder.checkpoint(step)
         # When the checkpoint is in place, the metrics may be those of a later step.
@@ -307,11 +307,11 @@ def _load_rank_shares(trainer: Trainer, checkpoint: Path) -> list[str]:
     module: object = trainer.lightning_module
     if not files or not isinstance(module, HasRankShares):
         return []
-    own = len(files) == trainer.world_size
-    if own:
+    same_world_size = len(files) == trainer.world_size
+    if same_world_size:
         files = [files[trainer.global_rank]]
     shares = [load_plain(file, records=RECORDS) for file in files]
-    return [module.load_rank_shares(shares, own=own)]
+    return [module.load_rank_shares(shares, same_world_size=same_world_size)]
 
 
 def load_rank_states(trainer: Trainer, checkpoint: Path) -> list[str]:

@@ -1,9 +1,9 @@
-"""Writes the figures of docs/architecture.md: the rooms of the package, and the calls of one step.
+"""Writes the figures of docs/architecture.md: the packages of the package, and the calls of one step.
 
     python docs/figures.py           # write them
     python docs/figures.py --check   # exit with 1 where they differ from what would be written
 
-The rooms and their imports are read from the source. The calls are recorded while a tiny policy takes a step of GRPO.
+The packages and their imports are read from the source. The calls are recorded in a step of GRPO of a tiny policy.
 The printed numbers of the start are recorded from the command to `Trainer.fit`, with the launcher `local`.
 """
 
@@ -28,14 +28,14 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 _PACKAGE = ("rl_plugins", "strategies", "callbacks", "recipes")
-FLOORS = (
+LAYERS = (
     ("recipes", "commands"),
     ("launch",),
     ("stages", "callbacks"),
     ("environments", "strategies", "rewards", "models", "evaluation"),
     ("rollout", "weights", "sandbox", "data", "config", "hub", "algorithms", "planning", "report", "tracking"),
 )
-"""Rooms from the highest floor to the lowest."""
+"""Packages from the highest layer to the lowest."""
 CALLS: dict[str, str | tuple[str, ...]] = {
     "PolicyOptimization.training_step": "prompts -> trained weights",
     "Rollouts.collect": "1. collect: prompts -> scored samples",
@@ -67,35 +67,35 @@ CALLS: dict[str, str | tuple[str, ...]] = {
 """The functions of the figure, and the data that moves in them. A tuple has a text for each line of the function."""
 
 
-# The rooms ------------------------------------------------------------------------------------------------------
+# The packages ------------------------------------------------------------------------------------------------------
 
 
-def imports_of_rooms() -> dict[str, set[str]]:
-    """Return the rooms that each room imports."""
-    rooms = {room for floor in FLOORS for room in floor}
+def imports_of_packages() -> dict[str, set[str]]:
+    """Return the packages that each package imports."""
+    packages = {package for layer in LAYERS for package in layer}
     imported: dict[str, set[str]] = defaultdict(set)
-    for room in rooms:
-        folder = ROOT / "rl_plugins" / room
+    for package in packages:
+        folder = ROOT / "rl_plugins" / package
         for file in folder.resolve().rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 module = node.module if isinstance(node, ast.ImportFrom) else None
                 parts = (module or "").split(".")
-                if parts[0] == "rl_plugins" and len(parts) > 1 and parts[1] in rooms - {room}:
-                    imported[room].add(parts[1])
+                if parts[0] == "rl_plugins" and len(parts) > 1 and parts[1] in packages - {package}:
+                    imported[package].add(parts[1])
     return imported
 
 
-def rooms_figure() -> str:
-    """Return the floors with their rooms, and the rooms that each of them imports."""
-    imported = imports_of_rooms()
+def packages_figure() -> str:
+    """Return the layers with their packages, and the packages that each of them imports."""
+    imported = imports_of_packages()
     lines = []
-    for number, floor in zip(range(len(FLOORS), 0, -1), FLOORS, strict=True):
-        for room in floor:
-            if (ROOT / "rl_plugins" / room).is_dir():
-                order = [name for lower in FLOORS for name in lower if name in imported[room]]
-                others = [name for lower in FLOORS[-number + 1 :] for name in lower if name not in order]
+    for number, layer in zip(range(len(LAYERS), 0, -1), LAYERS, strict=True):
+        for package in layer:
+            if (ROOT / "rl_plugins" / package).is_dir():
+                order = [name for lower in LAYERS for name in lower if name in imported[package]]
+                others = [name for lower in LAYERS[-number + 1 :] for name in lower if name not in order]
                 shown = f"all below but {', '.join(others)}" if len(others) < len(order) // 2 else ", ".join(order)
-                lines.append(f"{number}  {room:<12} -> {shown or 'ground floor only'}")
+                lines.append(f"{number}  {package:<12} -> {shown or 'modules below only'}")
         lines.append("")
     return "\n".join(lines).rstrip()
 
@@ -213,7 +213,8 @@ def record_start() -> Recorder:
 
     from rl_plugins.data.prepare.files import write_splits
     from rl_plugins.data.prepare.tasks import addition_rows
-    from rl_plugins.launch.command_line import override, recipe_main
+    from rl_plugins.launch.command_line import recipe_main
+    from rl_plugins.launch.compose import override
     from rl_plugins.models.tiny import save_tiny_policy
 
     recorder = Recorder()
@@ -289,7 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     recorder = record_step()
     before = PAGE.read_text(encoding="utf-8")
-    after = with_figure(with_figure(before, "rooms", rooms_figure()), "step", step_figure(recorder))
+    after = with_figure(with_figure(before, "packages", packages_figure()), "step", step_figure(recorder))
     for name, record in (("one step of GRPO", recorder), ("from the command to Trainer.fit", record_start())):
         functions = record.functions
         number, lines = sum(map(len, functions.values())), sum(map(lines_of, functions.values()))

@@ -15,7 +15,7 @@ from benchmarks.shared_workers import train_in_turn
 from integration_tests.command_server import start_command
 from integration_tests.conftest import Recipe
 from rl_plugins.config.recipe import parse_config
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def test_recipe_trains_on_models_and_data_of_the_hub_on_a_cluster(
         recipe = start("grpo", "hub", *OPTIONS, new_interpreter=True, **environment)
         assert recipe.wait() == 0, recipe.tail()
     folder = RunFolder(recipe.run)
-    commits = json.loads(folder.versions.read_text())
+    commits = json.loads(folder.pinned_versions.read_text())
     assert commits.keys() == {"models/own/tiny@v1", "models/own/base@main", "datasets/own/sums@main"}
     # Worker, engine and driver need each model, and one process of the machine downloads.
     weights = hub.downloads("model.safetensors")

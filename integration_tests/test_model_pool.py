@@ -17,7 +17,7 @@ from rl_plugins.config.models import RewardModelConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.errors import DeadlineExceeded
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.log_probs import response_log_probs
 from rl_plugins.models.pool import ModelPool

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.command_line import compose_config, exit_on_user_error, override, run_recipe
+from rl_plugins.launch.command_line import exit_on_user_error, run_recipe
+from rl_plugins.launch.compose import compose_config, override
 from rl_plugins.launch.quickstart import NUM_DEV, NUM_TEST, NUM_TRAIN, print_outcome, save_base, write_sums
 
 

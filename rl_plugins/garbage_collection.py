@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_off() -> Iterator[None]:
+def garbage_collector_off() -> Iterator[None]:
     """Import libraries and build objects that stay, without collections; as a decorator, too.
 
     A training worker imports its libraries in three quarters of the time. After the block, the collector searches

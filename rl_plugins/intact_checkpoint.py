@@ -8,7 +8,7 @@ from rl_plugins.errors import CheckpointError
 from rl_plugins.manifest import MANIFEST, find_damage
 from rl_plugins.ranks import barrier, broadcast, gather, place
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.whole_file import storing
+from rl_plugins.whole_file import storage_errors
 
 
 def newest_intact(folder: RunFolder) -> Path | None:
@@ -80,7 +80,7 @@ def _set_aside(folder: RunFolder, damages: dict[Path, str]) -> None:
     if place()[0] == 0:
         for checkpoint, damage in damages.items():
             aside = folder.aside(checkpoint)
-            with storing(aside):
+            with storage_errors(aside):
                 checkpoint.rename(aside)
             print(f"{folder.path.name}: {damage}, so {checkpoint.name} is now {aside.name}, and not used", flush=True)
     barrier()

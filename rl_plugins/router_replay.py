@@ -113,9 +113,15 @@ class RouterReplay:
         """
         self._places_N, self._is_on = places_N, True
         if self._prepared_NLK is not None:
-            self._set_MLK = places_N.new_full((num_tokens, *self._prepared_NLK.shape[1:]), -1)
+            set_MLK = places_N.new_full((num_tokens + 1, *self._prepared_NLK.shape[1:]), -1)
             self._prepared_NLK = to_device(self._prepared_NLK, places_N.device)
-            self._set_MLK[places_N] = self._prepared_NLK.to(places_N.dtype)
+            # Samples share the places of their prompt, and may have other routes there: the last sample counts.
+            numbers_N = torch.arange(len(places_N), device=places_N.device)
+            last_M = places_N.new_full((num_tokens,), -1).scatter_reduce_(0, places_N, numbers_N, "amax")
+            # The route of an earlier sample goes to a place after the tokens.
+            targets_N = torch.where(last_M[places_N] == numbers_N, places_N, num_tokens)
+            set_MLK[targets_N] = self._prepared_NLK.to(places_N.dtype)
+            self._set_MLK = set_MLK[:num_tokens]
 
     def stop(self) -> None:
         """Let the routers choose in passes of others, such as a check of the weights."""

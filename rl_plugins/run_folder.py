@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.redaction import redacted
-from rl_plugins.whole_file import append_text, storing
+from rl_plugins.whole_file import append_text, storage_errors
 
 _CHECKPOINT = re.compile(r"checkpoint_(\d{8})$")
 _UNFINISHED = re.compile(r"\.(checkpoint|best)_\d{8}\.(partial|removed)$")
@@ -49,9 +49,9 @@ class RunFolder:
     """File with the resolved configuration."""
     pipeline = _Part("pipeline.yaml")
     """File with the resolved configuration of a pipeline. The stages of a pipeline have subfolders."""
-    environment = _Part("environment.txt")
+    installed_packages = _Part("environment.txt")
     """File with the versions of all installed packages at the start."""
-    versions = _Part("versions.json")
+    pinned_versions = _Part("versions.json")
     """File with the commit of each name on the Hugging Face hub, and the fixed URI of each model in MLflow."""
     git_state = _Part("git.json")
     """File with the git commit at the start, and the names of changed files."""
@@ -99,7 +99,7 @@ class RunFolder:
         """
         append_text(self.failures, redacted(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {line}\n{details}\n\n"))
 
-    def times_failed(self) -> int:
+    def worker_restarts(self) -> int:
         """Return the number of restarts of training workers."""
         lines = self.failures.read_bytes().splitlines() if self.failures.is_file() else []
         return sum(line.startswith(b"[20") for line in lines)
@@ -197,7 +197,7 @@ def append_metrics(path: Path, metrics: Mapping[str, float], step: int | None) -
         StorageError: the file cannot be written.
     """
     row = json.dumps({"step": step, "time": round(time.time(), 3), **metrics})
-    with storing(path):
+    with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file:
             file.seek(max(0, file.tell() - 1))

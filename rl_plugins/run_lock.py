@@ -1,4 +1,4 @@
-"""One run or pipeline owns its folder: a lock until the end of its process, also after `kill -9`."""
+"""Lock of a folder for one run or pipeline. The kernel releases the lock when the process ends, also by `kill -9`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 from rl_plugins.errors import ConfigError
 from rl_plugins.file_lock import FileLock
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.whole_file import storing
+from rl_plugins.whole_file import storage_errors
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def owned(folder: RunFolder, kind: Literal["run", "pipeline"] = "run") -> Iterat
         ConfigError: another process has the lock.
         StorageError: the file of the lock cannot be written.
     """
-    with storing(folder.lock):
+    with storage_errors(folder.lock):
         lock = FileLock(folder.lock)
     try:
         if not lock.take():
@@ -37,7 +37,7 @@ def owned(folder: RunFolder, kind: Literal["run", "pipeline"] = "run") -> Iterat
             )
         if not lock.is_supported:
             print(f"{folder.path.name}: the file system has no locks: start the {kind} only once at a time", flush=True)
-        with storing(folder.lock):
+        with storage_errors(folder.lock):
             os.ftruncate(lock.descriptor, 0)
             os.pwrite(lock.descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield

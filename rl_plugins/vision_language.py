@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import read_model_config, reads_images
 
+Model = TypeVar("Model", bound=nn.Module)
 BlankImage = tuple[list[int], Mapping[str, Tensor]]
 """Tokens of a blank image, and its inputs by the name of the argument."""
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -65,7 +66,7 @@ def vision_tower(model: Callable[..., Any]) -> nn.Module:
     return tower
 
 
-def with_frozen_tower(model: nn.Module, vision_lr: float | None) -> nn.Module:
+def with_frozen_tower(model: Model, vision_lr: float | None) -> Model:
     """Return the model, with a frozen vision tower if the learning rate of the tower is 0.
 
     Raises:

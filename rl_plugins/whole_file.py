@@ -26,7 +26,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """
     # Processes in containers have equal numbers.
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
-    with storing(path):
+    with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             write(temporary)
@@ -56,7 +56,7 @@ def append_text(path: Path, text: str) -> None:
     Raises:
         StorageError: the file cannot be written.
     """
-    with storing(path):
+    with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
@@ -87,7 +87,7 @@ def only_printed() -> Iterator[None]:
 
 
 @contextmanager
-def storing(path: Path) -> Iterator[None]:
+def storage_errors(path: Path) -> Iterator[None]:
     """Turn an error of the file system inside this context into one clear line.
 
     Args:

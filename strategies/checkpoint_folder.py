@@ -19,15 +19,22 @@ from rl_plugins.models.four_bit import four_bit_layers
 from rl_plugins.models.remote import RemoteLearner, learners_of
 from rl_plugins.plain_file import load_plain
 from rl_plugins.ranks import Ranks, gather
+from rl_plugins.storage import local_path
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.contract import COST_CRITIC, CRITIC
 
 _LIGHTNING_FILE = "lightning.ckpt"
 _FOUR_BITS = "four_bits"
+_OR_EXPORT = "or export the policy (rl-plugins export) for a new run"
 
 
 def writer_of(storage_options: object, folder: Path) -> CheckpointWriter:
-    """Return the writer that `PolicyCheckpoint` passes as `storage_options`, or a new writer. Make the folder."""
+    """Return the writer that `PolicyCheckpoint` passes as `storage_options`, or a new writer. Make the folder.
+
+    Raises:
+        ConfigError: the folder is an address.
+    """
+    folder = local_path("folder of the checkpoint", folder)
     writer = storage_options if isinstance(storage_options, CheckpointWriter) else CheckpointWriter(folder)
     writer.make_folder(folder)
     return writer
@@ -85,12 +92,29 @@ def read_lightning(folder: Path, models: Mapping[str, nn.Module], blended: Blend
     """
     if (state := folder / "state").exists():
         raise CheckpointError(f"{folder} is the folder of a checkpoint, with more than the states: name {state}")
+    if folder.is_file():
+        raise CheckpointError(
+            f"{folder} is a file, which SingleDeviceRolloutStrategy or a strategy of Lightning has saved: resume with "
+            f"this strategy, {_OR_EXPORT}"
+        )
     if not (folder / _LIGHTNING_FILE).is_file():
         raise CheckpointError(f"{folder} is not a checkpoint of this package: it has no file {_LIGHTNING_FILE}")
     blended.check_in(folder)
     states: dict[str, Any] = load_plain(folder / _LIGHTNING_FILE)
     check_saved_four_bits(folder, states, models)
     return states
+
+
+def check_is_whole(path: Path) -> None:
+    """Check that a checkpoint is no folder with the shards of several processes.
+
+    Raises:
+        CheckpointError: the checkpoint has shards.
+    """
+    if (path / _LIGHTNING_FILE).is_file():
+        raise CheckpointError(
+            f"{path} is a folder, which ZeroStrategy or FSDPStrategy has saved: resume with this strategy, {_OR_EXPORT}"
+        )
 
 
 def note_four_bits(lightning: dict[str, Any], models: Mapping[str, nn.Module]) -> None:

@@ -55,7 +55,6 @@ from rl_plugins.strategies.checkpoint_folder import (
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.expert_parallel import check_experts, divide_experts, expert_mesh, shard_experts
 from rl_plugins.strategies.fsdp_shards import load_model, save_model, send_shards, take_tensors
-from rl_plugins.strategies.host_waits import HostWaits
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.offload import HOST, STAY, WHILE_SAMPLING, Offload
 from rl_plugins.strategies.optimizers import check_optimizer_of_fsdp, optimizer_states, optimizers_of
@@ -63,6 +62,7 @@ from rl_plugins.strategies.phase_log import PhaseLog
 from rl_plugins.strategies.rank_groups import check_divides
 from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards, share_sequences, stop_sharing
+from rl_plugins.strategies.sharded import ShardedStrategy
 from rl_plugins.strategies.tensor_parallel import cut_over_group
 from rl_plugins.strategies.weight_sources import FSDPWeightSource, shard_of
 from rl_plugins.weights.source import WeightSource, device_of
@@ -76,7 +76,7 @@ _POLICIES = {
 }
 
 
-class FSDPStrategy(HostWaits, AutogradSteps, ModelParallelStrategy):
+class FSDPStrategy(ShardedStrategy, AutogradSteps, ModelParallelStrategy):
     """FSDP2 with named models and a rollout engine.
 
     The trainer's `precision`: with `bf16-true`, parameters and optimizer states are bfloat16, and rounding removes

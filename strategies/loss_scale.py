@@ -6,13 +6,9 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from torch import Tensor
-
-from rl_plugins.config.precision import dtype_of_passes
-from rl_plugins.errors import ConfigError
 
 _SMALLEST = 1.0
 GOOD_STEPS = 2000
@@ -132,23 +128,3 @@ class EngineScale:
     def _norm_of_engine(self) -> float | None:
         norm = self._engine.get_global_grad_norm()
         return None if norm is None else float(norm)
-
-
-def precision_of_deepspeed(plugin: Precision) -> DeepSpeedPrecision:
-    """Return Lightning's precision plugin for DeepSpeed, with the precision of a plugin.
-
-    Raises:
-        ConfigError: DeepSpeed has no float16 on this device.
-    """
-    precision = str(plugin.precision)
-    if dtype_of_passes(precision) == "float16":
-        from deepspeed.accelerator import get_accelerator
-
-        if not get_accelerator().is_fp16_supported():
-            raise ConfigError(
-                f"precision={precision}: DeepSpeed has no float16 on this device: use FSDPStrategy (in a recipe: "
-                "strategy.name=fsdp), or another precision"
-            )
-    if isinstance(plugin, DeepSpeedPrecision):
-        return plugin
-    return DeepSpeedPrecision(cast(Any, plugin.precision))

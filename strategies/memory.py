@@ -76,7 +76,7 @@ class TrainingMemory:
 
     def offload_optimizer(self) -> None:
         """Free the device memory of optimizer states."""
-        self.optimizer_host.take(self.optimizer_tensors())
+        self.optimizer_host.move_to_host(self.optimizer_tensors())
 
     def parameter_bytes(self) -> int:
         """Return the number of bytes to be freed by `offload_parameters`."""
@@ -84,16 +84,16 @@ class TrainingMemory:
 
     def offload_parameters(self) -> None:
         """Free the device memory of parameters and gradients."""
-        self.model_host.take(self.model_tensors(), zeros=self.zero_tensors())
+        self.model_host.move_to_host(self.model_tensors(), zeros=self.zero_tensors())
 
     def reload_parameters(self) -> None:
         """Bring parameters and gradients back to the device."""
-        self.model_host.give_back()
+        self.model_host.move_back()
         self.model_host.wait()
 
     def reload_optimizer(self) -> None:
         """Start to bring optimizer states back to the device. `wait_for_optimizer` must precede their next use."""
-        self.optimizer_host.give_back()
+        self.optimizer_host.move_back()
 
     def wait_for_optimizer(self) -> None:
         """Let the next work on the device wait for the optimizer states."""
@@ -101,7 +101,7 @@ class TrainingMemory:
 
 
 class HostMemory:
-    """Holds the contents of device storages until `give_back`.
+    """Holds the contents of device storages until `move_back`.
 
     The contents lie one behind the other in chunks of host memory, which are kept for the next call. Chunks are pinned,
     because copies from and to pinned memory are faster and do not wait for each other. PyTorch rounds a pinned
@@ -122,13 +122,13 @@ class HostMemory:
         self._stream: torch.cuda.Stream | None = None
 
     def nbytes(self, tensors: Iterable[Tensor]) -> int:
-        """Return the number of bytes of device memory to be freed by `take`."""
+        """Return the number of bytes of device memory to be freed by `move_to_host`."""
         return sum(storage.nbytes() for storage in self._storages(tensors))
 
-    def take(self, tensors: Iterable[Tensor], zeros: Iterable[Tensor] = ()) -> None:
+    def move_to_host(self, tensors: Iterable[Tensor], zeros: Iterable[Tensor] = ()) -> None:
         """Copy the storages of tensors to the host and free the device memory. A DTensor gives this rank's shard.
 
-        The tensors must not be read or written until `give_back` and `wait`.
+        The tensors must not be read or written until `move_back` and `wait`.
 
         Args:
             tensors: tensors to copy.
@@ -151,7 +151,7 @@ class HostMemory:
         if self._on_cuda:
             torch.cuda.empty_cache()
 
-    def give_back(self) -> None:
+    def move_back(self) -> None:
         """Start to copy all storages back to the device. The tensors must not be used until `wait`."""
         for storage, nbytes, _ in self._taken:
             storage.resize_(nbytes)
@@ -166,7 +166,7 @@ class HostMemory:
         self._used_bytes = 0
 
     def wait(self) -> None:
-        """Let the next work of the current stream wait for the copies of `give_back`. The host does not wait."""
+        """Let the next work of the current stream wait for the copies of `move_back`. The host does not wait."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 

@@ -195,14 +195,14 @@ class RolloutPhases:
         engine, log, memory = self.engine, self._strategy.phase_log, self.memory
         slept: MemoryChange | None = None
         self._make_room_for_weights(engine)
-        checked_log_probs = self._bring_up_to_date(engine, version)
+        expected_probe = self._update_and_check(engine, version)
         with log.measure("offload"):
             if engine.sleeps:
                 self._free("offload parameters", memory.offload_parameters, memory.parameter_bytes())
             self._wake_up(engine, "kv_cache")
-        if checked_log_probs is not None:
+        if expected_probe is not None:
             with log.measure("check_weights"), suppress(EngineLost):
-                log_probs, tolerance = checked_log_probs
+                log_probs, tolerance = expected_probe
                 check_log_probs(log_probs, engine.prompt_log_probs(PROBE), max(tolerance, engine.log_prob_tolerance))
         failed = True
         try:
@@ -225,29 +225,34 @@ class RolloutPhases:
 
     def _make_room_for_weights(self, engine: RolloutEngine) -> None:
         """Free the optimizer states, and let the rollout engine allocate its weights. Start lost engines before."""
-        memory, starts_again = self.memory, self._engines_missing and engine.shares_gpus
-        if starts_again:
-            # Also for an engine that never sleeps: vLLM needs its whole share of a GPU at the start.
-            memory.crowded = True
-            memory.offload_optimizer()
-            memory.offload_parameters()
-            memory.release_unused(self._strategy.phase_log.device)
-            self._strategy.ranks.wait()
-            engine.prepare(self._strategy.ranks)
-            memory.reload_parameters()
-            # A sleeping engine allocates weights next, so the optimizer states stay on the host.
-            if not engine.sleeps:
-                memory.reload_optimizer()
+        memory, restarts = self.memory, self._engines_missing and engine.shares_gpus
+        if restarts:
+            self._restart_engines(engine)
         self._engines_missing = False
         with self._strategy.phase_log.measure("offload"):
-            if engine.sleeps and not starts_again:
+            if engine.sleeps and not restarts:
                 memory.measure_room(self._strategy.phase_log.device, engine.gpu_share)
                 # If parameters leave one rank, all ranks gather them again in the next pass.
                 memory.crowded = self._strategy.ranks.any(memory.crowded)
                 self._free("offload optimizer", memory.offload_optimizer, memory.optimizer_bytes())
             self._wake_up(engine, "weights")
 
-    def _bring_up_to_date(self, engine: RolloutEngine, version: int) -> tuple[list[float], float] | None:
+    def _restart_engines(self, engine: RolloutEngine) -> None:
+        """Start lost engines on the GPUs of the ranks, while training holds no memory there. Collective."""
+        memory = self.memory
+        # Also for an engine that never sleeps: vLLM needs its whole share of a GPU at the start.
+        memory.crowded = True
+        memory.offload_optimizer()
+        memory.offload_parameters()
+        memory.release_unused(self._strategy.phase_log.device)
+        self._strategy.ranks.wait()
+        engine.prepare(self._strategy.ranks)
+        memory.reload_parameters()
+        # A sleeping engine allocates weights next, so the optimizer states stay on the host.
+        if not engine.sleeps:
+            memory.reload_optimizer()
+
+    def _update_and_check(self, engine: RolloutEngine, version: int) -> tuple[list[float], float] | None:
         """Update the rollout engine's weights if the policy has changed; check every `check_updates`-th update.
 
         Returns:
@@ -255,7 +260,7 @@ class RolloutPhases:
         """
         if self._is_current:
             return None
-        self._update_weights(engine, version)
+        self._send_weights(engine, version)
         self._is_current = True
         self._updates += 1
         if not engine.check_updates or self._updates % engine.check_updates:
@@ -267,7 +272,7 @@ class RolloutPhases:
             # The engine does not round as 8-bit products do.
             return None if has_float8(self._strategy.model_engine(POLICY)) else self._probe()
 
-    def _update_weights(self, engine: RolloutEngine, version: int) -> None:
+    def _send_weights(self, engine: RolloutEngine, version: int) -> None:
         cause: EngineLost | None = None
         for _ in range(MAX_LOSSES):
             with self._strategy.phase_log.measure("update_weights"):

@@ -30,6 +30,7 @@ from rl_plugins.strategies.autograd_steps import AutogradSteps
 from rl_plugins.strategies.blending import BlendedModels
 from rl_plugins.strategies.checkpoint_folder import (
     check_failures,
+    check_is_whole,
     check_saved_four_bits,
     note_four_bits,
     restored_states,
@@ -40,6 +41,7 @@ from rl_plugins.strategies.contract import POLICY, HasNamedModels
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.optimizers import optimizers_of
 from rl_plugins.strategies.phase_log import PhaseLog
+from rl_plugins.strategies.precision import ParameterPrecision
 from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource
 
@@ -99,6 +101,9 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
                 f"device={self.accelerator.name()!r} to the strategy"
             )
         super().setup_environment()
+        if isinstance(self.lightning_module, HasNamedModels) and self.precision_plugin.precision == "bf16-true":
+            # Lightning's plugin would make new tensors bfloat16, too, such as the scores.
+            self.precision_plugin = ParameterPrecision("bf16-true")
         self.rollout_phases.prepare()
 
     @override
@@ -169,6 +174,7 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        check_is_whole(Path(checkpoint_path))
         check_state(Path(checkpoint_path), self.known_intact)
         self.known_intact = None
         checkpoint: dict[str, Any] = load_plain(Path(checkpoint_path))
@@ -190,6 +196,10 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
                     f"the checkpoint belongs to another model: {odd[0]} is in one of the two, or has two shapes: "
                     "resume with the models and the algorithm of the checkpoint"
                 )
+            if self.precision_plugin.precision in MIXED and module.trainer.state.fn == TrainerFn.FITTING:
+                # The checkpoint has trained weights in 32 bits, and `setup`, which converts the models, comes later.
+                for name, parameter in module.named_parameters():
+                    parameter.data = parameter.data.to(checkpoint["state_dict"][name].dtype)
         super().load_model_state_dict(checkpoint, strict)
 
     @override

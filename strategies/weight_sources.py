@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rl_plugins.models.lora import plain_weights
+from rl_plugins.strategies.zero_release import release_in_flight
 from rl_plugins.weights.source import WeightMeta, WeightSource, full_tensor
 
 
@@ -23,32 +24,6 @@ def layer_of(name: str) -> str:
     """
     match = re.match(r"(.*?\.\d+)\.", name)
     return match.group(1) if match else name
-
-
-def release_gathered(engine: Any) -> None:
-    """Release all parameters that DeepSpeed has gathered, also the small parameters that stay between passes.
-
-    Args:
-        engine: engine of a model. Only an engine of ZeRO-3 gathers parameters.
-    """
-    optimizer: Any = getattr(engine, "optimizer", None)
-    if hasattr(optimizer, "empty_partition_cache"):
-        optimizer.empty_partition_cache()
-
-
-def release_in_flight(engine: Any) -> None:
-    """Release all gathered parameters if DeepSpeed gathers some of the parameters ahead.
-
-    A pass without gradient is the beginning of a recorded training step, so DeepSpeed already gathers parameters for
-    the backward pass, which does not follow. Such a parameter cannot be read or partitioned.
-
-    Args:
-        engine: engine of a model under ZeRO-3.
-    """
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    if any(parameter.ds_status == ZeroParamStatus.INFLIGHT for parameter in engine.module.parameters()):
-        release_gathered(engine)
 
 
 def zero_weights(engine: Any, rank: int, world_size: int) -> WeightSource:

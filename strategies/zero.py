@@ -43,22 +43,23 @@ from rl_plugins.strategies.checkpoint_folder import (
     writer_of,
 )
 from rl_plugins.strategies.contract import POLICY, HasNamedModels
-from rl_plugins.strategies.host_waits import HostWaits
-from rl_plugins.strategies.loss_scale import GOOD_STEPS, EngineScale, LossScale, precision_of_deepspeed
+from rl_plugins.strategies.loss_scale import GOOD_STEPS, EngineScale, LossScale
 from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.offload import Offload
 from rl_plugins.strategies.optimizers import check_optimizer_of_zero, optimizer_states, optimizers_of
 from rl_plugins.strategies.phase_log import PhaseLog
+from rl_plugins.strategies.precision import buffers_as_built, precision_of_deepspeed
 from rl_plugins.strategies.rank_groups import check_divides
 from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards, share_sequences, stop_sharing
-from rl_plugins.strategies.weight_sources import ZeroWeightSource, release_gathered, release_in_flight, zero_weights
-from rl_plugins.strategies.zero_release import release_with
+from rl_plugins.strategies.sharded import ShardedStrategy
+from rl_plugins.strategies.weight_sources import ZeroWeightSource, zero_weights
+from rl_plugins.strategies.zero_release import release_gathered, release_in_flight, release_with
 from rl_plugins.strategies.zero_shards import TAG, WEIGHTS_FILE, ZeroShards, check_shards, copy_weights, weights_in
 from rl_plugins.weights.source import ModuleWeightSource, WeightSource
 
 
-class ZeroStrategy(HostWaits, DeepSpeedStrategy):
+class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
     """ZeRO stages 1 to 3 with named models and a rollout engine.
 
     Args:
@@ -170,7 +171,7 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
 
         # While this object exists, transformers enters zero.Init. A second zero.Init would convert tensors to bfloat16.
         keep_alive = HfDeepSpeedConfig(self.config if frozen is None else self._frozen_config(frozen))
-        with experts_on_first_rank(self.global_rank):
+        with experts_on_first_rank(self.global_rank), buffers_as_built():
             yield
         del keep_alive
 
@@ -187,14 +188,14 @@ class ZeroStrategy(HostWaits, DeepSpeedStrategy):
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
         models = module.named_models()
         self._sequences = share_sequences(models, self._sequence_parallel)
-        own = optimizers_of(models, optimizers)
+        optimizer_of = optimizers_of(models, optimizers)
         self._trained, self._scales = {}, {}
         for name, model in models.items():
-            if name in own:
-                engine = self._train_engine(name, model, own[name], module.gradient_clip(name))
+            if name in optimizer_of:
+                engine = self._train_engine(name, model, optimizer_of[name], module.gradient_clip(name))
                 self._model_engines[name] = self._trained[name] = engine
                 self._scales[name] = EngineScale(engine)
-                self._saved_states[name] = restored_states(model, own[name], self.lr_scheduler_configs)
+                self._saved_states[name] = restored_states(model, optimizer_of[name], self.lr_scheduler_configs)
             else:
                 self._model_engines[name] = self._frozen_engine(name, model)
         self.optimizers = [engine.optimizer for engine in self._trained.values()]

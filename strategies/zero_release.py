@@ -1,4 +1,4 @@
-"""Release of DeepSpeed's engines: the memory of an engine is free after the end of the strategy.
+"""Release of memory that DeepSpeed keeps: engines after the end of the strategy, and gathered parameters.
 
 DeepSpeed keeps engines alive. The hooks of an engine's gradients are in nodes of autograd, where the garbage collector
 finds no cycle. Under stage 3, a list of the process and the cache of a method have the modules of each engine.
@@ -38,3 +38,29 @@ def _release(hooks: Iterable[Any], module: nn.Module) -> None:
         if other is module:
             del FWD_MODULE_STACK[index]
             break
+
+
+def release_gathered(engine: Any) -> None:
+    """Release all parameters that DeepSpeed has gathered, also the small parameters that stay between passes.
+
+    Args:
+        engine: engine of a model. Only an engine of ZeRO-3 gathers parameters.
+    """
+    optimizer: Any = getattr(engine, "optimizer", None)
+    if hasattr(optimizer, "empty_partition_cache"):
+        optimizer.empty_partition_cache()
+
+
+def release_in_flight(engine: Any) -> None:
+    """Release all gathered parameters if DeepSpeed gathers some of the parameters ahead.
+
+    A pass without gradient is the beginning of a recorded training step, so DeepSpeed already gathers parameters for
+    the backward pass, which does not follow. Such a parameter cannot be read or partitioned.
+
+    Args:
+        engine: engine of a model under ZeRO-3.
+    """
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    if any(parameter.ds_status == ZeroParamStatus.INFLIGHT for parameter in engine.module.parameters()):
+        release_gathered(engine)

@@ -15,7 +15,8 @@ from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import Searcher
 
 from rl_plugins.config.recipe import parse_config
-from rl_plugins.launch.command_line import compose_config, run_recipe
+from rl_plugins.launch.command_line import run_recipe
+from rl_plugins.launch.compose import compose_config, override
 
 STEPS = 20
 VALIDATE_EVERY = 5
@@ -36,7 +37,8 @@ def train(trial: dict[str, Any]) -> None:
     options = [
         *trial["options"],
         f"optimizer.lr={trial['lr']}",
-        f"run.name={tune.get_context().get_trial_id()}",
+        # Hydra reads a name such as 12e45_00000 as a number.
+        f"run.name=trial_{tune.get_context().get_trial_id()}",
         f"run.steps={STEPS}",
         f"run.eval_every={VALIDATE_EVERY}",
         "+callbacks.tune={_target_: sweep.ReportToTune}",
@@ -66,7 +68,7 @@ def main(search: str, options: list[str]) -> None:
         tune.with_resources(train, {"cpu": 1}),
         param_space={
             "lr": rates,
-            "options": [*options, f"run.output_dir={paths}/outputs/sweep"],
+            "options": [*options, override("run.output_dir", f"{paths}/outputs/sweep")],
         },
         tune_config=tune.TuneConfig(
             metric=METRIC,

@@ -40,7 +40,7 @@ from rl_plugins.algorithms.policy_losses.modifiers import (
     off_policy_sequence_mask,
     positive_nll,
 )
-from rl_plugins.algorithms.registry import function_of, is_among, options_of, plain
+from rl_plugins.algorithms.registry import bound_options, function_of, is_among, plain
 from rl_plugins.algorithms.regularization import KL_ESTIMATORS, EntropyConfig, KLConfig, kl_in_reward
 from rl_plugins.algorithms.reward_shaping import RewardShaping
 from rl_plugins.algorithms.rollout_correction import ROLLOUT_CORRECTIONS, RolloutCorrection
@@ -231,10 +231,10 @@ class Algorithm(Settings):
     @property
     def _unused_weight(self) -> str:
         """Name of the option that leaves the reward out of a distillation, or an empty text."""
-        of_advantage = options_of(self.advantage_function, self.advantage_options)
+        of_advantage = bound_options(self.advantage_function, self.advantage_options)
         if plain(self.advantage_function) is reverse_kl and not of_advantage.get("reward_weight"):
             return "advantage_options.reward_weight"
-        of_loss = options_of(self.policy_loss_function, self.policy_loss_options)
+        of_loss = bound_options(self.policy_loss_function, self.policy_loss_options)
         if plain(self.policy_loss_function) is forward_kl_top_k and not of_loss.get("policy_weight"):
             return "policy_loss_options.policy_weight"
         return ""
@@ -376,12 +376,12 @@ class Algorithm(Settings):
     def _factors(self, inputs: Mapping[str, Any]) -> list[Tensor]:
         """Return the factors of each token's loss; the counts of the aggregation do not change with the factors.
 
-        A policy loss with the argument `rollout_weights_BT` weighs the tokens itself.
+        A policy loss with the argument `rollout_weights_BT` weighs the tokens itself, and a policy loss with the
+        argument `loss_mask_BT` leaves out the tokens itself.
         """
         mask_BT = inputs["response_mask_BT"]
-        names = ["loss_mask_BT"]
-        if "rollout_weights_BT" not in inspect.signature(self.policy_loss_function).parameters:
-            names.insert(0, "rollout_weights_BT")
+        own = inspect.signature(self.policy_loss_function).parameters
+        names = [name for name in ("rollout_weights_BT", "loss_mask_BT") if name not in own]
         factors = [inputs[name] for name in names if inputs.get(name) is not None]
         if self.modifiers.off_policy_mask is not None:
             kept_B = off_policy_sequence_mask(
@@ -428,7 +428,7 @@ def _check_resampling(algorithm: Algorithm) -> None:
         compared = "shaping.length_factor"
     elif is_among(algorithm.advantage_function, WITH_GROUPS):
         compared = f"advantage={algorithm.advantage}"
-    elif options_of(algorithm.advantage_function, algorithm.advantage_options).get("reward_weight"):
+    elif bound_options(algorithm.advantage_function, algorithm.advantage_options).get("reward_weight"):
         compared = "advantage_options.reward_weight"
     if compared is not None:
         raise ConfigError(

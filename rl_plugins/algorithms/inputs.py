@@ -86,6 +86,7 @@ INPUTS: dict[str, str] = {
     "old_values_BT": "values of the critic before the update.",
     "returns_BT": "returns, the targets of the values.",
     "rollout_weights_BT": "importance weight of each token, from the rollout engine to the policy before the update.",
+    "loss_mask_BT": "0 on the tokens without a policy loss (`top_entropy`); means still count such tokens.",
     "selected_BT": "bool, True on the tokens chosen by the selection of the policy loss (`SELECTIONS`).",
     # Preference pairs and single responses: log-probabilities are sums over the tokens of a response
     "chosen_log_probs_N": "log-probability of the better response under the policy, with gradient.",
@@ -137,12 +138,12 @@ SCORED_STEP_INPUTS = frozenset({"scores_BT", "labels_BT", "label_mask_BT"})
 
 
 def required_inputs(function: Callable[..., Any], options: Mapping[str, Any]) -> list[str]:
-    """List the keyword arguments that have neither a default nor an option."""
+    """List the arguments that have neither a default nor an option."""
     parameters = inspect.signature(function).parameters.values()
     return [
         parameter.name
         for parameter in parameters
-        if parameter.kind is parameter.KEYWORD_ONLY
+        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         and parameter.default is parameter.empty
         and parameter.name not in options
     ]

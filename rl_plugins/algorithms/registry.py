@@ -108,7 +108,7 @@ def is_among(function: Function, functions: Iterable[Function]) -> bool:
     return any(plain(function) is one for one in functions)
 
 
-def options_of(function: Function, options: Mapping[str, Any]) -> Mapping[str, Any]:
+def bound_options(function: Function, options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments that a function gets from a partial function and from its options."""
     return {**(function.keywords if isinstance(function, partial) else {}), **options}
 

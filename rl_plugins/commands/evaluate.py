@@ -37,7 +37,7 @@ from rl_plugins.errors import ConfigError, RewardError, config_errors
 from rl_plugins.redaction import REMOVED
 from rl_plugins.signals import ending_signals
 from rl_plugins.text_file import read_yaml
-from rl_plugins.whole_file import storing, write_whole_text
+from rl_plugins.whole_file import storage_errors, write_whole_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -151,7 +151,8 @@ def run(arguments: Namespace) -> int:
                     max_failure_rate=arguments.max_failure_rate,
                 )
             except RewardError as error:
-                raise ConfigError(f"{samples.path}: --reward {arguments.reward}: {error}") from None
+                option = f"--reward {arguments.reward}: " if arguments.reward else ""
+                raise ConfigError(f"{samples.path}: {option}{error}") from None
             results.append(result)
             _print_results(console, result)
     comparison = compare(*results) if len(results) == 2 else None
@@ -252,10 +253,10 @@ def _sampled_file(name: str, arguments: Namespace) -> Path:
         name: name of the policy.
         arguments: arguments of the command.
     """
-    from rl_plugins.launch.environment import config_of_policy
+    from rl_plugins.launch.policy_samples import config_of_policy
 
     path: Path = arguments.output / f"{_sample_names(arguments.inputs)[name]}.parquet"
-    with storing(arguments.output):
+    with storage_errors(arguments.output):
         arguments.output.mkdir(parents=True, exist_ok=True)
     options = [
         word

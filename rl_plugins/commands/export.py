@@ -178,6 +178,7 @@ class _TrainedModel:
         trust_remote_code: see `LoadingOptions`.
         lora: adapter of the run; None without an adapter. The checkpoint has the weights of the adapter.
         exports_adapter: True if the run exports the adapter alone.
+        vision_lr: learning rate of the vision tower. With 0, the checkpoint has no adapter of the tower.
     """
 
     path: str
@@ -187,6 +188,7 @@ class _TrainedModel:
     trust_remote_code: bool
     lora: LoraConfig | None
     exports_adapter: bool
+    vision_lr: float | None
 
     @property
     def is_policy(self) -> bool:
@@ -238,7 +240,10 @@ def _read_trained_model(checkpoint: Path, model: str | None, trust_remote_code: 
     options = values.get("model", {}).get("lora", {})
     lora = LoraConfig(**{**options, "path": None}) if options.get("rank") else None
     exports_adapter = OmegaConf.select(config, "run.export_lora") == "adapter"
-    return _TrainedModel(path, precision or "32-true", engine, template, trust_remote_code, lora, exports_adapter)
+    vision_lr = OmegaConf.select(config, "optimizer.vision_lr")
+    return _TrainedModel(
+        path, precision or "32-true", engine, template, trust_remote_code, lora, exports_adapter, vision_lr
+    )
 
 
 def _read_sharded_weights(state: Path, engine: str) -> dict[str, Tensor]:
@@ -296,10 +301,12 @@ def _build_adapted_model(
     from rl_plugins.models.loading import load_causal_lm
     from rl_plugins.models.lora import MergedWeightSource, add_adapter
     from rl_plugins.models.scalar_head import load_scalar_head
+    from rl_plugins.vision_language import with_frozen_tower
     from rl_plugins.weights.source import ModuleWeightSource
 
     load: Any = load_causal_lm if trained.is_policy else load_scalar_head
-    model = add_adapter(load(trained.path, dtype=trained.dtype, trust_remote_code=trained.trust_remote_code), lora)
+    base = load(trained.path, dtype=trained.dtype, trust_remote_code=trained.trust_remote_code)
+    model = with_frozen_tower(add_adapter(base, lora), trained.vision_lr)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.no_grad():
         for name, weight in _select_weights(weights, parameters, description).items():

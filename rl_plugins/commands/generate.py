@@ -9,7 +9,7 @@ copy of such a policy, and for the model before the training, name the config.ya
 
 With --recipe, the policy has conversations with the environment of a run: tools, a stateful environment, an agent, or a
 reward function that replies. The file gets further lists: `conversations` (messages in JSON), `answers` (last
-responses), `turns`, `scores` and `failures`.
+responses), `turns`, `scores`, `failures` (kinds) and `faults` (reasons).
 
 The policy may be in MLflow: `models:/NAME@ALIAS`, `models:/NAME/VERSION`, or an artifact `runs:/ID/FOLDER`. The store
 is MLFLOW_TRACKING_URI, or outputs/mlflow.db, the default of the recipes.
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rl_plugins.data.images import PromptImages
     from rl_plugins.data.parquet import PromptRows
     from rl_plugins.evaluation.generation import Job, Sample
-    from rl_plugins.launch.environment import ResponseOptions
+    from rl_plugins.launch.policy_samples import ResponseOptions
     from rl_plugins.rollout.transformers_engine import TransformersRollout
     from rl_plugins.rollout.vllm.offline import OfflineVLLM
 
@@ -109,14 +109,14 @@ def run(arguments: Namespace) -> int:
     """
     from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, load_rows
     from rl_plugins.evaluation.generation import generate, open_samples
-    from rl_plugins.launch.environment import (
+    from rl_plugins.launch.policy_samples import (
         ConversationSampler,
         ResponseOptions,
         config_of_policy,
         open_conversations,
-        open_environment,
         recipe_with_conversations,
     )
+    from rl_plugins.launch.task_environment import open_environment
     from rl_plugins.models.folder import check_model_folder
 
     if arguments.recipe is not None and arguments.like is not None:
@@ -177,8 +177,8 @@ def _single_responses(engine: OfflineVLLM | TransformersRollout) -> Sample:
 
 def _build_job(arguments: Namespace, recipe: RecipeConfig | None, options: ResponseOptions | None) -> Job:
     from rl_plugins.evaluation.generation import Job
-    from rl_plugins.launch.environment import digest
     from rl_plugins.launch.gpus import local_gpus
+    from rl_plugins.launch.policy_samples import digest
 
     temperature = arguments.temperature
     if temperature is None:

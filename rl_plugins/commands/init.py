@@ -9,13 +9,14 @@ The project runs at once, in one process on CPU. Then put your own rows, reward 
 from __future__ import annotations
 
 import runpy
+import shlex
 import shutil
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from rl_plugins.commands.main import output_path
 from rl_plugins.errors import ConfigError
-from rl_plugins.whole_file import storing
+from rl_plugins.whole_file import storage_errors
 
 TEMPLATE = Path(__file__).parent / "new_project"
 
@@ -37,12 +38,12 @@ def run(arguments: Namespace) -> int:
         raise ConfigError(f"{folder} exists and is not empty: name a new folder")
     from rl_plugins.launch.quickstart import save_base
 
-    with storing(folder):
+    with storage_errors(folder):
         shutil.copytree(TEMPLATE, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
         runpy.run_path(str(folder / "make_data.py"))["write_data"](folder / "data")
         save_base(folder / "model", seed=0)
     files = ", ".join(sorted(path.name for path in TEMPLATE.iterdir() if path.is_file()))
     print(f"{folder} has {files}, data and a tiny model. Next:")
-    print(f"  cd {folder}\n  python -m pytest test_reward.py\n  rl-plugins recipe.yaml")
+    print(f"  cd {shlex.quote(str(folder))}\n  python -m pytest test_reward.py\n  rl-plugins recipe.yaml")
     print("  rl-plugins show outputs/first")
     return 0

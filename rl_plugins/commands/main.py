@@ -18,7 +18,7 @@ from rl_plugins import __version__
 from rl_plugins.config.hydra_errors import CONFIG_FOLDER
 from rl_plugins.config.settings import Range, shown
 from rl_plugins.errors import ConfigError, UserError
-from rl_plugins.garbage_collection import collector_off
+from rl_plugins.garbage_collection import garbage_collector_off
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.storage import local_path
 from rl_plugins.user_code import exits_refused
@@ -132,7 +132,7 @@ def parse_arguments(name: str, words: Sequence[str]) -> Namespace:
     Raises:
         ConfigError: an argument is unknown, missing or wrong.
     """
-    with collector_off():
+    with garbage_collector_off():
         command = import_module(f"rl_plugins.commands.{name}")
     parser = _Parser(
         prog=f"rl-plugins {name}", description=command.__doc__, formatter_class=RawDescriptionHelpFormatter

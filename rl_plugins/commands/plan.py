@@ -108,7 +108,7 @@ def run(arguments: Namespace) -> int:
             least missing memory, and the options to change.
     """
     from rl_plugins.config.recipe import parse_config
-    from rl_plugins.launch.command_line import compose_config
+    from rl_plugins.launch.compose import compose_config
 
     cluster = _build_cluster(arguments)
     composed = compose_config(arguments.recipe, arguments.overrides)

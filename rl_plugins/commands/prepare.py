@@ -223,7 +223,7 @@ def _command(
         config_name: name of the recipe's file; None for the name of the module.
         options: further options of the recipe.
     """
-    from rl_plugins.launch.command_line import override
+    from rl_plugins.launch.compose import override
 
     files = (("data.train_files", "train"), ("data.val_files", "test"))
     overrides = [override(option, value) for option, value in (options or {}).items()]

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MAIN = (
-    "val/reward", "val/accuracy", "val/loss", "val/*_at_[0-9]", "val/*_at_[0-9][0-9]", "train/reward", "train/accuracy",
+    "val/reward", "val/accuracy", "val/loss", "val/*_at_[0-9]", "val/*_at_[0-9][0-9]", "val/*_at_[0-9][0-9][0-9]",
+    "train/reward", "train/accuracy",
     "train/loss", "train/kl", "train/entropy", "train/response_length", "train/truncated", "train/gradient_norm",
     "train/rollout_gap_max", "train/critic/loss", "tokens_per_s", "time/step",
 )  # fmt: skip

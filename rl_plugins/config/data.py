@@ -215,14 +215,12 @@ class BatchConfig(Settings):
             workers: number of training workers.
             samples: True if the stage samples responses to prompts; False if the data has the responses.
         """
-        prompts, passes = (
-            self.prompts_per_step,
-            f"{self.passes_per_step} passes of " if self.passes_per_step > 1 else "",
-        )
+        prompts = self.prompts_per_step
         limit = f"in micro-batches of up to {self.tokens_per_micro_batch} tokens"
         if not samples:
             return f"{prompts} examples, {prompts // workers} on each of {workers} workers, {limit}"
         count = prompts * self.samples_per_prompt
+        passes = f"{self.passes_per_step} passes of " if self.passes_per_step > 1 else ""
         return (
             f"{prompts} prompts x {self.samples_per_prompt} samples = {count} samples, {count // workers} on each of "
             f"{workers} workers, {passes}{self.updates_per_step} optimizer step(s) of "

@@ -36,6 +36,7 @@ from rl_plugins.errors import ConfigError, config_errors
 from rl_plugins.redaction import redacted_value
 from rl_plugins.storage import is_address, local_path
 from rl_plugins.text_file import REPLACE, read_yaml
+from rl_plugins.tracking.store import store_beside
 from rl_plugins.whole_file import write_whole_text
 
 COLLECTING_STAGES = ("policy_optimization", "prime")
@@ -119,6 +120,11 @@ class RecipeConfig(Settings):
         """True if the run has a rollout engine: it samples in training or validation, and replays no samples."""
         samples = self.stage in SAMPLING_STAGES or (self.validates and self.scores)
         return self.generates and self.debug.replay is None and samples
+
+    @property
+    def store_uri(self) -> str:
+        """URI of the MLflow store: the option, or an SQLite file beside the runs."""
+        return self.tracking.uri or store_beside(Path(self.run.output_dir))
 
     @property
     def validates_on_responses(self) -> bool:
@@ -391,7 +397,7 @@ def _check_groups(schema: object, values: object, names: Sequence[str]) -> None:
             _check_groups(schema[name], value, [*names, str(name)])
 
 
-def written(config: RecipeConfig) -> dict[str, Any]:
+def public_options(config: RecipeConfig) -> dict[str, Any]:
     """Return the options as plain values without secrets, for files and pages.
 
     An unchanged option from the environment has its expression as the value.
@@ -404,11 +410,11 @@ def written(config: RecipeConfig) -> dict[str, Any]:
     return plain
 
 
-def options_of(node: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def dotted_options(node: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each option of nested mappings."""
     if isinstance(node, dict):
         for name, child in node.items():
-            yield from options_of(child, f"{prefix}.{name}" if prefix else str(name))
+            yield from dotted_options(child, f"{prefix}.{name}" if prefix else str(name))
     else:
         yield prefix, node
 
@@ -421,14 +427,15 @@ def changed_options(config: RecipeConfig) -> dict[str, Any]:
     defaults: Any = OmegaConf.to_container(_schema())
     if config.algorithm is not None:
         defaults["algorithm"] = OmegaConf.to_container(OmegaConf.load(CONFIG_FOLDER / "algorithm/parts/base.yaml"))
-    unchanged = dict(options_of(defaults))
+    unchanged = dict(dotted_options(defaults))
     absent = object()
-    return {name: value for name, value in options_of(written(config)) if value != unchanged.get(name, absent)}
+    options = dotted_options(public_options(config))
+    return {name: value for name, value in options if value != unchanged.get(name, absent)}
 
 
 def write_config(config: RecipeConfig, file: Path) -> None:
     """Write a configuration that `parse_config` reads, without secrets."""
-    write_whole_text(file, OmegaConf.to_yaml(OmegaConf.create(written(config))))
+    write_whole_text(file, OmegaConf.to_yaml(OmegaConf.create(public_options(config))))
 
 
 def _mixture_parts(parts: object) -> dict[str, MixturePart]:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 _PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _NAMES = re.compile(r"[A-Za-z_]\w*")
+_SYSTEM_ROLES = ("system", "developer")
+_PROBE = "text of a user"
+_PARTS_ALONE: dict[str, bool] = {}
+"""For each chat template: True if the template reads lists of parts alone."""
 _TEMPLATE_VARIABLES = frozenset({"tools", "documents"})
 """Arguments of `apply_chat_template` for variables of the template."""
 
@@ -45,7 +49,9 @@ def render(
     """Return messages as the chat template writes them.
 
     Keys without a value leave the messages: Parquet gives all messages the same keys, and a template may ask whether a
-    message has `tool_calls`.
+    message has `tool_calls`. A template that reads lists of parts alone, as of many vision-language models, gets texts
+    as parts. A template without the role `developer` gets `system`: before the first answer one message with all texts,
+    as in vLLM's server.
 
     Args:
         template: tokenizer or processor with the template.
@@ -57,6 +63,10 @@ def render(
         TemplateRefusal: the template refuses the messages.
     """
     conversation: list[Any] = without_nulls([*messages])
+    if any(message["role"] == "developer" for message in conversation) and not _names_developer(template):
+        conversation = _with_system_first(conversation)
+    if _reads_parts_alone(template):
+        conversation = [_with_parts(message) for message in conversation]
     arguments: dict[str, Any] = {"add_generation_prompt": begins_answer, "tokenize": False, **options}
     try:
         return str(template.apply_chat_template(conversation, **arguments))
@@ -65,6 +75,53 @@ def render(
     # A template raises what its expressions raise, such as a TypeError for a text in place of a list.
     except Exception as error:
         raise TemplateRefusal(str(error) or type(error).__name__) from error
+
+
+def _names_developer(template: PreTrainedTokenizerBase | ProcessorMixin) -> bool:
+    text = str(template.chat_template)
+    return "'developer'" in text or '"developer"' in text
+
+
+def _with_system_first(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages without the role `developer`: before the first answer, one system message has all texts."""
+    first = next((place for place, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    begin, rest = messages[:first], messages[first:]
+    texts = [message["content"] for message in begin if message["role"] in _SYSTEM_ROLES and message["content"]]
+    system = [{"role": "system", "content": "\n\n".join(map(_text, texts))}] if texts else []
+    others = [message for message in begin if message["role"] not in _SYSTEM_ROLES]
+    later = [{**message, "role": "system"} if message["role"] == "developer" else message for message in rest]
+    return [*system, *others, *later]
+
+
+def _text(content: str | Sequence[Mapping[str, str]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
+
+
+def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _reads_parts_alone(template: PreTrainedTokenizerBase | ProcessorMixin) -> bool:
+    """Return True if the template leaves out a text that is no list of parts. Jinja loops over its characters."""
+    key = str(template.chat_template)
+    if key not in _PARTS_ALONE:
+        message = {"role": "user", "content": _PROBE}
+        _PARTS_ALONE[key] = not _writes(template, message) and _writes(template, _with_parts(message))
+    return _PARTS_ALONE[key]
+
+
+def _writes(template: PreTrainedTokenizerBase | ProcessorMixin, message: Mapping[str, Any]) -> bool:
+    conversation: list[Any] = [message]
+    try:
+        text = str(template.apply_chat_template(conversation, tokenize=False))
+    except (ImportError, MemoryError):
+        raise
+    # A template raises what its expressions raise.
+    except Exception:
+        return False
+    # A template for texts writes a list as Python does.
+    return _PROBE in text and "'text'" not in text
 
 
 def with_plain_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

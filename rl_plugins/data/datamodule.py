@@ -332,9 +332,15 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
         return {} if self._train_loader is None else {"train_loader": self._train_loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the position for the train loader, which does not exist yet. Only `Trainer.fit` continues training."""
+        """Set the position of the train loader, or keep it for a loader to come. Only `Trainer.fit` continues training.
+
+        ZeRO and FSDP2 restore late: `trainer.estimated_stepping_batches` may have made the loader.
+        """
         if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
             self._state_to_load = state_dict["train_loader"]
+            if self.trainer is not None and self.trainer.train_dataloader is self._train_loader is not None:
+                self._train_loader.load_state_dict(self._state_to_load)
+                self._state_to_load = None
 
     def _processor_of_stage(self) -> Processor:
         processor: Processor | None = getattr(self.trainer and self.trainer.lightning_module, "processor", None)

@@ -268,10 +268,12 @@ class ImagePromptEncoder:
         return ids, PromptImages(inputs, images, placeholder_ids, len(ids))
 
     def encode_blank(self, image: Image) -> tuple[list[int], ImageInputs]:
-        """Return the tokens and the inputs of an image without a prompt."""
-        return self._encode(self._processor.image_token, [image])
+        """Return the tokens and the inputs of an image without a prompt, in one piece."""
+        # A processor that cuts images would enlarge the image and cut it into tiles.
+        is_cut = getattr(self._processor.image_processor, "do_image_splitting", False)
+        return self._encode(self._processor.image_token, [image], **({"do_image_splitting": False} if is_cut else {}))
 
-    def _encode(self, text: str, images: Sequence[Image]) -> tuple[list[int], ImageInputs]:
+    def _encode(self, text: str, images: Sequence[Image], **options: Any) -> tuple[list[int], ImageInputs]:
         """Return the tokens of a text with the tokens of each image in the place of its placeholder, and the inputs."""
         result = self._processor(
             images=list(images),
@@ -279,6 +281,7 @@ class ImagePromptEncoder:
             return_tensors="pt",
             add_special_tokens=False,
             return_text_replacement_offsets=True,
+            **options,
         )
         if "text_replacement_offsets" not in result:
             raise ConfigError(

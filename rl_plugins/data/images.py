@@ -36,6 +36,10 @@ IMAGE_INPUTS = "image_inputs"
 """Name of the column, and of arguments, with the inputs of a model for the images of each sample."""
 PROMPT_IMAGES = "prompt_images"
 """Name of the column with the `PromptImages` of each prompt, None for a prompt without images."""
+UNSEEN = (
+    "the rows have images, and a stateful environment or an agent begins with messages of text alone: leave the column "
+    "`images` out"
+)
 IMAGE_FAULT = "image_fault"
 """Name of the column with the fault of each prompt whose images became bad after the start; None for other prompts."""
 _THUMBNAIL = 128

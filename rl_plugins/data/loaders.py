@@ -206,7 +206,7 @@ class PromptSource:
         prompts: PromptBatch = loader.draw()
         return prompts
 
-    def report(self, results: Sequence[GroupResult]) -> dict[str, float]:
+    def update_curriculum(self, results: Sequence[GroupResult]) -> dict[str, float]:
         """Report the groups of a step on this rank to the curriculum; return the curriculum's metrics. Collective."""
         loader = self.loader()
         if not isinstance(loader, StepLoader) or loader.curriculum is None:

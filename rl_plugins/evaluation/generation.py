@@ -24,10 +24,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.control_characters import whole_characters
 from rl_plugins.data.parquet import PromptRows, Row
 from rl_plugins.errors import ConfigError
 from rl_plugins.file_lock import FileLock
-from rl_plugins.whole_file import storing, write_whole, write_whole_text
+from rl_plugins.redaction import redacted
+from rl_plugins.whole_file import storage_errors, write_whole, write_whole_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +72,7 @@ class SampleFile:
             StorageError: the folder of the parts cannot be written.
         """
         self.check()
-        with storing(self._folder):
+        with storage_errors(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self._folder / "lock")
         try:
@@ -168,7 +170,7 @@ COLUMNS = tuple(_KINDS)
 """Columns added to the columns of a prompt: lists with one entry per sample."""
 _KINDS_OF_CONVERSATIONS = {
     "conversations": pa.string(), "answers": pa.string(), "turns": pa.int64(), "scores": pa.float64(),
-    "failures": pa.string(),
+    "failures": pa.string(), "faults": pa.string(),
 }  # fmt: skip
 SCORED_COLUMNS = ("answers", "scores", "failures")
 """Further columns of conversations, for their measures."""
@@ -328,6 +330,7 @@ def _columns(
             "turns": [ending.turns for ending in endings],
             "scores": [ending.score.value for ending in endings],
             "failures": [ending.score.failure for ending in endings],
+            "faults": [redacted(whole_characters(ending.score.message)) for ending in endings],
         }
     return {name: ((_KINDS | _KINDS_OF_CONVERSATIONS)[name], column) for name, column in values.items()}
 

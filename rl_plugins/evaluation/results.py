@@ -190,9 +190,11 @@ def evaluate(
 def _scores(rows: Sequence[Row]) -> list[Score]:
     """Return the scores in the rows."""
     return [
-        Score(value) if failure is None else failed(failure, "the environment gave no score")
+        Score(value) if failure is None else failed(failure, fault or "the environment gave no score")
         for row in rows
-        for value, failure in zip(row["scores"], row["failures"], strict=True)
+        for value, failure, fault in zip(
+            row["scores"], row["failures"], row.get("faults") or [""] * len(row["scores"]), strict=True
+        )
     ]
 
 

@@ -42,7 +42,7 @@ from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
 from rl_plugins.launch.instantiation import instantiate_node
 from rl_plugins.model_json import expert_count, reads_images
 from rl_plugins.python_file import nearest
-from rl_plugins.stages.model_inputs import MODEL_INPUTS, check_models
+from rl_plugins.stages.model_inputs import MODEL_INPUTS, check_model_inputs
 from rl_plugins.stages.off_policy import check_comparable, check_recomputed_routes
 
 _USES = {
@@ -285,7 +285,7 @@ def _check_models(algorithm: Algorithm, config: RecipeConfig) -> None:
     available |= {"teacher"} if teacher.path or teacher.paths or teacher.update_every else set()
     available |= {"cost_model"} if config.cost_model.path else set()
     with errors_with_options(RUN_OPTIONS):
-        check_models(
+        check_model_inputs(
             algorithm, config.schedule, chosen={name for name, is_set in chosen.items() if is_set}, available=available
         )
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError
 
+JOB_FOLDERS = "working_dir_files"
+"""Name of the folder into which Ray unpacks the projects of all jobs."""
 _CONNECT_TIMEOUT_S = 3.0
 _SHOWN = 200
 """Characters of Ray's reason in an error."""

@@ -57,7 +57,7 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
 
     from rl_plugins.data.curriculum import Curriculum
     from rl_plugins.data.formats import CONVERSATIONS
-    from rl_plugins.data.images import any_has_images
+    from rl_plugins.data.images import UNSEEN, any_has_images
     from rl_plugins.data.orders import build_mixture
     from rl_plugins.data.validation import compared_column
     from rl_plugins.model_json import reads_images
@@ -88,6 +88,9 @@ def check_data(config: RecipeConfig, models: Mapping[str, Mapping[str, Any]]) ->
         # Conversations are compared with prompts by their prompts.
         compared = compared_column(train_kind) if train_kind == val_kind else "prompt"
         _warn_of_shared_prompts(config, train, validation.rows, compared)
+    all_rows = [measured.rows for measured in (training, validation) if measured is not None]
+    if config.environment.scores_itself and any(map(any_has_images, all_rows)):
+        raise ConfigError(UNSEEN)
     # The reward scores the responses to these rows.
     first_of_source = _first_of_source(train) if config.stage in SAMPLING_STAGES else {}
     if config.teacher.paths and not config.teacher.weights:

@@ -20,13 +20,12 @@ from rl_plugins.callbacks.samples import log_samples
 from rl_plugins.config.recipe import (
     RecipeConfig,
     changed_options,
-    options_of,
+    dotted_options,
+    public_options,
     read_config,
     write_config,
-    written,
 )
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.preflight import tracking_uri
 from rl_plugins.launch.resume import noted_step
 from rl_plugins.redaction import without_password
 from rl_plugins.report.page import write_report
@@ -52,7 +51,7 @@ _UPLOAD_TIMEOUT_S = 600.0
 def tracking_logger(config: RecipeConfig, folder: RunFolder) -> MLflowTracking:
     """Return the MLflow logger of a run."""
     return MLflowTracking(
-        uri=tracking_uri(config),
+        uri=config.store_uri,
         experiment=config.tracking.experiment,
         folder=folder,
         description=describe_run(config, folder),
@@ -65,13 +64,13 @@ def describe_run(config: RecipeConfig, folder: RunFolder) -> RunDescription:
     changed = changed_options(config)
     params = {
         name: value
-        for name, value in options_of(written(config))
+        for name, value in dotted_options(public_options(config))
         if name in changed or (name in _COMPARED and value is not None)
     }
     return RunDescription(
         params={**params, "workers": config.num_workers},
         tags={"run_folder": str(folder.path), **source_tags(folder)},
-        files=(folder.config, folder.environment, folder.git_state, folder.git_diff, folder.versions),
+        files=(folder.config, folder.installed_packages, folder.git_state, folder.git_diff, folder.pinned_versions),
         data={
             "training": [Path(path) for path in config.data.training_files],
             "validation": [Path(path) for path in config.data.val_files],
@@ -157,9 +156,9 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
     """
     folder = RunFolder(path)
     config = read_config(folder.config)
-    check_store(uri or tracking_uri(config))
+    check_store(uri or config.store_uri)
     if uri is not None:
-        if without_password(uri) != without_password(tracking_uri(config)):
+        if without_password(uri) != without_password(config.store_uri):
             _check_is_mlflow(uri)
             _move_run(config, folder, uri)
         config.tracking.uri = uri
@@ -181,7 +180,7 @@ def sync(path: Path, uri: str | None, deadline_s: float) -> bool:
     if damaged := count_damaged_lines(folder.metrics):
         print(f"{folder.metrics}: {damaged} damaged lines are left out", flush=True)
     if complete:
-        print(f"{without_password(tracking_uri(config))} has all of {path}, {steps} steps", flush=True)
+        print(f"{without_password(config.store_uri)} has all of {path}, {steps} steps", flush=True)
     return complete
 
 

@@ -116,7 +116,7 @@ def _data_sets(run: RunFolder) -> list[str]:
 
 def _versions(run: RunFolder) -> dict[str, str]:
     """Return the versions of the packages that compute, from the start of the run."""
-    lines = read_text(run.environment, REMOVE).splitlines() if run.environment.is_file() else []
+    lines = read_text(run.installed_packages, REMOVE).splitlines() if run.installed_packages.is_file() else []
     pairs = (line.partition("==") for line in lines if "==" in line and not line.startswith("#"))
     installed = {package.lower().replace("_", "-"): version for package, _, version in pairs}
     return {package: installed[package] for package in _PACKAGES if package in installed}

@@ -47,10 +47,10 @@ class PinnedVersions:
         Raises:
             ConfigError: the file is damaged.
         """
-        if folder.versions.is_file():
-            return cls(_read(folder.versions.read_bytes(), str(folder.versions)))
-        content = None if stored is None else stored.read(folder.versions.name)
-        return cls() if content is None else cls(_read(content, f"{folder.versions.name} in run.storage"))
+        if folder.pinned_versions.is_file():
+            return cls(_read(folder.pinned_versions.read_bytes(), str(folder.pinned_versions)))
+        content = None if stored is None else stored.read(folder.pinned_versions.name)
+        return cls() if content is None else cls(_read(content, f"{folder.pinned_versions.name} in run.storage"))
 
     def pin(self, option: str, name: HubName) -> HubName:
         """Return a name with its commit.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -24,20 +25,16 @@ from omegaconf.errors import OmegaConfBaseException
 from rl_plugins.config.environment_variables import resolved_without_environment
 from rl_plugins.config.hydra_errors import explain
 from rl_plugins.config.pipeline import PipelineConfig
-from rl_plugins.config.recipe import RecipeConfig, options_of, parse_config, read_config
+from rl_plugins.config.recipe import RecipeConfig, dotted_options, parse_config, read_config
 from rl_plugins.config.run import LOCAL_FOLDER, tracking_address
 from rl_plugins.config.settings import FOLDER_NAME
 from rl_plugins.errors import ConfigError, DeadlineExceeded, RunStopped, UserError, config_errors
-from rl_plugins.launch.command_line import (
-    check_all_options,
-    compose_config,
-    compose_for_command_line,
-    exit_on_user_error,
-    run_recipe,
-)
+from rl_plugins.launch.command_line import check_all_options, exit_on_user_error, run_recipe
+from rl_plugins.launch.compose import compose_config, compose_for_command_line
+from rl_plugins.launch.fetch import fetch_data
 from rl_plugins.launch.pinned_versions import PinnedVersions, pinned_model
-from rl_plugins.launch.preflight import check_stage_ahead, fetch_data, tracking_uri
-from rl_plugins.launch.resume import finished_step
+from rl_plugins.launch.preflight import check_stage_ahead
+from rl_plugins.launch.resume import finished_step, noted_step
 from rl_plugins.launch.stored_run import stored_run
 from rl_plugins.redaction import redacted, redacted_value, without_password
 from rl_plugins.run_folder import RunFolder, append_metrics, read_metrics
@@ -46,9 +43,9 @@ from rl_plugins.storage import folder_in
 from rl_plugins.text_file import REMOVE, REPLACE, read_text, read_yaml
 from rl_plugins.tracking.run import RunDescription, TrackedRun
 from rl_plugins.tracking.sender import FINISH_TIMEOUT_S, RunSender
-from rl_plugins.tracking.store import check_store, import_mlflow, open_client
-from rl_plugins.tracking.unsent_metrics import UnsentMetrics
-from rl_plugins.whole_file import storing, write_whole_text
+from rl_plugins.tracking.store import check_store, import_mlflow, open_client, store_beside
+from rl_plugins.tracking.unsent_metrics import Point, UnsentMetrics, name_in_mlflow
+from rl_plugins.whole_file import storage_errors, write_whole_text
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +103,7 @@ def run_pipeline(composed: DictConfig) -> Path:
             with config_errors(f"stage {name}: "):
                 run_recipe(configs[name])
         return folder
-    with storing(folder):
+    with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with owned(RunFolder(folder), "pipeline"):
         _run_stages(resolved, configs, folder, pinned)
@@ -118,7 +115,7 @@ def _run_stages(
 ) -> None:
     """Run all incomplete stages. The process owns the folder."""
     first = next(iter(configs.values()))
-    PinnedVersions(ChainMap(*pinned.values())).write(RunFolder(folder).versions)
+    PinnedVersions(ChainMap(*pinned.values())).write(RunFolder(folder).pinned_versions)
     if first.tracking.enabled:
         check_store(str(first.tracking.uri))
     resolved.tracking_uri = first.tracking.uri
@@ -160,7 +157,7 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
         raise ConfigError(f"output_dir={pipeline.output_dir}: {fault}")
     folder = (Path(pipeline.output_dir) / pipeline.name).absolute()
     run = {"output_dir": str(folder)}
-    uri = tracking_address(pipeline.tracking_uri) or f"sqlite:///{folder}/mlflow.db"
+    uri = tracking_address(pipeline.tracking_uri) or store_beside(folder)
     tracking = {"uri": uri, "experiment": pipeline.experiment}
     _check_own_options("common", pipeline.common)
     configs = {}
@@ -181,7 +178,7 @@ def stage_configs(composed: DictConfig) -> dict[str, RecipeConfig]:
 
 def _check_own_options(group: str, options: DictConfig) -> None:
     """Refuse options of stages set by the pipeline."""
-    for option, _ in options_of(OmegaConf.to_container(options)):
+    for option, _ in dotted_options(OmegaConf.to_container(options)):
         if option in _OWN_OPTIONS:
             way_out = f"use {_OWN_OPTIONS[option]}" if _OWN_OPTIONS[option] else "leave it out"
             raise ConfigError(f"{group}.{option}: the pipeline sets this option: {way_out}")
@@ -191,6 +188,8 @@ def _check_stages(
     configs: Mapping[str, RecipeConfig], folder: Path, *, resume: bool | str
 ) -> dict[str, dict[str, str]]:
     """Check all stages, and return the versions of the names of each stage. Names on the hub get their commits."""
+    from rl_plugins.launch.dry_run import set_steps
+
     if resume not in (True, False, "auto"):
         raise ConfigError(f"resume={resume}: use true, false or auto")
     if any(RunFolder(folder / name).has_results() for name in configs) and not resume:
@@ -213,7 +212,30 @@ def _check_stages(
                 stored_run(config, RunFolder(folder / name))
             if RunFolder(folder / name).exported() is None:
                 check_stage_ahead(config, folder)
+            else:
+                set_steps(config)
+    if resume:
+        _check_continued_stages(configs, folder)
     return pinned
+
+
+def _check_continued_stages(configs: Mapping[str, RecipeConfig], folder: Path) -> None:
+    """Refuse to continue a complete stage whose model a later stage with results has begun from.
+
+    Raises:
+        ConfigError: a stage would continue. The model of a later stage would change in the middle of its training.
+    """
+    continued: list[str] = []
+    for name, config in configs.items():
+        run, models = RunFolder(folder / name), [Path(path).absolute() for path in config.model_paths.values()]
+        for earlier in continued if run.has_results() else ():
+            if any(model.is_relative_to(folder / earlier) for model in models):
+                raise ConfigError(
+                    f"stage {earlier}: the stage would continue with the new options, and stage {name} has results "
+                    f"from its model: leave the options of stage {earlier} as they were, or give another name"
+                )
+        if run.exported() is not None and noted_step(run) is not None and finished_step(config, run) is None:
+            continued.append(name)
 
 
 def _known_versions(configs: Mapping[str, RecipeConfig], folder: Path) -> dict[str, str]:
@@ -289,8 +311,14 @@ class ParentRun:
         """Log the last validation of a complete stage, unless the validation is logged already."""
         logged, series = read_metrics(self._folder.metrics), read_metrics(self.stages[stage].metrics)
         last = {f"{stage}/{name}": list(series[name].values())[-1] for name in _VALIDATION_METRICS if series.get(name)}
-        if not last.keys() <= logged.keys():
-            append_metrics(self._folder.metrics, last, list(self.stages).index(stage) + 1)
+        step = list(self.stages).index(stage) + 1
+        if any(logged.get(name, {}).get(step) != value for name, value in last.items()):
+            append_metrics(self._folder.metrics, last, step)
+            if logged.keys() & last.keys():
+                # The numbers of a continued stage are newer, and the sender does not send a step twice.
+                now_ms = int(time.time() * 1000)
+                points = [Point(name_in_mlflow(name), value, step, now_ms) for name, value in last.items()]
+                self._sender.submit(lambda run: run.log_points(points))
         self._sender.send_metrics()
 
     def finish(self, status: str, deadline_s: float) -> bool:
@@ -320,7 +348,8 @@ class ParentRun:
         """
         check_store(self.uri)
         self._sender.send_metrics()
-        complete = [name for name, stage in self.stages.items() if stage.exported() is not None]
+        # A continuing stage has its earlier export, and no note of its end.
+        complete = [name for name, stage in self.stages.items() if stage.exported() and noted_step(stage) is not None]
         for name in complete:
             self.log_validation(name)
         if any(stage.failed() for stage in self.stages.values()):
@@ -369,7 +398,7 @@ class ParentRun:
 
     def _store_of(self, stage: RunFolder) -> str:
         """Return the URI of the store of a stage, which `rl-plugins sync --uri` may have moved to another store."""
-        uri = tracking_uri(read_config(stage.config))
+        uri = read_config(stage.config).store_uri
         # Files have no password.
         return self.uri if without_password(uri) == without_password(self.uri) else uri
 

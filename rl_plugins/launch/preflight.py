@@ -21,25 +21,20 @@ from rl_plugins.config.precision import dtype_of_passes
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.config.rollout import check_cpu_head_size
 from rl_plugins.errors import ConfigError, config_errors
-from rl_plugins.hub.files import model_folder
 from rl_plugins.hub.names import model_name
 from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
-from rl_plugins.launch.cluster import check_cluster
+from rl_plugins.launch.cluster import JOB_FOLDERS, check_cluster
 from rl_plugins.launch.gpu_checks import check_engine_weights, check_gpus
 from rl_plugins.launch.gpus import hidden_gpus, local_gpus, read_machine
-from rl_plugins.launch.hub_fetch import fetch_data_files, is_data_address, reward_models
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes
 from rl_plugins.launch.own_ray import path_of_sessions
-from rl_plugins.launch.pinned_versions import PinnedVersions, pinned_model
 from rl_plugins.launch.placement import check_fit, roles_of
-from rl_plugins.launch.ray_train import JOB_FOLDERS
 from rl_plugins.launch.resume import check_resume
 from rl_plugins.model_json import context_window, expert_count, reads_images
-from rl_plugins.redaction import without_password
 from rl_plugins.run_folder import RunFolder
-from rl_plugins.storage import fetch_copy, is_address
-from rl_plugins.tracking.registry import fetch_model, is_in_mlflow
-from rl_plugins.tracking.store import ARTIFACTS, STORE_FILE, check_store
+from rl_plugins.storage import is_address
+from rl_plugins.tracking.registry import is_in_mlflow
+from rl_plugins.tracking.store import ARTIFACTS, STORE_FILE, check_store, store_beside
 
 
 def preflight(config: RecipeConfig) -> None:
@@ -53,7 +48,7 @@ def preflight(config: RecipeConfig) -> None:
     _check_output(config)
     # The store of a pipeline answered when the parent run was created, and a run survives an outage.
     if config.tracking.enabled and config.tracking.parent_run is None:
-        check_store(tracking_uri(config))
+        check_store(config.store_uri)
     from rl_plugins.launch.dry_run import check_data
 
     with errors_with_options(RUN_OPTIONS):
@@ -401,80 +396,6 @@ def _check_output(config: RecipeConfig) -> None:
         raise ConfigError(
             f"run.output_dir={output} cannot be written ({error.strerror}): choose another folder"
         ) from None
-    if tracking_uri(config) == _store_beside(output) and name in (STORE_FILE, ARTIFACTS):
+    if config.store_uri == store_beside(output) and name in (STORE_FILE, ARTIFACTS):
         raise ConfigError(f"run.name={name}: the MLflow store in {output} has this name: choose another name")
     check_resume(config, RunFolder(output / name))
-
-
-def tracking_uri(config: RecipeConfig) -> str:
-    """Return the URI of the configured MLflow store, or of an SQLite file beside the runs if none is configured."""
-    return config.tracking.uri or _store_beside(Path(config.run.output_dir))
-
-
-def _store_beside(output: Path) -> str:
-    return f"sqlite:///{output.absolute() / STORE_FILE}"
-
-
-def fetch_models(config: RecipeConfig, versions: PinnedVersions) -> None:
-    """Download the models in MLflow and in storage, replace their paths by the folders, and print each folder.
-
-    A name on the Hugging Face hub is replaced by the name with its commit. `check_models` fetches the files.
-
-    Args:
-        config: configuration of the run.
-        versions: versions of the run.
-
-    Raises:
-        ConfigError: there is no such model, the store does not answer, or the model is in another format.
-    """
-
-    def fetched(option: str, path: str) -> str:
-        if is_in_mlflow(path):
-            store = tracking_uri(config)
-            found = str(fetch_model(option, versions.pin_model(option, path, store), store, _cache(config, "models")))
-        else:
-            found = pinned_model(versions, option, path)
-        if found != path:
-            print(f"{config.run.name}: {path} is {found}", flush=True)
-            return found
-        return _copy_of(config, option, path, "models")
-
-    config.replace_model_paths(fetched)
-    for option, node in reward_models(config):
-        node["path"] = pinned_model(versions, option, node["path"])
-        # The trial of the reward loads the model, and has a short deadline for the load.
-        model_folder(node["path"], option=option, trust_remote_code=bool(node.get("trust_remote_code")))
-
-
-def fetch_data(config: RecipeConfig, versions: PinnedVersions) -> None:
-    """Download the data files in storage and on the hub, replace their addresses by paths, and print each path.
-
-    Args:
-        config: configuration of the run.
-        versions: versions of the run.
-
-    Raises:
-        ConfigError: there is no such file, or the storage does not answer.
-    """
-
-    def fetched(option: str, path: str) -> list[str]:
-        if not is_data_address(path):
-            return [_copy_of(config, option, path, "data")]
-        files = fetch_data_files(versions, option, path, _cache(config, "data"))
-        for file in files:
-            print(f"{config.run.name}: {path} is {file}", flush=True)
-        return files
-
-    config.data.replace_files(fetched)
-
-
-def _copy_of(config: RecipeConfig, option: str, path: str, kind: str) -> str:
-    if not is_address(path):
-        return path
-    copy = fetch_copy(option, path, _cache(config, kind))
-    print(f"{config.run.name}: {without_password(path)} is {copy}", flush=True)
-    return str(copy)
-
-
-def _cache(config: RecipeConfig, kind: str) -> Path:
-    return Path(config.run.output_dir) / f".{kind}"

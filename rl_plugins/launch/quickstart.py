@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rl_plugins.launch.command_line import override
+from rl_plugins.launch.compose import override
 from rl_plugins.report.pictures import draw_learning_curve
 from rl_plugins.report.summary import summarize
 from rl_plugins.run_folder import RunFolder

@@ -23,11 +23,11 @@ from rl_plugins.config.judge import ENGINE_KEY
 from rl_plugins.config.placement import CRITIC_POOLS
 from rl_plugins.config.recipe import RecipeConfig, write_config
 from rl_plugins.errors import DeadlineExceeded
-from rl_plugins.garbage_collection import collector_off
-from rl_plugins.launch.cluster import join_cluster, variables_of_job
+from rl_plugins.garbage_collection import garbage_collector_off
+from rl_plugins.launch.cluster import JOB_FOLDERS, join_cluster, variables_of_job
+from rl_plugins.launch.fetch import fetch_on_machines
 from rl_plugins.launch.gpu_checks import check_nodes
 from rl_plugins.launch.gpus import local_gpus
-from rl_plugins.launch.hub_fetch import fetch_on_machines
 from rl_plugins.launch.own_ray import LEAST_BYTES, object_store_bytes, set_own_ray_up, start_own_ray
 from rl_plugins.launch.placement import (
     ENGINES,
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from rl_plugins.rollout.vllm.client import VLLMRollout
     from rl_plugins.strategies.ray import RayFSDPStrategy, RayZeroStrategy
 
-JOB_FOLDERS = "working_dir_files"
-"""Name of the folder into which Ray unpacks the projects of all jobs."""
 _KEY_BYTES = 16
 _UNPACK_TIMEOUT_S = 60.0
 _NO_SERVER = "http://127.0.0.1:9"
@@ -117,11 +115,10 @@ def _mlflow_run_ended(config: RecipeConfig, folder: RunFolder) -> Iterator[None]
         yield
     except (Exception, KeyboardInterrupt) as error:
         if config.tracking.enabled:
-            from rl_plugins.launch.preflight import tracking_uri
             from rl_plugins.tracking.sender import end_left_run
 
             status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
-            end_left_run(tracking_uri(config), config.tracking.experiment, folder, status)
+            end_left_run(config.store_uri, config.tracking.experiment, folder, status)
         raise
 
 
@@ -173,7 +170,7 @@ def _start_roles_and_fit(config: RecipeConfig, folder: RunFolder, roles: list[Ro
         with stop_on_signals(folder), user_errors_unwrapped():
             ray_trainer.fit()
     except SystemExit:
-        # After Ctrl-C, Ray Train ends the workers and the process, without a word.
+        # After Ctrl-C, Ray Train ends the workers, and raises SystemExit without a message.
         raise KeyboardInterrupt from None
     finally:
         started.stop()
@@ -268,7 +265,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
     _training_run(arguments).call_recipe()
 
 
-@collector_off()
+@garbage_collector_off()
 def _training_run(arguments: dict[str, Any]) -> TrainingRun:
     # DeepSpeed reads the variable at its import. The value of the driver's process may be wrong for a worker.
     os.environ["DS_ACCELERATOR"] = arguments["config"]["placement"]["device"]

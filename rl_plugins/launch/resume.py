@@ -34,7 +34,7 @@ def check_resume(config: RecipeConfig, folder: RunFolder) -> None:
     """
     resume = config.run.resume
     # A start that failed may have left the versions alone.
-    known = folder.has_results() or folder.config.is_file() or folder.versions.is_file()
+    known = folder.has_results() or folder.config.is_file() or folder.pinned_versions.is_file()
     if folder.path.is_file() or (folder.has_content() and not known):
         raise ConfigError(f"{folder.path} exists and is not the folder of a run: give another run.name")
     if not resume and folder.has_results():

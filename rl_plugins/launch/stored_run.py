@@ -23,7 +23,7 @@ from rl_plugins.run_folder import RunFolder
 from rl_plugins.run_lock import owned
 from rl_plugins.storage import Storage
 from rl_plugins.tracking.store import sqlite_file
-from rl_plugins.whole_file import link_or_copy, only_printed, storing
+from rl_plugins.whole_file import link_or_copy, only_printed, storage_errors
 
 _EVERY_S = 5.0
 _LONGEST_PAUSE_S = 60.0
@@ -138,7 +138,7 @@ class StoredRun:
         stored = self._storage.files()
         if not stored:
             return
-        with storing(self._folder.path):
+        with storage_errors(self._folder.path):
             self._folder.path.mkdir(parents=True, exist_ok=True)
         with owned(self._folder):
             self._restore(stored)
@@ -194,7 +194,7 @@ class StoredRun:
 
     def _put_in_place(self, partial: Path) -> None:
         checkpoint = partial.with_name(partial.name[1:].removesuffix(".partial"))
-        with storing(checkpoint):
+        with storage_errors(checkpoint):
             if checkpoint.exists():
                 aside = self._folder.aside(checkpoint)
                 checkpoint.rename(aside)

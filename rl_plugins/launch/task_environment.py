@@ -1,4 +1,4 @@
-"""Environment with processes of its own: tools, a stateful environment or an agent, and its trial before a run."""
+"""Environment of a recipe (tools, a stateful environment, an agent, or a replying reward function), and its trial."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rl_plugins.config.recipe import RecipeConfig
+from rl_plugins.config.sampling import EnvironmentConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.argument_errors import errors_with_options, options_in
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rl_plugins.environments.tools import ToolEnvironment
     from rl_plugins.rewards.conversations import Environment
     from rl_plugins.rewards.trajectory import EnvironmentAnswer
+    from rl_plugins.stages.sampling import AnyEnvironment
 
     TaskEnvironment = ToolEnvironment | StatefulEnvironment | AgentEnvironment
 
@@ -35,6 +37,27 @@ _WANTED = {
     "agent": "a function of a row, a base_url and an api_key, such as my_package.solve",
 }
 """Value of the option for each environment with rewards of its own."""
+
+
+@contextmanager
+def open_environment(config: RecipeConfig) -> Iterator[AnyEnvironment]:
+    """Start the environment of a recipe, and end its processes at the end.
+
+    Raises:
+        ConfigError: the environment cannot be used; see `ToolEnvironment`, `StatefulEnvironment` and
+            `AgentEnvironment`.
+    """
+    environment = task_environment(config)
+    if environment is None:
+        options = config.environment
+        yield EnvironmentConfig(
+            options.max_turns, options.max_observation_tokens, template_options=config.data.chat_template_kwargs
+        )
+        return
+    try:
+        yield environment
+    finally:
+        environment.close()
 
 
 def task_environment(config: RecipeConfig) -> TaskEnvironment | None:

@@ -46,10 +46,10 @@ from rl_plugins.data.image_prompts import load_tokenizer_or_processor, tokenizer
 from rl_plugins.data.tokenization import FilterOrError, check_same_tokens
 from rl_plugins.errors import DataError
 from rl_plugins.launch.argument_errors import RUN_OPTIONS, errors_with_options
-from rl_plugins.launch.environment import open_environment
 from rl_plugins.launch.instantiation import instantiate_as, instantiate_nodes, training_data
 from rl_plugins.launch.mlflow_run import best_upload, failed_on_error, register, tracking_logger
 from rl_plugins.launch.resume import note_end
+from rl_plugins.launch.task_environment import open_environment
 from rl_plugins.launch.terminal import quiet_libraries
 from rl_plugins.models.pool import ModelPool
 from rl_plugins.run_folder import RunFolder, checkpoint_step, read_metrics
@@ -64,15 +64,8 @@ if TYPE_CHECKING:
     from rl_plugins.strategies.ray import RayFSDPStrategy, RayZeroStrategy
     from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 
-_RECIPES = {
-    "sft": "sft",
-    "policy_optimization": "grpo",
-    "prime": "prime",
-    "reward_modeling": "reward_modeling",
-    "preference_optimization": "preference_optimization",
-    "online_preference_optimization": "online_preference_optimization",
-}
-"""Module of the recipe of each value of the option `stage`."""
+_RECIPES = {"policy_optimization": "grpo"}
+"""Module of the recipe of a value of the option `stage`, if the module has another name than the value."""
 
 
 class DataOptions(StepOptions):
@@ -119,7 +112,8 @@ class TrainingRun:
             torch.set_float32_matmul_precision("high")
         try:
             with errors_with_options(RUN_OPTIONS):
-                import_module(f"rl_plugins.recipes.{_RECIPES[self.config.stage]}").train(self)
+                stage = self.config.stage
+                import_module(f"rl_plugins.recipes.{_RECIPES.get(stage, stage)}").train(self)
         finally:
             self._open.close()
 

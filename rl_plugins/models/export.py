@@ -19,7 +19,7 @@ from rl_plugins.file_lock import FileLock
 from rl_plugins.models.lora import has_adapter
 from rl_plugins.storage import local_path
 from rl_plugins.weights.source import WeightSource
-from rl_plugins.whole_file import storing, synchronize
+from rl_plugins.whole_file import storage_errors, synchronize
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -143,7 +143,7 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
     """
     work, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.removed")
     partial = work / "new"
-    with storing(folder):
+    with storage_errors(folder):
         work.mkdir(parents=True, exist_ok=True)
         lock = FileLock(work / "lock")
         if not lock.take():

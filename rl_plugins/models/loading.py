@@ -134,7 +134,7 @@ def _check_finite(model: PreTrainedModel) -> None:
         )
 
 
-def options_of(frozen: str | None, options: LoadingOptions) -> LoadingOptions:
+def options_for(frozen: str | None, options: LoadingOptions) -> LoadingOptions:
     """Return the options for a frozen model, which has the name `frozen`, or for a trained model, without a name."""
     return {**options, "float8": None} if frozen else options
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_plugins.garbage_collection import collector_off
+from rl_plugins.garbage_collection import garbage_collector_off
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,7 +84,7 @@ def process_name() -> str:
 class ModelActor:
     """Actor that holds the model and runs one call at a time."""
 
-    @collector_off()
+    @garbage_collector_off()
     def __init__(self, config: PoolConfig) -> None:
         import torch
 

@@ -20,6 +20,7 @@ from rl_plugins.hub.files import ADAPTER_FILES, adapter_folder
 from rl_plugins.model_json import AGAIN
 from rl_plugins.models.finite import not_finite
 from rl_plugins.text_file import read_json_object
+from rl_plugins.vision_language import is_vision_language, vision_tower
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -39,7 +40,8 @@ _MERGE = "merge the adapter into its model (merge_and_unload of peft), and name 
 def load_adapter(model: PeftModel, config: LoraConfig) -> None:
     """Give the adapter of a model the weights at `config.path`.
 
-    Tensors on the device `meta` stay without weights. A new scalar head keeps its weights.
+    Tensors on the device `meta` stay without weights. A new scalar head keeps its weights. Layers of a vision tower may
+    be missing in the saved adapter, and change nothing then.
 
     Args:
         model: model with the adapter of the settings.
@@ -57,6 +59,10 @@ def load_adapter(model: PeftModel, config: LoraConfig) -> None:
         for name, parameter in model.named_parameters()
         if ".lora_A." in name or ".lora_B." in name
     }
+    if is_vision_language(model):
+        # A run with a frozen vision tower exports its adapter without the tower.
+        of_tower = {id(parameter) for parameter in vision_tower(model).parameters()}
+        own = {name: parameter for name, parameter in own.items() if name in weights or id(parameter) not in of_tower}
     _compare(model, config, saved, {name: getattr(p, "ds_shape", p.shape) for name, p in own.items()}, weights)
     with torch.no_grad():
         for name, parameter in own.items():

@@ -21,7 +21,7 @@ Series = Mapping[str, Points]
 
 MAIN: dict[str, Sequence[str]] = {
     "Reward": ("val/reward", "train/reward"),
-    "Several samples per prompt": ("val/*_at_[0-9]", "val/*_at_[0-9][0-9]"),
+    "Several samples per prompt": ("val/*_at_[0-9]", "val/*_at_[0-9][0-9]", "val/*_at_[0-9][0-9][0-9]"),
     "Beside the reward": ("val/rewards/*", "train/rewards/*"),
     "Accuracy": ("val/accuracy", "train/accuracy"),
     "Loss": ("val/loss", "train/loss"),

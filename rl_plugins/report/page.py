@@ -17,7 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from rl_plugins.config.recipe import options_of
+from rl_plugins.config.recipe import dotted_options
 from rl_plugins.control_characters import without_controls
 from rl_plugins.hub.names import model_name
 from rl_plugins.redaction import redacted
@@ -74,7 +74,7 @@ def write_report(folder: RunFolder, path: Path | None = None) -> Path:
 
 
 @contextmanager
-def reported(folder: RunFolder) -> Iterator[None]:
+def report_at_end(folder: RunFolder) -> Iterator[None]:
     """Write the report when the block ends, also after an error. A run without metrics gets no report.
 
     A worker writes the page when training ends. The driver writes the page again by this function, because workers can
@@ -86,7 +86,8 @@ def reported(folder: RunFolder) -> Iterator[None]:
     folder.error.unlink(missing_ok=True)
     try:
         yield
-    except BaseException as error:
+    # Ctrl-C is no error of the run.
+    except Exception as error:
         with only_printed():
             write_whole_text(folder.error, redacted("".join(format_exception_only(error))))
         raise
@@ -117,7 +118,7 @@ def _values(folder: RunFolder) -> dict[str, object]:
         for name, file in {
             "changes": folder.changes,
             "config": folder.config,
-            "environment": folder.environment,
+            "environment": folder.installed_packages,
             "git_state": folder.git_state,
         }.items()
     }
@@ -159,7 +160,7 @@ def _options(config: Path) -> dict[str, Any]:
     """Return the value of each option of a run by its dotted name; nothing without a configuration."""
     from omegaconf import OmegaConf
 
-    return dict(options_of(OmegaConf.to_container(read_yaml(config, REMOVE)))) if config.is_file() else {}
+    return dict(dotted_options(OmegaConf.to_container(read_yaml(config, REMOVE)))) if config.is_file() else {}
 
 
 def _about(options: Mapping[str, Any], changes: str | None) -> str:
@@ -183,7 +184,7 @@ def _short_name(model: str) -> str:
 def _figures(series: Series, folder: RunFolder, steps: object) -> dict[str, str]:
     """Return the figures at the top of the page by their titles."""
     last = max((step for points in series.values() for step in points), default=0)
-    summary, resumes, failures = summarize_metrics(series), folder.times_resumed(), folder.times_failed()
+    summary, resumes, failures = summarize_metrics(series), folder.times_resumed(), folder.worker_restarts()
     figures = {"steps": f"{last} of {steps}" if steps else str(last)}
     for metric, title in _VALIDATED.items():
         values = list(series.get(metric, {}).values())

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rl_plugins.config.sampling import SamplingConfig
+from rl_plugins.data.images import UNSEEN
+from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.records import FailureRate, Score, ScoringRequest
 from rl_plugins.rewards.trajectory import Ending, EnvironmentAnswer, Reply, ScoreWithMessages, Start, Trajectory, Turn
 from rl_plugins.rollout.engine import (
@@ -157,8 +159,9 @@ class Conversations:
             assert isinstance(opening, Opening)
             trajectories = [self._trajectory(opening, sampling) for _ in range(sampling.num_samples)]
             self._groups[opening.ticket] = trajectories
-            images = None if self.starts_itself else opening.images
-            request = GroupRequest(0, opening.prompt, opening.seed, images=images)
+            if self.starts_itself and opening.images is not None:
+                raise ConfigError(UNSEEN)
+            request = GroupRequest(0, opening.prompt, opening.seed, images=opening.images)
             if isinstance(self._environment, StartingEnvironment):
                 for trajectory in trajectories:
                     self._answering[trajectory.key] = (

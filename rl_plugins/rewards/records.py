@@ -7,6 +7,7 @@ Failures are counted for the metrics, and too many failures end the run.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections import Counter, deque
@@ -15,7 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from rl_plugins.errors import RewardError
+from rl_plugins.redaction import redacted
 from rl_plugins.user_code import describe
+
+logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 Failure = Literal["raised", "timeout", "not_finite", "died", "memory", "image"]
@@ -264,6 +268,7 @@ class FailureRate:
         self._largest, self._allowed = max_failure_rate, _ALLOWED_FAILURES if max_failure_rate else 0
         # Failures and samples of each call.
         self._calls: deque[tuple[int, int]] = deque()
+        self._logged = set[str]()
 
     def check(self, scores: Sequence[Score | None]) -> None:
         """Raise a RewardError if too many samples failed in this call and the calls before.
@@ -278,9 +283,17 @@ class FailureRate:
             raise too_many(failures, count, total, self._largest)
 
     def add(self, scores: Sequence[Score | None]) -> None:
-        """Check the scores of a finished call as `check` does, and keep their numbers for the next calls."""
+        """Check the scores of a finished call as `check` does, and keep their numbers for the next calls.
+
+        The log gets the first failure of each kind.
+        """
         self.check(scores)
-        self._calls.append((len(_failures_among(scores)), len(scores)))
+        failures = _failures_among(scores)
+        for score in failures:
+            if (kind := str(score.failure)) not in self._logged:
+                self._logged.add(kind)
+                logger.warning("a reward failed (%s): %s", kind, redacted(score.message))
+        self._calls.append((len(failures), len(scores)))
         while sum(size for _, size in self._calls) - self._calls[0][1] >= _ALLOWED_FAILURES / (self._largest or 1):
             self._calls.popleft()
 

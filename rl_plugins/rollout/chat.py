@@ -113,7 +113,9 @@ def canonical(message: Message) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise Refused("messages: each message is an object with a role")
     found: dict[str, Any] = {"role": message["role"], "content": _text(message.get("content"))}
-    found |= {name: str(message[name]) for name in ("name", "tool_call_id") if message.get(name) is not None}
+    # An agent may name an answer of the policy, after itself.
+    names = ("tool_call_id",) if message["role"] == "assistant" else ("name", "tool_call_id")
+    found |= {name: str(message[name]) for name in names if message.get(name) is not None}
     if calls := message.get("tool_calls"):
         found["tool_calls"] = [_call(call) for call in calls]
     return found
@@ -132,6 +134,8 @@ def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def continuation(before: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
     """Return the new messages of a call.
 
+    Arguments of calls are compared by value, because a client may write them again in other characters.
+
     Args:
         before: messages of the earlier call, and the answer to the call.
         messages: messages of the new call.
@@ -140,7 +144,7 @@ def continuation(before: Sequence[Message], messages: Sequence[Message]) -> list
         NotContinued: the new call does not begin with `before`, or has no new message.
     """
     for place, (earlier, message) in enumerate(zip(before, messages, strict=False)):
-        if earlier != message:
+        if earlier != message and _for_comparison(earlier) != _for_comparison(message):
             changed = [name for name in {**earlier, **message} if earlier.get(name) != message.get(name)]
             what = "the answer that was given" if place == len(before) - 1 else f"message {place} of the earlier call"
             raise NotContinued(f"{what} has another {' and '.join(changed)}")
@@ -149,6 +153,19 @@ def continuation(before: Sequence[Message], messages: Sequence[Message]) -> list
     if len(messages) == len(before):
         raise NotContinued("the call has no message after the answer that was given")
     return list(messages[len(before) :])
+
+
+def _for_comparison(message: Message) -> str:
+    calls = message.get("tool_calls", ())
+    return json.dumps([for_template([message]), [_has_arguments(call) for call in calls]], sort_keys=True)
+
+
+def _has_arguments(call: Message) -> bool:
+    try:
+        read_foreign_json(call["function"]["arguments"])
+    except ValueError:
+        return False
+    return True
 
 
 def _text(content: object) -> str:

@@ -99,7 +99,10 @@ class FunctionParser:
         calls, text = self.calls(response, before), decoded(self._tokenizer, response, skip_special_tokens=True)
         if not calls or any(call.fault for call in calls):
             return ParsedResponse(text, is_malformed=bool(calls))
-        return ParsedResponse("", [(whole_characters(call.name), json.dumps(dict(call.arguments))) for call in calls])
+        texts = [json.dumps(dict(call.arguments), ensure_ascii=False) for call in calls]
+        return ParsedResponse(
+            "", [(whole_characters(call.name), text) for call, text in zip(calls, texts, strict=True)]
+        )
 
     def text_before_calls(self, response: Sequence[int], before: Sequence[int]) -> str:
         """Return no text, because any text may become a call of the user's function."""

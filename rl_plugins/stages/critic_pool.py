@@ -33,7 +33,7 @@ from rl_plugins.errors import UserError
 from rl_plugins.models.pool import ModelPool, spread
 from rl_plugins.models.pool_actor import Arrays, PoolConfig, process_name
 from rl_plugins.stages.critic_training import FIELDS, CriticLearner, CriticTraining, Learnt
-from rl_plugins.stages.metrics import TokenMetrics, update_measures
+from rl_plugins.stages.metrics import TokenMetrics, metrics_of_update
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ class CriticPool(ModelPool):
                 metrics.take_in(answer.metrics)
         self._learning = []
         prefix, newest = f"train/{self.config.role}", answers[-1]
-        rates = update_measures(prefix, newest.lr, newest.gradient_norm, newest.loss_scale)
+        rates = metrics_of_update(prefix, newest.lr, newest.gradient_norm, newest.loss_scale)
         return {**metrics.averages(one_rank, one_rank), **rates}
 
     def has_finite_weights(self) -> bool:

@@ -87,7 +87,7 @@ class Critic:
         with self._strategy.phase_log.measure(f"update_{self.name}"):
             return model.wait_for_updates()
 
-    def measures(self, batch: Experience) -> dict[str, float]:
+    def metrics(self, batch: Experience) -> dict[str, float]:
         """Return the explained variance of the returns of a step. Collective."""
         values_BT, returns_BT = (computed(getattr(batch, field)) for field in (self._values, self._returns))
         explained = explained_variance(values_BT, returns_BT, batch.response_mask, self._strategy.ranks.sum)

@@ -86,7 +86,7 @@ class ExperienceMaker:
         self._correct_for_rollout(samples)
         self._add_advantages(samples)
         if self._multiplier is not None:
-            self._adapt(self._multiplier, samples, step)
+            self._update_multiplier(self._multiplier, samples, step)
             self._constrain_advantages(samples, self._multiplier.value)
         return samples
 
@@ -202,7 +202,7 @@ class ExperienceMaker:
                 sum_over_ranks=self._strategy.ranks.sum,
             )
 
-    def _adapt(self, multiplier: LagrangeMultiplier, samples: Experience, step: int) -> None:
+    def _update_multiplier(self, multiplier: LagrangeMultiplier, samples: Experience, step: int) -> None:
         """Let lambda follow the mean cost of the samples. While the policy waits for a critic, lambda waits, too."""
         costs_B = torch.where(samples.valid, computed(samples.costs), 0).double()
         sums = torch.stack([costs_B.sum(), samples.valid.sum().double()])

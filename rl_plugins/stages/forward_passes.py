@@ -178,15 +178,16 @@ class ForwardPasses:
 
     def scores(self, name: str, samples: Experience) -> Tensor:
         """Run a model with a scalar head over a micro-batch; return its scores, [B, T]."""
-        rows, model = SequenceRows.of(samples), self.strategy.model_engine(name)
-        scores_RW = response_scores(model, **self.inputs(model, rows), device=self.device, packed=self.packing)
-        return rows.fold(scores_RW[: len(rows.samples)])
+        return self._numbers(response_scores, name, samples)
 
     def values(self, name: str, samples: Experience) -> Tensor:
         """Run a critic over a micro-batch; return its values, [B, T]."""
+        return self._numbers(response_values, name, samples)
+
+    def _numbers(self, run: Callable[..., Tensor], name: str, samples: Experience) -> Tensor:
         rows, model = SequenceRows.of(samples), self.strategy.model_engine(name)
-        values_RW = response_values(model, **self.inputs(model, rows), device=self.device, packed=self.packing)
-        return rows.fold(values_RW[: len(rows.samples)])
+        numbers_RW = run(model, **self.inputs(model, rows), device=self.device, packed=self.packing)
+        return rows.fold(numbers_RW[: len(rows.samples)])
 
     @torch.no_grad()
     def per_token(

@@ -237,7 +237,7 @@ class SampleMetrics:
         return {**{f"{prefix}/{name}": value for name, value in metrics.items()}, **throughput}
 
 
-def update_measures(prefix: str, rate: float, norm: float | None, scale: LossScale | None) -> dict[str, float]:
+def metrics_of_update(prefix: str, rate: float, norm: float | None, scale: LossScale | None) -> dict[str, float]:
     """Return the metrics of the optimizer steps of a model.
 
     Args:

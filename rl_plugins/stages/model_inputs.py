@@ -27,7 +27,7 @@ _WAYS_OUT = {
 }
 
 
-def check_models(
+def check_model_inputs(
     algorithm: Algorithm, schedule: Schedule, *, chosen: Collection[str], available: Collection[str]
 ) -> None:
     """Compare an algorithm with the models and the schedule of a stage.

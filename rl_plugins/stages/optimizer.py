@@ -13,7 +13,9 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from hydra.utils import get_object
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -46,7 +48,49 @@ def with_further(loss: Tensor, further: Sequence[FurtherLoss], name: str, *, las
     return sum((one for one in added if one is not None), loss)
 
 
-def only_one(configured: object, owner: object) -> dict[str, Any]:
+def optimizer_of_module(module: LightningModule, trainer: Trainer, optimizer_steps: int | None) -> dict[str, Any]:
+    """Return the optimizer of a module's own `configure_optimizers`.
+
+    Args:
+        module: the module.
+        trainer: trainer of the stage. The method may read the number of steps from the trainer.
+        optimizer_steps: optimizer steps of one step of the stage; None if the number changes.
+
+    Raises:
+        ConfigError: see `_as_one_optimizer`.
+    """
+    module.trainer = trainer
+    built = _as_one_optimizer(module.configure_optimizers(), module)
+    if built.get("lr_scheduler") is not None and trainer.max_steps != -1 and optimizer_steps != 1:
+        rank_zero_warn(
+            f"{type(module).__name__}.configure_optimizers has a schedule, which moves once in a step of the stage, "
+            f"and Trainer(max_steps={trainer.max_steps}) counts optimizer steps, of which a step has several: a "
+            "schedule of trainer.estimated_stepping_batches steps does not come to its end. Bound the training by "
+            "max_epochs, or by max_steps of the stage"
+        )
+    return built
+
+
+def step_schedules(
+    configs: Iterable[LRSchedulerConfig], interval: str, count: int, is_trained: Callable[[Optimizer], bool]
+) -> None:
+    """Step the schedules of an interval, as Lightning does in automatic optimization.
+
+    Args:
+        configs: all schedules.
+        interval: `step` or `epoch`.
+        count: number of finished steps or epochs.
+        is_trained: returns True for an optimizer that took a step. The schedule of an untrained model (a policy whose
+            critic warms up) waits.
+    """
+    for config in configs:
+        scheduler: Any = config.scheduler
+        is_due = config.interval == interval and count % config.frequency == 0
+        if is_due and (interval == "epoch" or is_trained(scheduler.optimizer)):
+            scheduler.step()
+
+
+def _as_one_optimizer(configured: object, owner: object) -> dict[str, Any]:
     """Convert the result of `configure_optimizers`, in any of Lightning's forms, to a dict of one optimizer.
 
     Raises:
@@ -175,20 +219,19 @@ def _argument_names(optimizer: Optimizer) -> set[str]:
     return {name for signature in signatures for name in signature.parameters} - _OF_THE_STATES
 
 
-def announce(optimizer: Optimizer, name: str, owner: str | None, *, trained: bool) -> None:
+def print_rates(optimizer: Optimizer, name: str, owner: LightningModule | None, *, trained: bool) -> None:
     """Print the class and the rates of an optimizer, and the place where a user changes the rates.
 
     Args:
         optimizer: optimizer of a model.
         name: name of the model.
-        owner: class of the LightningModule whose `configure_optimizers` made the optimizer; None for an optimizer made
-            from settings.
+        owner: module whose `configure_optimizers` made the optimizer; None for an optimizer made from settings.
         trained: True for the model that the stage trains, False for a further model such as a critic.
     """
     # A schedule may have lowered the rate for warm-up.
     rates = dict.fromkeys(f"{group.get('initial_lr', group['lr']):g}" for group in optimizer.param_groups)
     if owner is not None:
-        place = f"from {owner}.configure_optimizers"
+        place = f"from {type(owner).__name__}.configure_optimizers"
     elif trained:
         place = "change the rate with optimizer=OptimizerConfig(lr=...), in a recipe optimizer.lr"
     else:
@@ -200,7 +243,11 @@ def announce(optimizer: Optimizer, name: str, owner: str | None, *, trained: boo
 
 
 def _groups(config: OptimizerConfig, model: nn.Module) -> list[Any]:
-    """Return the trained parameters, in groups if the vision tower has a rate of its own."""
+    """Return the trained parameters, in groups if the vision tower has a rate of its own.
+
+    Raises:
+        ConfigError: there is a rate for the vision tower, and the model has no tower or does not train the tower.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not config.vision_lr:
         return trained
@@ -209,6 +256,11 @@ def _groups(config: OptimizerConfig, model: nn.Module) -> list[Any]:
         {"params": [p for p in trained if id(p) not in of_tower]},
         {"params": [p for p in trained if id(p) in of_tower], "lr": config.vision_lr},
     ]
+    if not groups[1]["params"]:
+        raise ConfigError(
+            f"vision_lr={config.vision_lr:g}: no parameter of the vision tower is trained, because the adapter leaves "
+            "the tower out, or the module has frozen the tower: leave vision_lr out"
+        )
     return [group for group in groups if group["params"]]
 
 

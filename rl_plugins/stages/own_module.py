@@ -198,7 +198,7 @@ def _call_both(
     *args: object,
     **kwargs: object,
 ) -> Any:
-    module.trainer = stage.trainer
+    module.trainer, module._device = stage.trainer, stage.device
     # `self.log` of the module asks for the current hook.
     module._current_fx_name = stage._current_fx_name
     result = of_stage(*args, **kwargs)

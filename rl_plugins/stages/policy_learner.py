@@ -78,17 +78,19 @@ class PolicyLearner:
                     # A generator: each forward pass runs after the backward pass of the micro-batch before.
                     self._optimize(self._policy_losses(mini_batch, tokens, first=number == 1), POLICY)
         if not learns:
-            # Samples are dated by their step: the next phase sends the unchanged weights again, under its own version.
+            # A sample carries the number of its step as its version. The next phase sends the unchanged weights again,
+            # to set the new number.
             self._strategy.rollout_phases.weights_changed()
         metrics = tokens.averages(self._strategy.ranks.sum, self._strategy.ranks.max)
         for critic in self._critics:
-            metrics |= critic.wait_for_updates() | critic.measures(batch)
-        return metrics | self._adapt(batch, metrics, learns=learns)
+            metrics |= critic.wait_for_updates() | critic.metrics(batch)
+        return metrics | self._update_coefficients(batch, metrics, learns=learns)
 
     def _mini_batches(self, batch: Experience) -> Iterator[Experience]:
         """Divide the prompts of the step among the optimizer steps.
 
-        Ranks hold prompts in turn, so a mini-batch is the same set of prompts for any number of ranks.
+        Rank r holds the prompts r, r + world_size, ..., so a mini-batch is the same set of prompts for any number of
+        ranks.
         """
         if batch.shape[0] % (self._updates_per_step * self._num_samples):
             prompts = batch.shape[0] // self._num_samples
@@ -138,9 +140,11 @@ class PolicyLearner:
             current = self._passes.log_probs(POLICY, on_host, entropy_gradient=self._algorithm.entropy.active)
             micro = to_device(on_host, self._passes.device)
             current_BT = current.log_probs_BT.detach()
-            # In the first update the policy is the policy before the update, and the ratio is 1.
-            before_BT = current_BT if first or self._compares_with_sampler else computed(micro.old_log_probs)
-            old_BT = micro.rollout_log_probs if self._compares_with_sampler else before_BT
+            if self._compares_with_sampler:
+                old_BT = micro.rollout_log_probs
+            else:
+                # Before its first update, the policy is the old policy.
+                old_BT = current_BT if first else computed(micro.old_log_probs)
             entropy_BT = computed(current.entropy_BT)
             tensors = self._algorithm.corrected(
                 {
@@ -161,7 +165,7 @@ class PolicyLearner:
             metrics.add_each({**values, "entropy": entropy_BT}, tensors["response_mask_BT"])
             # Later updates have moved the policy away from the sampler.
             if first or not self._compares_with_sampler:
-                gap_BT = (before_BT - micro.rollout_log_probs).abs()
+                gap_BT = ((current_BT if first else old_BT) - micro.rollout_log_probs).abs()
                 metrics.add({"rollout_gap": gap_BT}, micro.response_mask, maximum=True)
             if self._passes.router_replay is not None:
                 differing_N = self._passes.differing_experts(on_host)
@@ -172,7 +176,9 @@ class PolicyLearner:
             if self._passes.router_replay is not None:
                 self._passes.router_replay.stop()
 
-    def _adapt(self, batch: Experience, metrics: Mapping[str, float], *, learns: bool) -> dict[str, float]:
+    def _update_coefficients(
+        self, batch: Experience, metrics: Mapping[str, float], *, learns: bool
+    ) -> dict[str, float]:
         """Update the controllers if the policy learns, and return their coefficients."""
         ranks, mask_BT = self._strategy.ranks, batch.response_mask
         num_sequences = batch.shape[0] * ranks.world_size

@@ -25,7 +25,7 @@ from rl_plugins.data.prompts import PromptBatch, foreign_batch
 from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.models.dropout import turn_off_dropout
-from rl_plugins.models.loading import options_of
+from rl_plugins.models.loading import options_for
 from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.rewards.inline import Reward
@@ -36,7 +36,7 @@ from rl_plugins.stages.critic_training import CriticTraining, value_objective
 from rl_plugins.stages.critics import Critic
 from rl_plugins.stages.experience_maker import ExperienceMaker
 from rl_plugins.stages.metrics import LearningSignal
-from rl_plugins.stages.model_inputs import MODEL_INPUTS, check_models
+from rl_plugins.stages.model_inputs import MODEL_INPUTS, check_model_inputs
 from rl_plugins.stages.off_policy import check_comparable, check_recomputed_routes
 from rl_plugins.stages.own_module import check_max_tokens
 from rl_plugins.stages.policy_learner import PolicyLearner
@@ -156,7 +156,8 @@ class PolicyOptimization(Stage):
         constraint = self.algorithm.constraint
         self.multiplier = None if constraint is None else constraint.multiplier()
         needs = self.algorithm.needs
-        has_reference = "ref_log_probs_BT" in needs and self.add_reference(reference)
+        if "ref_log_probs_BT" in needs:
+            self.add_reference(reference)
         self.teacher_config = teacher if isinstance(teacher, TeacherConfig) else TeacherConfig(teacher)
         teacher_path = self.teacher_config.path or (self.own_model.path if self.teacher_config.update_every else None)
         self._teacher_paths: list[str | None] = [*self.teacher_config.paths.values()] or [teacher_path]
@@ -189,18 +190,18 @@ class PolicyOptimization(Stage):
         self.process_reference: Any = None
         self._loaded_batches = 0
         self._signal = LearningSignal()
-        self._check(has_process_rewards=process_reward_model is not None, has_reference=has_reference)
+        self._check(has_process_rewards=process_reward_model is not None)
 
-    def _check(self, *, has_process_rewards: bool, has_reference: bool) -> None:
+    def _check(self, *, has_process_rewards: bool) -> None:
         chosen = {*self.scoring_configs, *({PROCESS_REWARD_MODEL} if has_process_rewards else ())}
         available = {
-            REFERENCE: has_reference,
+            REFERENCE: self._has_reference,
             TEACHER: all(self._teacher_paths),
             **{name: config.path for name, config in self.critic_configs.items()},
             COST_MODEL: COST_MODEL in self.scoring_configs,
             PROCESS_REWARD_MODEL: self._process_path,
         }
-        check_models(
+        check_model_inputs(
             self.algorithm,
             self.schedule,
             chosen=chosen,
@@ -230,7 +231,6 @@ class PolicyOptimization(Stage):
             temperature=self.sampling.temperature or 1.0,
             router_replay=self.router_replay,
         )
-        assert self.sampling_setup is not None
         self.prompt_source = PromptSource(lambda: self.trainer.train_dataloader, strategy.ranks)
         fields = {REWARD_MODEL: "scores", COST_MODEL: "costs"}
         critics = [
@@ -245,8 +245,8 @@ class PolicyOptimization(Stage):
             for name, config in self.critic_configs.items()
         ]
         self.rollouts = Rollouts(
-            self.sampling_setup.sampler(strategy),
-            self.sampling_setup.scorer(strategy),
+            self._sampler,
+            self._scorer,
             self.algorithm,
             self.sampling,
             self.schedule,
@@ -321,12 +321,13 @@ class PolicyOptimization(Stage):
         if self.process_reward_config is not None and self.process_reward_model is None:
             path = str(self._process_path)
             check_same_tokens(self.tokenizer, path, "process reward model", **trust)
-            self.process_reward_model = self.load_model(path)
+            vision_lr = self.process_reward_config.optimizer.vision_lr
+            self.process_reward_model = with_frozen_tower(self.load_model(path), vision_lr)
             self.process_reference = self.load_model(path, PROCESS_REFERENCE)
 
     def _load_scalar_head(self, path: str, *, new_head: bool, frozen: str | None = None) -> nn.Module:
         with self.strategy.sharded_init(frozen):
-            options = options_of(frozen, self.loading)
+            options = options_for(frozen, self.loading)
             return load_scalar_head(path, dtype=self.model_dtype, new_head=new_head, **options)
 
     @override
@@ -343,6 +344,15 @@ class PolicyOptimization(Stage):
             PROCESS_REFERENCE: self.process_reference,
         }
         return {POLICY: self.policy, **{name: model for name, model in others.items() if model is not None}}
+
+    @property
+    @override
+    def optimizer_steps(self) -> int | None:
+        configs = self.optimizer_configs()
+        if any(config.warmup_steps for name, config in self.critic_configs.items() if name in configs):
+            return None
+        of_process_model = self.updates_per_step - self.updates if PROCESS_REWARD_MODEL in configs else 0
+        return self.updates * len(configs) + of_process_model
 
     @override
     def optimizer_configs(self) -> dict[str, OptimizerConfig]:
@@ -362,7 +372,7 @@ class PolicyOptimization(Stage):
         return CriticTraining(
             path=str(config.path),
             config=config,
-            gradient_clip=self._clip_of(config.optimizer),
+            gradient_clip=config.optimizer.gradient_clip if (bound := self.flags.gradient_clip) is None else bound,
             objective=value_objective(self.algorithm, self.updates, name),
             computes_in=self.model_dtype,
             loading=self.loading,
@@ -386,7 +396,7 @@ class PolicyOptimization(Stage):
         seconds = time.perf_counter() - start
         metrics |= {f"train/{name}": value for name, value in self.experience_maker.metrics.items()}
         metrics |= self.rollouts.metrics(batch, self.step, seconds)
-        self.end_step(metrics | self.prompt_source.report(self.rollouts.sample_metrics.group_results()))
+        self.end_step(metrics | self.prompt_source.update_curriculum(self.rollouts.sample_metrics.group_results()))
         self._signal.check(self.strategy.gradient_norm(POLICY), metrics)
 
     def update(self, batch: Experience) -> dict[str, float]:
@@ -399,9 +409,9 @@ class PolicyOptimization(Stage):
         """Return this rank's groups of later steps, for a checkpoint."""
         return self.rollouts.scheduled_sampler.state()
 
-    def load_rank_shares(self, shares: Sequence[Any], *, own: bool) -> str:
+    def load_rank_shares(self, shares: Sequence[Any], *, same_world_size: bool) -> str:
         """Restore the groups of a checkpoint; return the number in words; see `GroupQueue.load`."""
-        return self.rollouts.scheduled_sampler.load_state(shares, own=own)
+        return self.rollouts.scheduled_sampler.load_state(shares, same_world_size=same_world_size)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -416,7 +426,7 @@ class PolicyOptimization(Stage):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self._loaded_batches = checkpoint["stage"]["num_batches"]
-        if self._parts_of is not None:
+        if self._strategy_of_parts is not None:
             self.rollouts.scheduled_sampler.restart_groups(self._loaded_batches)
         self.kl_controller.load_state_dict(checkpoint["stage"]["kl_controller"])
         self.entropy_controller.load_state_dict(checkpoint["stage"]["entropy_controller"])

@@ -201,11 +201,15 @@ class OnlinePreferenceOptimization(Stage):
         self.sampling = with_stop_token(sampling, self.tokenizer)
         self.updates_per_step = updates_per_step
 
+    @property
+    @override
+    def optimizer_steps(self) -> int | None:
+        # A mini-batch without pairs has no optimizer step.
+        return 1 if self.updates_per_step == 1 else None
+
     @override
     def make_parts(self, strategy: Strategy) -> None:
         super().make_parts(strategy)
-        assert self.sampling_setup is not None
-        self._sampler, self._scorer = self.sampling_setup.sampler(strategy), self.sampling_setup.scorer(strategy)
         self.learner = PreferenceLearner(self.objective, self.passes, self.optimize, self.tokenizer.pad_token_id)
         self.prompt_source = PromptSource(lambda: self.trainer.train_dataloader, strategy.ranks)
 
@@ -219,7 +223,7 @@ class OnlinePreferenceOptimization(Stage):
         seconds = time.perf_counter() - start
         ranks = self.strategy.ranks
         metrics |= sampled.averages("train", ranks.sum, ranks.gather, seconds)
-        self.end_step(metrics | self.prompt_source.report(sampled.group_results()))
+        self.end_step(metrics | self.prompt_source.update_curriculum(sampled.group_results()))
 
     def collect(self, prompts: PromptBatch, sampled: SampleMetrics) -> list[PreferenceExamples]:
         """Sample, score and pair responses; return the pairs of each update. Collective.
@@ -240,7 +244,7 @@ class OnlinePreferenceOptimization(Stage):
         scores = self._scorer.score(samples)
         self.shown_samples.show_training(samples, scores, prompts)
         sampled.add(samples, scores)
-        # Ranks hold prompts in turn, so an update is the same set of prompts for any number of ranks.
+        # Rank r holds the prompts r, r + world_size, ..., so an update has the same prompts for any number of ranks.
         chunks = torch.arange(len(samples)).chunk(self.updates_per_step)
         return [best_against_worst(samples[indices], self.sampling.num_samples) for indices in chunks]
 

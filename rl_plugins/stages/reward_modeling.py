@@ -23,7 +23,7 @@ from rl_plugins.data.preferences import PairBatch
 from rl_plugins.data.process_rewards import ProcessRewardBatch
 from rl_plugins.device_copies import to_device
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.loading import options_of
+from rl_plugins.models.loading import options_for
 from rl_plugins.models.lora import has_adapter
 from rl_plugins.models.scalar_head import last_token_scores, load_scalar_head
 from rl_plugins.stages.arguments import StageArguments
@@ -66,7 +66,7 @@ class RewardModeling(Stage):
     @override
     def load_model(self, path: str, frozen: str | None = None) -> nn.Module:
         with self.strategy.sharded_init(frozen):
-            return load_scalar_head(path, dtype=self.model_dtype, **options_of(frozen, self.loading))
+            return load_scalar_head(path, dtype=self.model_dtype, **options_for(frozen, self.loading))
 
     @override
     def _trained_model(self) -> nn.Module:

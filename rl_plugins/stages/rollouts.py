@@ -46,7 +46,8 @@ class Rollouts:
         sample_metrics: metrics of all samples of a step, also of samples left out by the algorithm.
         on_collected: function of the samples of a batch of prompts, the scores, and the number of batches that the step
             drew before. The samples change later.
-        replay: function from the same number to samples and scores, which replaces sampling.
+        replay: function of the number of batches that the step drew before. The function returns recorded samples and
+            their scores, which replace sampling.
     """
 
     def __init__(
@@ -83,10 +84,9 @@ class Rollouts:
         self._batches_collected, self.sample_metrics = 0, SampleMetrics()
         num_groups = len(prompts)
         if self.replay is None:
-            self.scheduled_sampler.start_metrics()
-            self.scheduled_sampler.offer(prompts)
+            self.scheduled_sampler.begin_step(prompts)
         if self._algorithm.group_filter is None:
-            samples = self._collect_groups(num_groups, step, num_groups)
+            samples = self._collect_groups(num_groups, step)
         else:
             samples = self._informative_groups(step, num_groups)
         if self._algorithm.resampling is not None:
@@ -100,9 +100,9 @@ class Rollouts:
             )
         return samples
 
-    def _collect_groups(self, count: int, step: int, groups_per_step: int) -> Experience:
+    def _collect_groups(self, count: int, step: int) -> Experience:
         if self.replay is None:
-            samples, scores = self._sample_and_score(count, step, groups_per_step)
+            samples, scores = self._sample_and_score(count, step)
         else:
             samples, scores = self.replay(self._batches_collected)
             self._add_missing_details(samples, scores)
@@ -148,7 +148,7 @@ class Rollouts:
         buffer = GroupBuffer(self._ranks, self._sampling.num_samples)
         taken, missing = 0, num_groups
         while True:
-            samples = self._collect_groups(missing, step, num_groups)
+            samples = self._collect_groups(missing, step)
             taken += missing
             kept_B = group_filter.informative(
                 scores_B=self._filtered_scores(samples),
@@ -174,14 +174,11 @@ class Rollouts:
             return computed(samples.scores)
         return torch.tensor(list(samples.columns["filtered_by"]))
 
-    def _sample_and_score(self, count: int, step: int, groups_per_step: int) -> tuple[Experience, list[Score]]:
+    def _sample_and_score(self, count: int, step: int) -> tuple[Experience, list[Score]]:
         # If scores decide which groups are trained on, groups change ranks after scoring.
         chosen_by_scores = self._algorithm.group_filter is not None or self._algorithm.resampling is not None
         prompts, samples = self.scheduled_sampler.take_groups(
-            count,
-            step=step,
-            groups_per_step=groups_per_step,
-            mini_batches=0 if chosen_by_scores else self._updates_per_step,
+            count, step=step, mini_batches=0 if chosen_by_scores else self._updates_per_step
         )
         scores = self._score(samples)
         self._shown.show_training(samples, scores, prompts)

@@ -146,6 +146,8 @@ class GroupQueue:
         """Return True if later steps of `per_step` groups can take the unfinished groups before these are too old."""
         if self._schedule.drops or self._schedule.keeps_order:
             return True
+        # The steps before `version + later` train on at most `later * per_step` of the groups that are due at that
+        # step. This step must take the others.
         for later in range(self._schedule.max_staleness + 1):
             tickets = self._started_by(version + later - self._schedule.max_staleness)
             finished = len(tickets) - len(self.unfinished(tickets))
@@ -216,19 +218,21 @@ class GroupQueue:
             for group in self._groups.values()
         ]
 
-    def load(self, shares: Sequence[Sequence[Mapping[str, Any]]], rank: int, world_size: int, *, own: bool) -> None:
+    def load(
+        self, shares: Sequence[Sequence[Mapping[str, Any]]], rank: int, world_size: int, *, same_world_size: bool
+    ) -> None:
         """Restore this rank's share of the groups of a checkpoint.
 
         Args:
-            shares: states of all ranks of the checkpoint; only this rank's own state if `own`.
+            shares: states of all ranks of the checkpoint; only this rank's own state if `same_world_size`.
             rank: number of this rank.
             world_size: number of ranks now.
-            own: True if the checkpoint has as many ranks as now.
+            same_world_size: True if the checkpoint has as many ranks as now.
         """
         saved = [group for share in shares for group in share]
         saved.sort(key=lambda group: (group["batch_index"], group["position"]))
         self._groups, self._tickets = {}, 0
-        for state in saved if own else saved[rank::world_size]:
+        for state in saved if same_world_size else saved[rank::world_size]:
             generations = None if state["generations"] is None else Generations(**state["generations"])
             started_version = None if generations is None else state["started_version"]
             prompt = PromptBatch.from_state(state["prompt"])
@@ -266,7 +270,14 @@ class ScheduledSampler:
         self._strategy = sampler.strategy
         self._queue = GroupQueue(schedule)
         self._strategy.rollout_phases.on_closed.append(WeakMethod(self._queue.reset))
-        self.num_batches, self._busy_before_s, self._lost_before = 0, 0.0, 0
+        self.num_batches, self._groups_per_step, self._busy_before_s, self._lost_before = 0, 0, 0.0, 0
+
+    def begin_step(self, prompts: PromptBatch) -> None:
+        """Start the measurements of a step, and put this rank's prompts of the step's batch into the queue."""
+        phases = self._strategy.rollout_phases
+        self._busy_before_s, self._lost_before = phases.engine.busy_s, phases.engines_lost
+        self._groups_per_step = len(prompts)
+        self.offer(prompts)
 
     def offer(self, prompts: PromptBatch) -> None:
         """Put this rank's prompts of a batch into the queue."""
@@ -274,9 +285,7 @@ class ScheduledSampler:
         self._queue.offer(prompts, batch_index=self.num_batches, rank=ranks.rank, world_size=ranks.world_size)
         self.num_batches += 1
 
-    def take_groups(
-        self, count: int, *, step: int, groups_per_step: int, mini_batches: int
-    ) -> tuple[PromptBatch, Experience]:
+    def take_groups(self, count: int, *, step: int, mini_batches: int) -> tuple[PromptBatch, Experience]:
         """Return prompts and samples of `count` groups for this rank. Collective.
 
         Starts as many waiting groups as the schedule allows, and waits for `count` groups, and for all groups that a
@@ -285,40 +294,39 @@ class ScheduledSampler:
         Args:
             count: number of groups, equal on all ranks.
             step: step that trains on the groups.
-            groups_per_step: groups of a step on this rank.
             mini_batches: number of mini-batches of the groups. Inside each mini-batch, groups change
                 ranks until all ranks have about the same number of tokens. With 0 no group changes ranks.
         """
-        in_flight = self._in_flight(count, step, groups_per_step)
-        self._draw_until(in_flight, groups_per_step)
-        self._sample_until(count, step, in_flight, groups_per_step)
+        in_flight = self._in_flight(count, step)
+        self._draw_until(in_flight)
+        self._sample_until(count, step, in_flight)
         groups = self._queue.take(count, step)
         if mini_batches and self._strategy.ranks.world_size > 1:
             with self._strategy.phase_log.measure("balance"):
                 groups = self._balance(groups, mini_batches)
         return self._experience(self._fetch(groups, step))
 
-    def _in_flight(self, count: int, step: int, groups_per_step: int) -> int:
+    def _in_flight(self, count: int, step: int) -> int:
         """Return how many groups should be in flight; at most as many as the rest of the run trains on."""
         # With dynamic sampling, earlier draws of this step may have taken groups.
-        taken_before = groups_per_step - count
-        wanted = self._schedule.in_flight(groups_per_step) - taken_before
+        taken_before = self._groups_per_step - count
+        wanted = self._schedule.in_flight(self._groups_per_step) - taken_before
         if self._schedule.drops:
             return wanted
         if self._max_steps:
-            wanted = min(wanted, (self._max_steps - step) * groups_per_step)
+            wanted = min(wanted, (self._max_steps - step) * self._groups_per_step)
         return max(count, wanted)
 
-    def _draw_until(self, in_flight: int, groups_per_step: int) -> None:
+    def _draw_until(self, in_flight: int) -> None:
         """Draw batches of prompts until the queue has `in_flight` groups."""
-        batches = max(0, math.ceil((in_flight - len(self._queue)) / groups_per_step))
+        batches = max(0, math.ceil((in_flight - len(self._queue)) / self._groups_per_step))
         if self._schedule.active:
             # After a restart with another number of ranks, a rank may hold a group more. All ranks draw equally often.
             batches = int(self._strategy.ranks.max(torch.tensor([float(batches)])).item())
         for _ in range(batches):
             self.offer(self._draw())
 
-    def _sample_until(self, count: int, step: int, in_flight: int, groups_per_step: int) -> None:
+    def _sample_until(self, count: int, step: int, in_flight: int) -> None:
         """Start waiting groups, and sample until `count` groups and all due groups are finished. Collective."""
         queue = self._queue
         earlier = queue.unfinished(queue.started())
@@ -347,7 +355,7 @@ class ScheduledSampler:
             self._submit_again(groups, groups.lost_tickets(), step)
             missing = max(0, count - queue.num_finished)
             queue.finish(groups.collect(queue.unfinished(due), missing))
-            while not queue.leaves_time(step, count, groups_per_step):
+            while not queue.leaves_time(step, count, self._groups_per_step):
                 queue.finish(groups.collect((), 1))
             if self._schedule.drops:
                 groups.drop(queue.drop_started(keep=count))
@@ -410,11 +418,6 @@ class ScheduledSampler:
 
     # Metrics ----------------------------------------------------------------------------------------------------
 
-    def start_metrics(self) -> None:
-        """Start the measurements of a step."""
-        self._busy_before_s = self._strategy.rollout_phases.engine.busy_s
-        self._lost_before = self._strategy.rollout_phases.engines_lost
-
     def metrics(self, samples: Experience, step: int, seconds: float) -> dict[str, float]:
         """Return idle shares of a step on this rank, the age of its samples, and lost engines. Collective.
 
@@ -458,10 +461,10 @@ class ScheduledSampler:
         queue.mark_waiting(ticket for ticket, responses in fetched.items() if responses is None)
         return queue.state()
 
-    def load_state(self, shares: Sequence[Any], *, own: bool) -> str:
+    def load_state(self, shares: Sequence[Any], *, same_world_size: bool) -> str:
         """Restore the queue of a checkpoint; see `GroupQueue.load`."""
         ranks, queue, size = self._strategy.ranks, self._queue, self._sampling.num_samples
-        queue.load(shares, ranks.rank, ranks.world_size, own=own)
+        queue.load(shares, ranks.rank, ranks.world_size, same_world_size=same_world_size)
         # Samples of a run with another schedule, or of other groups, are sampled again.
         fits = {t: self._schedule.active and len(queue[t].responses.lengths) == size for t in queue.started()}
         queue.mark_waiting(ticket for ticket, is_fitting in fits.items() if not is_fitting)

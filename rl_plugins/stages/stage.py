@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from typing_extensions import override
 
@@ -23,22 +24,24 @@ from rl_plugins.data.tokenization import check_same_tokens
 from rl_plugins.errors import ConfigError
 from rl_plugins.models.dropout import turn_off_dropout
 from rl_plugins.models.export import save_adapter, save_policy
-from rl_plugins.models.loading import LoadingOptions, load_causal_lm, options_of
+from rl_plugins.models.loading import LoadingOptions, load_causal_lm, options_for
 from rl_plugins.models.lora import MergedWeightSource, check_new_adapter, has_adapter, with_adapter
 from rl_plugins.models.packed_attention import use_packed_attention
 from rl_plugins.stages.finite_weights import check_finite_weights
 from rl_plugins.stages.forward_passes import ForwardPasses
-from rl_plugins.stages.metrics import update_measures
-from rl_plugins.stages.optimizer import FurtherLoss, MicroBatchLoss, announce, build_optimizer, only_one, with_further
+from rl_plugins.stages.metrics import metrics_of_update
+from rl_plugins.stages.optimizer import (
+    FurtherLoss,
+    MicroBatchLoss,
+    build_optimizer,
+    optimizer_of_module,
+    print_rates,
+    step_schedules,
+    with_further,
+)
 from rl_plugins.stages.own_module import OwnModel, call_hooks_of, check_schedules, stage_name, state_of_stage
 from rl_plugins.stages.sampling import SamplingSetup, ShownSamples
-from rl_plugins.stages.trainer_flags import (
-    COMPILED,
-    check_trainer,
-    hide_gradient_clip,
-    show_gradient_clip,
-    silence_warnings,
-)
+from rl_plugins.stages.trainer_flags import TrainerFlags, leaves_rows_out
 from rl_plugins.stages.validation import GenerationValidation
 from rl_plugins.storage import local_path
 from rl_plugins.strategies.contract import POLICY, REFERENCE, Strategy
@@ -139,8 +142,8 @@ class Stage(LightningModule):
         )
         self._reference_path: str | None = None
         self._model_of_optimizer, self._stepped = dict[int, str](), set[str]()
-        self._trainers_clip: float | None = None
-        self._parts_of: Strategy | None = None
+        self.flags = TrainerFlags()
+        self._strategy_of_parts: Strategy | None = None
         self.further_metrics: list[Callable[[Mapping[str, float]], Mapping[str, float]]] = []
         self.further_losses: list[FurtherLoss] = []
         if self.own_model.lightning_module is not None:
@@ -149,19 +152,20 @@ class Stage(LightningModule):
     @override
     def configure_callbacks(self) -> Any:
         # Lightning calls this hook before it reads data, and before it refuses flags in manual optimization.
-        check_trainer(self.trainer)
-        silence_warnings()
-        if self._compiler_ctx is not None:
-            raise ConfigError(COMPILED.format("stage"))
-        self._trainers_clip = hide_gradient_clip(self.trainer)
+        self.flags.take_over(self.trainer, self.optimizer_steps)
         return super().configure_callbacks()
 
     @override
     def setup(self, stage: str) -> None:
-        show_gradient_clip(self.trainer)
-        if self._parts_of is not self.strategy:
-            self._parts_of = self.strategy
+        self.flags.give_back(self.trainer, self.optimizer_steps)
+        if self._strategy_of_parts is not self.strategy:
+            self._strategy_of_parts = self.strategy
             self.make_parts(self.strategy)
+
+    @property
+    def optimizer_steps(self) -> int | None:
+        """Number of optimizer steps in a step, for all trained models together; None if the number changes."""
+        return 1
 
     def make_parts(self, strategy: Strategy) -> None:
         """Make the parts of the stage, once for each strategy."""
@@ -175,9 +179,9 @@ class Stage(LightningModule):
             dtype=self.model_dtype,
             processor=self.processor,
         )
-        if self.sampling_setup is not None:
-            sampler, scorer = self.sampling_setup.sampler(strategy), self.sampling_setup.scorer(strategy)
-            self.validation = GenerationValidation(sampler, scorer, self.sampling_setup.eval_sampling)
+        if (setup := self.sampling_setup) is not None:
+            self._sampler, self._scorer = setup.sampler(strategy), setup.scorer(strategy)
+            self.validation = GenerationValidation(self._sampler, self._scorer, setup.eval_sampling)
 
     @property
     def strategy(self) -> Strategy:
@@ -216,7 +220,7 @@ class Stage(LightningModule):
             frozen: name of the model, if it is frozen.
         """
         with self.strategy.sharded_init(frozen):
-            model = load_causal_lm(path, dtype=self.model_dtype, **options_of(frozen, self.loading))
+            model = load_causal_lm(path, dtype=self.model_dtype, **options_for(frozen, self.loading))
         if self.compares_log_probs:
             turn_off_dropout(model)
         return model
@@ -258,10 +262,8 @@ class Stage(LightningModule):
 
     def gradient_clip(self, name: str) -> float:
         """Return the bound on the global gradient norm of a model; 0 for no bound."""
-        return self._clip_of(self.optimizer_configs()[name])
-
-    def _clip_of(self, config: OptimizerConfig) -> float:
-        return config.gradient_clip if self._trainers_clip is None else self._trainers_clip
+        bound = self.flags.gradient_clip
+        return self.optimizer_configs()[name].gradient_clip if bound is None else bound
 
     @override
     def configure_optimizers(self) -> Any:
@@ -269,9 +271,11 @@ class Stage(LightningModule):
         configured = []
         for name, config in self.optimizer_configs().items():
             own = self.own_model.optimizer_owner if name == self.trained else None
-            built = build_optimizer(config, models[name]) if own is None else only_one(own.configure_optimizers(), own)
-            owner = None if own is None else type(own).__name__
-            announce(built["optimizer"], name, owner, trained=name == self.trained)
+            if own is None:
+                built = build_optimizer(config, models[name])
+            else:
+                built = optimizer_of_module(own, self.trainer, self.optimizer_steps)
+            print_rates(built["optimizer"], name, own, trained=name == self.trained)
             self._model_of_optimizer[id(built["optimizer"])] = name
             configured.append(built)
         return configured
@@ -301,16 +305,16 @@ class Stage(LightningModule):
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
         """End a step: step the schedules, advance the clock, and log the metrics."""
-        rates: dict[str, float] = {}
+        rates, strategy = dict[str, float](), self.strategy
         for name in sorted(self._stepped):
             prefix = "train" if name == self.trained else f"train/{name}"
             # The rate of this step, before the schedules set the rate of the next step.
             rate = float(self._optimizer_of(name).param_groups[0]["lr"])
-            rates |= update_measures(prefix, rate, self.strategy.gradient_norm(name), self.strategy.scale_of_loss(name))
+            rates |= metrics_of_update(prefix, rate, strategy.gradient_norm(name), strategy.scale_of_loss(name))
         self.step += 1
         self._step_schedulers("step", self.step)
         self._stepped.clear()
-        metrics = {**metrics, **rates, **self.strategy.phase_log.drain()}
+        metrics = {**metrics, **rates, **strategy.phase_log.drain()}
         for further in self.further_metrics:
             metrics = {**metrics, **further(metrics)}
         self._stop_after_last_step()
@@ -340,14 +344,11 @@ class Stage(LightningModule):
         self._step_schedulers("epoch", self.trainer.current_epoch + 1)
 
     def _step_schedulers(self, interval: str, count: int) -> None:
-        # Lightning does this in automatic optimization only.
-        for config in self.trainer.lr_scheduler_configs:
-            scheduler: Any = config.scheduler
-            if config.interval != interval or count % config.frequency:
-                continue
-            # The schedule of an untrained model (a policy whose critic warms up) waits.
-            if interval == "epoch" or self._model_of_optimizer[id(scheduler.optimizer)] in self._stepped:
-                scheduler.step()
+        def is_trained(optimizer: object) -> bool:
+            # A subclass may have made the optimizers.
+            return self._model_of_optimizer.get(id(optimizer), self.trained) in self._stepped
+
+        step_schedules(self.trainer.lr_scheduler_configs, interval, count, is_trained)
 
     def track(self, metrics: Mapping[str, float]) -> None:
         """Send metrics to callbacks and progress bars, and to every logger on the stage's clock.
@@ -357,12 +358,13 @@ class Stage(LightningModule):
         # `trainer.validate` and `trainer.test` return metrics that Lightning logs itself; a metric `step` is the axis.
         alone = self.trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING)
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        is_logged = every > 0 and (self.step % every == 0 or self.trainer.should_stop)
+        is_due = every > 0 and (self.step % every == 0 or self.trainer.should_stop)
         if alone:
             metrics = {**metrics, "step": float(self.step)}
-        elif is_logged or not self.trainer.training:
+        elif is_due if self.trainer.training else not leaves_rows_out(self.trainer):
             for logger in self.trainer.loggers:
                 logger.log_metrics(dict(metrics), step=self.step)
+                logger.save()
         for name, value in metrics.items():
             self.log(name, value, logger=alone)
 
@@ -377,7 +379,7 @@ class Stage(LightningModule):
             ConfigError: there is no trained model yet, or `folder` is an address.
         """
         folder = local_path("folder", folder)
-        if self._parts_of is None:
+        if self._strategy_of_parts is None:
             raise ConfigError(f"{type(self).__name__}.export: nothing is trained: call trainer.fit(stage, ...) first")
         check_finite_weights(self.strategy, {self.trained: getattr(self, self.trained)}, self.step, folder)
         model, source = getattr(self, self.trained), self.strategy.weight_source(self.trained)
@@ -452,7 +454,9 @@ class Stage(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.step = state_of_stage(checkpoint, self)["step"]
         # `load_from_checkpoint` has no trainer.
-        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+        # A subclass with its own `configure_optimizers` restores its own schedules.
+        is_own = is_overridden("configure_optimizers", self, Stage)
+        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING and not is_own:
             own = int(self.own_model.optimizer_owner is not None)
             check_schedules(checkpoint, len(self.optimizer_configs()) - own, own)
 

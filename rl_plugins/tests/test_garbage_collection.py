@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_plugins.garbage_collection import collector_off
+from rl_plugins.garbage_collection import garbage_collector_off
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _collector_as_before() -> Iterator[None]:
 
 def test_collector_off_freezes_the_objects_of_the_block() -> None:
     before = gc.get_freeze_count()
-    with collector_off():
+    with garbage_collector_off():
         assert not gc.isenabled()
         stays = [[number] for number in range(1000)]
     assert gc.isenabled() and gc.get_freeze_count() >= before + len(stays)
@@ -29,13 +29,13 @@ def test_collector_off_freezes_the_objects_of_the_block() -> None:
 
 def test_collector_off_leaves_a_collector_off_that_was_off() -> None:
     gc.disable()
-    with collector_off():
+    with garbage_collector_off():
         pass
     assert not gc.isenabled()
 
 
 def test_collector_is_on_after_an_error_in_a_decorated_function() -> None:
-    @collector_off()
+    @garbage_collector_off()
     def fail() -> None:
         raise ValueError
 

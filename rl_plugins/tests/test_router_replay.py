@@ -107,6 +107,16 @@ def test_router_replay_weighs_the_experts_with_the_scores_of_the_router(tmp_path
     assert replay.differing_N.tolist() == [0.25, 0.0, 0.0]
 
 
+def test_router_replay_sets_the_route_of_the_last_sample_at_a_shared_place() -> None:
+    replay = RouterReplay()
+    replay._routers = [torch.nn.Identity()]
+    replay.prepare(torch.tensor([[[0, 1]], [[2, 3]], [[1, 0]], [[3, 2]]]))
+    # Two samples share the first place.
+    replay.start(torch.tensor([0, 2, 0, 3]), 5)
+    assert replay._set_MLK is not None
+    assert replay._set_MLK[:, 0].tolist() == [[1, 0], [-1, -1], [2, 3], [3, 2], [-1, -1]]
+
+
 def test_router_replay_gives_the_same_experts_in_packed_and_padded_rows(tmp_path: Path) -> None:
     save_tiny_family("qwen3_moe", tmp_path)
     model: Any = prepared(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), {}).eval()

@@ -45,7 +45,7 @@ def write_provenance(folder: RunFolder, *, code: bool = True) -> None:
         f"# python {platform.python_version()} on {platform.platform()}",
         f"# {shlex.join(redacted_words(sys.argv))}",
     ]
-    write_whole_text(folder.environment, "\n".join([*head, *sorted(installed, key=str.lower), ""]))
+    write_whole_text(folder.installed_packages, "\n".join([*head, *sorted(installed, key=str.lower), ""]))
     state = git_state(Path.cwd())
     if state is not None:
         summary = {"commit": state["commit"], "changes": state["changes"]}
@@ -63,8 +63,8 @@ def source_tags(folder: RunFolder) -> dict[str, str]:
         ConfigError: a file of the run is damaged.
     """
     tags: dict[str, str] = {}
-    if folder.environment.is_file():
-        command = "".join(read_text(folder.environment, REMOVE).splitlines()[1:2]).removeprefix("# ")
+    if folder.installed_packages.is_file():
+        command = "".join(read_text(folder.installed_packages, REMOVE).splitlines()[1:2]).removeprefix("# ")
         # A worker of Ray would name its own file.
         tags |= {"mlflow.source.name": command, "mlflow.source.type": "LOCAL"}
     if folder.git_state.is_file():

@@ -41,6 +41,11 @@ _STORE_VARIABLE = "MLFLOW_TRACKING_URI"
 _TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
 
+def store_beside(folder: Path) -> str:
+    """Return the URI of the store in a folder of runs, an SQLite file."""
+    return f"{_SQLITE}{folder.absolute() / STORE_FILE}"
+
+
 def import_mlflow() -> None:
     """Import MLflow with the settings of `configure_mlflow`.
 

@@ -160,17 +160,17 @@ class GlooSender:
         self._group = None
 
     def _send(self, version: int) -> None:
-        loaded = [engine.begin_update(version) for engine in self._engines]
+        waits = [engine.begin_update(version) for engine in self._engines]
         tensors_left = iter(self._source)
         try:
             try:
-                if loaded:
+                if waits:
                     self._broadcast(tensors_left)
             finally:
                 # The iteration is collective, so rank 0 finishes even without engines.
                 for _ in tensors_left:
                     pass
-            for wait in loaded:
+            for wait in waits:
                 wait()
             # The group is connected. Nobody else may find its members.
             self._store = None
@@ -178,7 +178,7 @@ class GlooSender:
             # Engines must not wait for further buckets.
             self.close()
             self._find_lost()
-            _raise_cause(loaded)
+            _raise_cause(waits)
             raise
 
     def _broadcast(self, tensors_left: Iterator[tuple[str, Tensor]]) -> None:
@@ -347,9 +347,9 @@ def _deadline(waits_for: str) -> Iterator[None]:
         raise ConnectionError(f"{waits_for}, and lost a connection: {reason}") from None
 
 
-def _raise_cause(loaded: Sequence[Callable[[], None]]) -> None:
+def _raise_cause(waits: Sequence[Callable[[], None]]) -> None:
     """Raise the first error of an engine that is not a mere consequence of the broken connection."""
-    for wait in loaded:
+    for wait in waits:
         try:
             wait()
         except (ConnectionError, DeadlineExceeded):

@@ -136,10 +136,10 @@ class SharedMemorySender:
         Raises:
             ReceiverLost: an engine did not stop sampling before the deadline, or a process of the engine ended.
         """
-        loaded = [engine.begin_update(version) for engine in self._engines]
+        waits = [engine.begin_update(version) for engine in self._engines]
         try:
             for position, connection in self._connections:
-                with _receiver_errors(loaded, position):
+                with _receiver_errors(waits, position):
                     connection.wait_until_ready()
             for name, start, part in self._source.shards():
                 if name in self._sent_frozen:
@@ -147,7 +147,7 @@ class SharedMemorySender:
                 for _, connection in self._connections:
                     connection.write(name, start, part)
             for position, connection in self._connections:
-                with _receiver_errors(loaded, position):
+                with _receiver_errors(waits, position):
                     connection.end()
             if self._keeps_weights:
                 self._sent_frozen = {meta.name for meta in self._source.metadata() if meta.frozen}
@@ -156,7 +156,7 @@ class SharedMemorySender:
             self.close()
             raise
         # An engine executes calls one by one: all later calls of any rank come after the update.
-        for wait in loaded:
+        for wait in waits:
             wait()
 
     def check(self, source: WeightSource, ask: Callable[[int, list[ElementRange]], list[list[int]]]) -> None:
@@ -196,13 +196,13 @@ class SharedMemorySender:
 
 
 @contextmanager
-def _receiver_errors(loaded: Sequence[Callable[[], None]], position: int) -> Iterator[None]:
+def _receiver_errors(waits: Sequence[Callable[[], None]], position: int) -> Iterator[None]:
     """Convert connection errors to ReceiverLost. On rank 0, raise the engine's own error instead if there is one."""
     try:
         yield
     except ConnectionError as error:
-        if loaded:
-            loaded[position]()
+        if waits:
+            waits[position]()
         raise ReceiverLost(position, silent=False, why=str(error)) from error
     except DeadlineExceeded as error:
         raise ReceiverLost(position, silent=True, why=str(error)) from error

@@ -33,7 +33,7 @@ from rl_plugins.algorithms.constraint import constrained_advantages
 from rl_plugins.algorithms.inputs import required_inputs
 from rl_plugins.algorithms.policy_losses import POLICY_LOSSES, SELECTIONS
 from rl_plugins.config.recipe import RecipeConfig
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 
 ALGORITHMS = RECIPES / "algorithm"
 POLICY_GRADIENT = "policy gradient"

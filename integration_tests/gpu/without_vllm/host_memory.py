@@ -38,11 +38,11 @@ def move(place: Place, size: int) -> Mapping[str, Any]:
     for _ in range(_ROUNDS):
         free = _free(place)
         start = time.perf_counter()
-        memory.take([part, whole])
+        memory.move_to_host([part, whole])
         taken = time.perf_counter()
         assert _free(place) - free >= (0.9 * whole.nbytes if place.on_gpu else 0)
         resumed = time.perf_counter()
-        memory.give_back()
+        memory.move_back()
         memory.wait()
         wait_for_gpu(place)
         out.append(whole.nbytes / (taken - start) / 1e9)

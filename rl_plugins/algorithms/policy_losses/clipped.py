@@ -177,6 +177,7 @@ def gmpo(
     advantages_BT: Tensor,
     response_mask_BT: Tensor,
     rollout_weights_BT: Tensor | None = None,
+    loss_mask_BT: Tensor | None = None,
     clip_low: float = 0.4,
     clip_high: float = 0.4,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -195,6 +196,7 @@ def gmpo(
     Args:
         advantages_BT: advantage of each token, usually the same for all tokens of a response.
         rollout_weights_BT: importance weight of each token; None for no weights.
+        loss_mask_BT: 0 on tokens without a gradient, which stay in the means; None for a gradient of all tokens.
         clip_low: largest decrease of a log-ratio below 0; a width in log space, not of the ratio.
         clip_high: largest increase of a log-ratio above 0.
 
@@ -210,6 +212,8 @@ def gmpo(
     log_probs_BT, old_log_probs_BT, advantages_BT = zero_masked(
         response_mask_BT, log_probs_BT, old_log_probs_BT, advantages_BT
     )
+    if loss_mask_BT is not None:
+        log_probs_BT = torch.where(loss_mask_BT.bool(), log_probs_BT, log_probs_BT.detach())
     log_ratio_BT = log_probs_BT - old_log_probs_BT
     sign_BT = advantages_BT.sign()
     clipped_BT = log_ratio_BT.clamp(-clip_low, clip_high)

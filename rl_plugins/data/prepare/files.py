@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from rl_plugins.data.parquet import ParquetRows, check_row
 from rl_plugins.errors import ConfigError
 from rl_plugins.json_text import read_foreign_json
-from rl_plugins.whole_file import storing
+from rl_plugins.whole_file import storage_errors
 
 Record = dict[str, Any]
 RowList = list[dict[str, Any]]
@@ -185,7 +185,7 @@ def write_rows(rows: Iterable[tuple[str, dict[str, Any]]], schema: pa.Schema, fo
     """
     waiting: dict[str, RowList] = {}
     counts: dict[str, int] = {}
-    with storing(folder), ExitStack() as stack:
+    with storage_errors(folder), ExitStack() as stack:
         writers: dict[str, pq.ParquetWriter] = {}
         temporary: dict[str, Path] = {}
 
@@ -224,7 +224,7 @@ def write_splits(splits: Mapping[str, RowList], folder: Path) -> dict[str, Path]
     for split, rows in splits.items():
         for number, row in enumerate(rows):
             check_row(row, f"{split}, row {number}")
-    with storing(folder), ExitStack() as stack:
+    with storage_errors(folder), ExitStack() as stack:
         temporary = {split: stack.enter_context(_temporary_file(folder, split)) for split in splits}
         for split, rows in splits.items():
             pq.write_table(pa.Table.from_pylist(_with_extra_info(split, rows)), temporary[split])

@@ -19,7 +19,7 @@ from typing import Any
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.images import PromptImages
 from rl_plugins.errors import ConfigError, DeadlineExceeded, EngineLost
-from rl_plugins.garbage_collection import collector_off
+from rl_plugins.garbage_collection import garbage_collector_off
 from rl_plugins.hub.files import model_folder
 from rl_plugins.memory import MemoryChange
 from rl_plugins.rollout.engine import Generations, GroupRequest
@@ -48,7 +48,7 @@ class VLLMActor:
         ends_by_kill: True if nobody lets vLLM remove its shared memory: Ray kills an actor and its children.
     """
 
-    @collector_off()
+    @garbage_collector_off()
     def __init__(self, config: VLLMConfig, *, ends_by_kill: bool = True) -> None:
         make_engine_folder()
         from vllm import LLM
@@ -128,7 +128,7 @@ class VLLMActor:
         return self._loop.steps
 
     async def begin_session(self) -> None:
-        """Drop the unfinished work of earlier training workers: prompts in the barrier, groups, half a weight update.
+        """Drop unfinished work of earlier training workers: prompts in the barrier, groups, a part of a weight update.
 
         Training workers must call `begin_session` before they submit groups or send weights.
 
@@ -178,7 +178,7 @@ class VLLMActor:
             name: self._request(prompt, sampling, None if seeds is None else seeds[position])
             for position, (name, prompt) in enumerate(zip(names, prompts, strict=True))
         }
-        await self._start(rank, ranks, requests)
+        await self._start_together(rank, ranks, requests)
         outputs = await self._loop.wait(names, names, 0)
         return generations_of([outputs[name] for name in names]), self._loop.busy_s
 
@@ -197,7 +197,7 @@ class VLLMActor:
             )
             for request in requests
         }
-        await self._start(rank, ranks, named)
+        await self._start_together(rank, ranks, named)
         self._groups.setdefault(rank, []).extend(named)
 
     async def collect(self, rank: int, required: Sequence[int], count: int) -> tuple[dict[int, list[int]], float]:
@@ -254,13 +254,13 @@ class VLLMActor:
         self._check_session()
         self._llm.reset_prefix_cache(reset_connector=True)
 
-    async def _start(self, rank: int, ranks: Sequence[int], requests: Requests) -> None:
+    async def _start_together(self, rank: int, ranks: Sequence[int], requests: Requests) -> None:
         if not ranks:
-            self._begin(requests)
+            self._start_now(requests)
             return
         try:
             await asyncio.wait_for(
-                self._barrier.join(rank, ranks, requests, self._begin), self._config.generate_timeout_s
+                self._barrier.join(rank, ranks, requests, self._start_now), self._config.generate_timeout_s
             )
         except TimeoutError:
             raise DeadlineExceeded(
@@ -288,7 +288,7 @@ class VLLMActor:
         if getattr(getattr(core, "resources", None), "engine_dead", False) is True:
             os._exit(1)
 
-    def _begin(self, requests: Requests) -> None:
+    def _start_now(self, requests: Requests) -> None:
         self._check_session()
         if self._unusable is not None:
             raise RuntimeError(f"the engine cannot sample: {self._unusable}; a weight update comes first")
@@ -388,7 +388,7 @@ class VLLMActor:
         )
         self._calls += 1
         name = f"probe-{self._calls}"
-        self._begin({name: EngineRequest(prompt, parameters)})
+        self._start_now({name: EngineRequest(prompt, parameters)})
         output = (await self._loop.wait([name], [name], 1))[name]
         choices = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
         return [choice[token].logprob for choice, token in choices]
@@ -442,8 +442,14 @@ class VLLMActor:
             ConfigError: the memory does not fit beside the memory of the trainers. The message has both numbers.
         """
         self._check_session()
-        is_on_gpu = self._config.device == "cuda"
-        for needed, free in self._llm.collective_rpc("memory_to_wake", args=(tags,)) if is_on_gpu else ():
+        if self._config.device == "cuda":
+            self._check_memory_to_wake(tags)
+            self._llm.wake_up(tags)
+        if self._unusable is None:
+            await self._loop.go_on()
+
+    def _check_memory_to_wake(self, tags: list[str] | None) -> None:
+        for needed, free in self._llm.collective_rpc("memory_to_wake", args=(tags,)):
             if needed > free:
                 raise ConfigError(
                     f"{self._config.memory_option}: the rollout engine needs {needed / _GIB:.1f} GiB for "
@@ -452,10 +458,6 @@ class VLLMActor:
                     "tensor_parallel_size (in a recipe: strategy.offload.policy=while_sampling, "
                     "rollout.tensor_parallel_size)"
                 )
-        if is_on_gpu:
-            self._llm.wake_up(tags)
-        if self._unusable is None:
-            await self._loop.go_on()
 
 
 def _name(rank: int, ticket: int) -> str:

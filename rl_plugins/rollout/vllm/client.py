@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from rl_plugins.rollout.vllm.cuda_transport import IpcSender
     from rl_plugins.rollout.vllm.nccl import NcclSender
 
+    WeightSender = SharedMemorySender | GlooSender | IpcSender | NcclSender
+
 
 class VLLMRollout:
     """vLLM engines in separate Ray actors, shared by all training ranks.
@@ -60,13 +62,12 @@ class VLLMRollout:
         self.name = name or f"vllm-{uuid.uuid4().hex[:8]}"
         self._fleet = Fleet(config, self.name, num_engines, num_gpus)
         self._sampling = FleetSampling(self._fleet)
-        self._send: Callable[[int], None] | None = None
-        self._sender: SharedMemorySender | GlooSender | IpcSender | NcclSender | None = None
+        self._sender: WeightSender | None = None
         self._layout: CheckpointLayout | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the connections: a copy in another process finds the actors by name."""
-        return {**self.__dict__, "_sampling": None, "_send": None, "_sender": None}
+        return {**self.__dict__, "_sampling": None, "_sender": None}
 
     @property
     def keeps_weights(self) -> bool:
@@ -206,7 +207,7 @@ class VLLMRollout:
         Raises:
             ConfigError: the engine expects an adapter, and the policy has no adapter.
         """
-        self._fleet.share_samples()
+        self._fleet.share_warm_engines()
         if self._fleet.returning and self._fleet.add_restarted():
             self._disconnect()
         if not self._fleet.living:
@@ -215,10 +216,10 @@ class VLLMRollout:
             self._send_adapter(source, version)
             return
         try:
-            if self._send is None:
+            if self._sender is None:
                 # The sender keeps its first source, which reads the live weights.
-                self._send = self._make_sender(self._in_checkpoint(source))
-            self._send(version)
+                self._sender = self._make_sender(self._in_checkpoint(source))
+            self._sender.send(version)
         except ReceiverLost as error:
             raise self._fleet.mark_lost(self._fleet.living[error.position], silent=error.silent, cause=error) from error
 
@@ -269,12 +270,12 @@ class VLLMRollout:
         if broadcast(lost):
             raise EngineLost("an engine was lost in an adapter update")
 
-    def _make_sender(self, source: WeightSource) -> Callable[[int], None]:
+    def _make_sender(self, source: WeightSource) -> WeightSender:
         # Transports wait for the engines only, so the shorter deadline applies.
         timeout_s = min(self.config.update_timeout_s, self.config.stall_timeout_s)
         engines = [CpuWeightClient(self._fleet, engine) for engine in self._fleet.living if self._fleet.rank == 0]
         if self.config.backend == "shared_memory":
-            self._sender = SharedMemorySender(
+            return SharedMemorySender(
                 source,
                 rank=self._fleet.rank,
                 world_size=self._fleet.world_size,
@@ -285,9 +286,8 @@ class VLLMRollout:
                 keeps_weights=self.keeps_weights,
                 timeout_s=timeout_s,
             )
-            return self._sender.send
         if self.config.backend == "gloo":
-            self._sender = GlooSender(
+            return GlooSender(
                 source,
                 rank=self._fleet.rank,
                 share=broadcast,
@@ -297,23 +297,21 @@ class VLLMRollout:
                 bucket_bytes=self.config.bucket_mb * 2**20,
                 timeout_s=timeout_s,
             )
-            return self._sender.send
         from rl_plugins.rollout.vllm.cuda_transport import SeveralEngines, make_cuda_sender
 
         clients = [CudaWeightClient(self._fleet, engine) for engine in self._fleet.living]
-        self._sender = make_cuda_sender(
+        return make_cuda_sender(
             self.config,
             source,
             client=SeveralEngines(clients, self.config.tensor_parallel_size) if len(clients) > 1 else clients[0],
             rank=self._fleet.rank,
             num_engines=len(clients),
         )
-        return self._sender.send
 
     def _disconnect(self) -> None:
         if self._sender is not None:
             self._sender.close()
-        self._send = self._sender = None
+        self._sender = None
 
     # Memory and the rest ----------------------------------------------------------------------------------------
 

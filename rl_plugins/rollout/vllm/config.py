@@ -63,8 +63,7 @@ class VLLMConfig(EngineOptions):
         sleep: memory that the engine frees while the trainers work: `none`, `kv_cache`, or `all` (KV cache and weights;
             an update must then precede the next sampling). `kv_cache` on CUDA moves the weights to the host.
         lora_rank: rank of the policy's adapter, if updates send the adapter alone and the engine applies the adapter to
-            the weights of `model`. 0: updates send all weights, with an adapter merged into the weights; a
-            vision-language model needs 0.
+            the weights of `model`. 0: updates send all weights, with an adapter merged into the weights.
         bucket_mb: memory for weights in transit, in MiB.
         ready_timeout_s: deadline for the start of the engine, in seconds.
         stall_timeout_s: longest time without an answer, in seconds. See `first_stall_timeout_s`.

@@ -291,7 +291,7 @@ class Fleet:
         return wait
 
     def first(self, waiting: Mapping[Any, int], phase: str, deadline: Deadline, *, must_answer: bool = True) -> Any:
-        """Return the first finished call. Waiting, check regularly for signs of life of the engines.
+        """Return the first finished call. During the wait, ask regularly whether the engines answer.
 
         Args:
             waiting: engine of each pending call, by Ray's reference of the call.
@@ -350,11 +350,11 @@ class Fleet:
         except (ray.exceptions.RayActorError, EngineLost) as error:
             raise self.mark_lost(engine, silent=False, cause=error) from error
 
-    def note_samples(self, engine: int) -> None:
+    def mark_warm(self, engine: int) -> None:
         """Note that an engine has finished samples for this rank, so its kernels are compiled."""
         self._warm.add(engine)
 
-    def share_samples(self) -> None:
+    def share_warm_engines(self) -> None:
         """Tell all ranks which engines have sampled: a rank also calls the engines of other ranks. Collective."""
         self._warm = set().union(*gather(self._warm))
 

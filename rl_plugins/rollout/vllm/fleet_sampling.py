@@ -67,7 +67,7 @@ class FleetSampling:
             engine = references[reference]
             parts[reference], busy_s = self._fleet.result(engine, reference)
             self._count_busy(engine, busy_s)
-            self._fleet.note_samples(engine)
+            self._fleet.mark_warm(engine)
         return Generations.concat([parts[reference] for reference in references])
 
     def submit(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, *, together: bool = True) -> None:
@@ -232,7 +232,7 @@ class FleetSampling:
         self._heard[engine] = time.monotonic()
         self._count_busy(engine, busy_s)
         if lengths:
-            self._fleet.note_samples(engine)
+            self._fleet.mark_warm(engine)
         for ticket, response_lengths in lengths.items():
             # Skip groups dropped during the call.
             if self._engine_of.pop(ticket, None) is not None:

@@ -49,6 +49,7 @@ _REFUSED = {
     "top_logprobs": "there are log-probs of the sampled tokens alone: leave top_logprobs out",
     "max_tool_calls": "the agent runs its tools: leave max_tool_calls out",
     "truncation": "a cut prompt continues no earlier call: leave truncation out",
+    "chat_template_kwargs": "the variables of the chat template are those of the run: set data.chat_template_kwargs",
     "previous_input_messages": "the messages are in the input: leave previous_input_messages out",
 }
 """Options of a call that are refused, and the reason."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_plugins.algorithms.advantages.group_relative import gdpo, grpo, rloo
 from rl_plugins.algorithms.advantages.returns import reverse_kl
 from rl_plugins.algorithms.aggregation import AGGREGATIONS, GlobalCounts, local_counts
-from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.algorithms.algorithm import Algorithm, LossModifiers
 from rl_plugins.algorithms.constraint import CostConstraint
 from rl_plugins.algorithms.filtering import GroupFilter, Resampling
 from rl_plugins.algorithms.masked import rewards_of_tokens
@@ -408,3 +408,24 @@ def test_loss_gives_rollout_weights_to_a_policy_loss_that_takes_weights() -> Non
     loss, _ = Algorithm(policy_loss="gmpo", aggregation="token-sum").loss(inputs, kl_coefficient=0.0, counts=counts)
     expected, _ = gmpo(**inputs)
     torch.testing.assert_close(loss, expected.sum())
+
+
+def test_top_entropy_leaves_the_gradient_of_gmpo_to_the_chosen_tokens() -> None:
+    mask = torch.ones(1, 4)
+    algorithm = Algorithm(
+        policy_loss="gmpo", aggregation="seq-mean-token-mean", modifiers=LossModifiers(top_entropy=0.25)
+    )
+    gradients = {}
+    for chosen in ([1.0, 0.0, 0.0, 0.0], [1.0] * 4):
+        log_probs = torch.full((1, 4), -1.0, requires_grad=True)
+        inputs: dict[str, Any] = {
+            "log_probs_BT": log_probs,
+            "old_log_probs_BT": log_probs.detach(),
+            "advantages_BT": mask,
+            "response_mask_BT": mask,
+            "loss_mask_BT": torch.tensor([chosen]),
+        }
+        loss, _ = algorithm.loss(inputs, kl_coefficient=0.0, counts=GlobalCounts(*local_counts(mask).tolist()))
+        (gradients[sum(chosen)],) = torch.autograd.grad(loss, log_probs)
+    torch.testing.assert_close(gradients[1.0], torch.tensor([[-0.25, 0.0, 0.0, 0.0]]))
+    torch.testing.assert_close(gradients[4.0], torch.full((1, 4), -0.25))

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from rl_plugins.algorithms.advantages import ADVANTAGES
+from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.algorithms.inputs import (
     ALWAYS_GIVEN_TO_ADVANTAGES,
     ALWAYS_GIVEN_TO_LOSSES,
@@ -44,6 +45,14 @@ def test_call_with_gives_all_inputs_to_a_function_with_kwargs() -> None:
 def test_inputs_describe_every_input_that_the_stage_gives_or_computes() -> None:
     given = ALWAYS_GIVEN_TO_ADVANTAGES | ALWAYS_GIVEN_TO_LOSSES
     assert given | COMPUTED_FOR_ADVANTAGES | COMPUTED_FOR_LOSSES <= set(INPUTS)
+
+
+def test_required_inputs_of_a_function_without_a_star() -> None:
+    def own(token_level_rewards_BT: Any, values_BT: Any, beta: float = 1.0) -> Any:
+        raise AssertionError("the function is not called")
+
+    assert required_inputs(own, {}) == ["token_level_rewards_BT", "values_BT"]
+    assert "values_BT" in Algorithm(advantage=own).needs
 
 
 def test_inputs_contain_the_required_inputs_of_every_advantage_and_policy_loss() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_plugins.algorithms.reward_shaping import RewardShaping, clip_rewards, length_penalty, overlong_penalty
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.tests.loops import for_each
 
 

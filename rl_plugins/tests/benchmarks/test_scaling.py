@@ -13,7 +13,7 @@ from benchmarks.simulator import StepSamples, Workers, simulate
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.config.sampling import Schedule
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.planning.step_time import step_time
 from rl_plugins.planning.workload import Plan
 from rl_plugins.run_folder import RunFolder

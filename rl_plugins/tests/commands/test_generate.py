@@ -18,7 +18,7 @@ from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.environment import recipe_with_conversations
+from rl_plugins.launch.policy_samples import recipe_with_conversations
 from rl_plugins.models.tiny import save_tiny_policy
 from rl_plugins.redaction import REMOVED
 from rl_plugins.rollout.engine import Generations

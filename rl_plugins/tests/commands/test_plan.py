@@ -16,7 +16,7 @@ from rl_plugins.algorithms.advantages import ADVANTAGES
 from rl_plugins.commands.main import main
 from rl_plugins.commands.plan import WITH_VALUES, given_values, read_shape, words_of, workload_of
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.launch.placement import check_fit, roles_of
 from rl_plugins.planning.devices import CPU_FILE, DEVICES, read_cpu
 from rl_plugins.planning.search import Cluster, overrides, plans, search

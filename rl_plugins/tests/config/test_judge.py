@@ -17,7 +17,7 @@ from rl_plugins.config.judge import (
     with_engines,
     with_judges,
 )
-from rl_plugins.config.recipe import changed_options, parse_config, written
+from rl_plugins.config.recipe import changed_options, parse_config, public_options
 from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.code_tests import CodeTests
 from rl_plugins.rewards.judge import TEMPLATE, Judge
@@ -125,7 +125,7 @@ def test_recipe_gives_the_judge_to_rewards_and_writes_options_once() -> None:
     options = changed_options(config)
     assert options["reward.judge.model"] == "judge" and options["reward.functions.default._target_"] == NODE["_target_"]
     assert not any(name.startswith("reward.functions.default.config") for name in options)
-    assert parse_config(written(config)).reward == config.reward
+    assert parse_config(public_options(config)).reward == config.reward
 
 
 @for_each(

@@ -109,3 +109,44 @@ def test_render_leaves_out_keys_without_a_value() -> None:
     ]
     assert render(template, messages, {}) == "?1!"
     assert messages[0]["tool_calls"] is None
+
+
+PARTS_ALONE = (
+    "{% for message in messages %}{{ message.role }}: {% for part in message.content if part['type'] == 'text' %}"
+    "{{ part['text'] }}{% endfor %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""As LLaVA and Idefics write messages."""
+
+
+def test_template_that_reads_parts_alone_gets_texts_as_parts() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = PARTS_ALONE
+    end = tokenizer.eos_token
+    assert render(tokenizer, SAID, {}) == f"user: hi{end}assistant: "
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    assert render(tokenizer, parts, {}) == f"user: hi{end}assistant: "
+    (ids,) = encode_prompts([SAID], tokenizer, {})
+    assert "hi" in tokenizer.decode(ids)
+    following, _ = TurnTokenizer(tokenizer).tokens([{"role": "user", "content": "more"}], tokenizer.eos_token_id, 99)
+    assert "user: more" in tokenizer.decode(following)
+    assert len(set(map(tuple, tokenize_rows(load_rows([row("a"), row("b")]), tokenizer, {})[0]))) == 2
+
+
+def test_role_developer_is_written_as_the_system_message_unless_the_template_has_the_role() -> None:
+    tokenizer = build_tokenizer()
+    roles = "('system', 'user')"
+    tokenizer.chat_template = (
+        f"{{% for m in messages if m.role in {roles} %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{{% endfor %}}"
+    )
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "ask"},
+        {"role": "developer", "content": "Be brief."},
+    ]
+    assert render(tokenizer, messages[1:], {}) == "<system>Be brief.<user>ask"
+    assert render(tokenizer, messages, {}) == "<system>Be kind.\n\nBe brief.<user>ask"
+    assert render(tokenizer, messages[:2], {}) == "<system>Be kind.<user>ask"
+    answered = [*messages[:2], {"role": "assistant", "content": "yes"}, messages[2]]
+    assert render(tokenizer, answered, {}) == "<system>Be kind.<user>ask<system>Be brief."
+    tokenizer.chat_template = tokenizer.chat_template.replace("'system'", "'system', 'developer'")
+    assert render(tokenizer, messages[1:], {}) == "<user>ask<developer>Be brief."

@@ -106,6 +106,14 @@ def test_batches_of_rows_without_images_have_no_inputs() -> None:
     assert PROMPT_IMAGES not in batch.columns
 
 
+def test_blank_image_is_not_cut_into_tiles() -> None:
+    made = processor("idefics3")
+    whole_ids, whole = ImagePromptEncoder(made).encode_blank(picture())
+    made.image_processor.do_image_splitting = True
+    ids, inputs = ImagePromptEncoder(made).encode_blank(picture())
+    assert ids == whole_ids and inputs["pixel_values"].shape == whole["pixel_values"].shape
+
+
 def test_responses_with_the_token_of_an_image_are_refused() -> None:
     rows = [row("<image>a", picture(), answer="see <image>")]
     data = SFTDataModule(rows, tokenizer=processor("llava"), prompts_per_step=1)

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from rl_plugins.config.data import CurriculumConfig
 from rl_plugins.data.curriculum import GroupResult
@@ -195,6 +196,36 @@ def test_resume_with_a_curriculum_continues_with_the_next_batch(tmp_path, data):
     whole = check_resume(tmp_path, make_data, [("batch", 1), ("batch", 5), *EPOCH_ENDS], Rewarded)
     assert all(len(set(rows)) == PER_STEP for rows in whole.seen)
     check_resume_after_an_exception(tmp_path, make_data, whole, 4, Rewarded)
+
+
+class ReadsSteps(Recorder):
+    """A module whose optimizer depends on the number of steps, so Lightning makes the data loader early."""
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches == EPOCHS * STEPS
+        return super().configure_optimizers()
+
+
+class LateRestore(SingleDeviceStrategy):
+    """A strategy with the order of ZeRO and FSDP2: checkpoints are restored after the set-up."""
+
+    restore_checkpoint_after_setup = True
+
+    def __init__(self):
+        super().__init__("cpu")
+
+
+def test_resume_after_the_loader_was_made_continues_with_the_next_batch(tmp_path, data):
+    def strategy_of_each_run(*arguments, **options):
+        return fit(*arguments, **options, strategy=LateRestore())
+
+    saved = SaveAtEachHook(tmp_path)
+    whole = strategy_of_each_run(tmp_path, data(), ReadsSteps(), saved)
+    for hook, step in (("batch", 1), ("batch", 5), *EPOCH_ENDS):
+        with case(f"saved at the end of {hook} after {step} batches"):
+            resumed = strategy_of_each_run(tmp_path, data(), ReadsSteps(), ckpt_path=saved.path(hook, step))
+            assert resumed.seen == whole.seen[step:]
+            assert resumed.epochs == whole.epochs[step:]
 
 
 def test_each_epoch_serves_each_row_once_in_another_order(tmp_path, data):

@@ -13,7 +13,7 @@ from rl_plugins.data.prepare.calculator import calculator_splits
 from rl_plugins.data.prepare.programs import CONSTANTS, SLOPES, TESTED, program_splits
 from rl_plugins.data.prepare.splits import choose_splits
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.rewards.code_tests import program_of, read_tests
 from rl_plugins.tests.data.prepare_command import main
 

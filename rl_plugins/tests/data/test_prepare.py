@@ -13,7 +13,7 @@ from rl_plugins.data.preferences import PreferenceDataModule
 from rl_plugins.data.prepare.files import write_splits
 from rl_plugins.data.prepare.tasks import addition_rows, gsm8k_answer, last_boxed
 from rl_plugins.errors import ConfigError, StorageError
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.tests.data.prepare_command import main
 from rl_plugins.tests.loops import for_each
 

@@ -128,6 +128,8 @@ def break_rules_of_responses(row: Row, base_url: str, api_key: str) -> float:
             "previous_response_id": "resp_none", "text": {"format": {"type": "json_object"}},
             "tool_choice": "required", "tools": [{"type": "web_search"}], "max_tool_calls": 1,
         }  # fmt: skip
+        kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+        assert "chat_template_kwargs" in refused(create, model="m", input=first, extra_body=kwargs)
         for name, value in wrong.items():
             assert name in refused(create, model="m", input=first, **{name: value}), name
         assert "item_reference" in refused(create, model="m", input=[{"type": "item_reference", "id": "x"}])
@@ -164,8 +166,8 @@ async def talk(row: Row, base_url: str, api_key: str, *, turns: int = 2, max_tok
             answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=max_tokens)
             text = answer.choices[0].message.content or ""
             heard += len(text)
-            # Some clients send null for an empty text and for no calls.
-            said = {"role": "assistant", "content": text or None, "tool_calls": None}
+            # Some clients send null for an empty text and for no calls, or name the answer after the agent.
+            said = {"role": "assistant", "content": text or None, "tool_calls": None, "name": "solver"}
             messages += [said, {"role": "user", "content": "more"}]
     return 1.0 + heard
 

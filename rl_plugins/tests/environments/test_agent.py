@@ -162,7 +162,7 @@ def test_calls_of_the_responses_api_beside_the_rules_are_refused_with_the_reason
         (generations,) = run(environment, {asked: tokenizer.encode("no<|end|>")})
     (score,) = [ending.score for ending in generations.endings]
     assert score.value == 1.0, score.message
-    assert (score.details["agent/refused"], tokenizer.decode(generations.responses()[0])) == (11.0, "n")
+    assert (score.details["agent/refused"], tokenizer.decode(generations.responses()[0])) == (12.0, "n")
 
 
 def test_calls_at_once_and_calls_of_programs_belong_to_the_trajectory() -> None:

@@ -19,7 +19,7 @@ from rl_plugins.data.parquet import check_row, load_rows
 from rl_plugins.environments.agent import AgentEnvironment
 from rl_plugins.environments.verifiers_agent import VerifiersAgent, dataset_rows, load_environment, rollout_input
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.rewards.records import Score
 from rl_plugins.rollout.transformers_engine import TransformersRollout

@@ -15,7 +15,7 @@ from rl_plugins.config.hydra_errors import CONFIG_FOLDER
 from rl_plugins.config.recipe import RecipeConfig, parse_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch import command_line, pipeline
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 
 compose_config_once = cache(lambda recipe, overrides: compose_config(recipe, list(overrides)))
 """`compose_config` with a tuple of overrides; the caller must not change the result."""

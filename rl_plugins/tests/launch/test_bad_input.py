@@ -16,8 +16,9 @@ from huggingface_hub import constants
 
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.errors import UserError
-from rl_plugins.launch import local, preflight, ray_train
-from rl_plugins.launch.command_line import _ends_of_names, compose_config, recipe_main, run_recipe
+from rl_plugins.launch import fetch, local, preflight, ray_train
+from rl_plugins.launch.command_line import recipe_main, run_recipe
+from rl_plugins.launch.compose import _ends_of_names, compose_config
 from rl_plugins.launch.dry_run import check_data, set_steps
 from rl_plugins.launch.resume import note_end
 from rl_plugins.run_folder import RunFolder
@@ -158,7 +159,7 @@ def test_run_recipe_refuses_a_collective_deadline_below_the_deadlines_of_engines
 
 
 def test_run_recipe_checks_all_options_before_downloads(started, monkeypatch):
-    monkeypatch.setattr(preflight, "fetch_data", lambda *_: pytest.fail("the data is downloaded"))
+    monkeypatch.setattr(fetch, "fetch_data", lambda *_: pytest.fail("the data is downloaded"))
     for options, expected in (
         ([MIXTURE], "data.mixture and data.train_files both"),
         (["sampling.temperature=0"], "sampling.temperature=0 gives the same response"),
@@ -282,7 +283,7 @@ def test_recipe_main_starts_the_launcher_with_good_input(grpo, started, tmp_path
     assert started == ["ray"]
     assert "prompts x " in capsys.readouterr().out
     folder = RunFolder(tmp_path / "grpo")
-    assert folder.environment.is_file() and folder.config.is_file()
+    assert folder.installed_packages.is_file() and folder.config.is_file()
     assert folder.changes.read_text().startswith("# recipe: grpo\n")
 
 

@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rl_plugins.config.recipe import parse_config
-from rl_plugins.launch.command_line import compose_config, difference
+from rl_plugins.launch.compose import compose_config, difference
 from rl_plugins.tests.launch.configurations import compose_config_once, configured, message_of
 
 

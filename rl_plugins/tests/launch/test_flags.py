@@ -11,7 +11,8 @@ import pytest
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import TrainingDiverged
 from rl_plugins.launch import command_line
-from rl_plugins.launch.command_line import compose_for_command_line, recipe_main
+from rl_plugins.launch.command_line import recipe_main
+from rl_plugins.launch.compose import compose_for_command_line
 
 OVERRIDES = ["model.path=x", "data.train_files=[y]", "run.steps=3"]
 

@@ -6,7 +6,7 @@ import pytest
 
 from rl_plugins.config.run import RunConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.launch.pipeline import stage_configs
 from rl_plugins.tests.loops import for_each
 

@@ -85,7 +85,7 @@ def test_run_recipe_trains_from_an_adapter_of_the_hub(
     repository = hub.repositories["models/own/adapter"]
     commit = repository.refs["main"]
     assert OmegaConf.load(run.config).model.lora.path == f"own/adapter@{commit}"
-    assert json.loads(run.versions.read_text())["models/own/adapter@main"] == commit
+    assert json.loads(run.pinned_versions.read_text())["models/own/adapter@main"] == commit
     start = load(repository.commits[commit]["adapter_model.safetensors"])
     after = load((run.export / "adapter_model.safetensors").read_bytes())
     assert start.keys() == after.keys() and all((start[name] == after[name]).all() for name in start)

@@ -53,6 +53,13 @@ def test_check_data_refuses_images_for_a_model_of_text(check: Check) -> None:
     )
 
 
+def test_check_data_refuses_images_for_an_environment_that_begins_by_itself(check: Check) -> None:
+    environment = "rl_plugins.tests.environments.sample_environments.Even"
+    options = (f"environment.stateful={environment}", "environment.max_turns=1", "environment.max_objects=4")
+    found = check(rows_of(encoded(picture())), *options)
+    assert "a stateful environment or an agent begins with messages of text alone" in found
+
+
 @pytest.mark.parametrize("option", ["critic.path", "reward_model.path", "teacher.path"])
 def test_check_data_refuses_another_model_of_text_for_rows_with_images(
     check: Check, option: str, tmp_path: Path

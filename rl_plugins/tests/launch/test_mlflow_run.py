@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from rl_plugins.config.recipe import RecipeConfig, read_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch import mlflow_run
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.launch.mlflow_run import describe_run, registration, sync
 from rl_plugins.launch.resume import note_end
 from rl_plugins.manifest import MANIFEST
@@ -177,7 +177,7 @@ def test_sync_names_a_damaged_file_and_the_way_out(folder: RunFolder) -> None:
         (folder.config, b"run: [1", "replace the file with an intact copy"),
         (folder.config, b"run: {stepz: 1}", "did you mean 'run.steps'"),
         (folder.git_state, b'{"commit": 1}', "mend or remove the file"),
-        (folder.environment, b"\xff", "mend or remove the file"),
+        (folder.installed_packages, b"\xff", "mend or remove the file"),
     ):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=f"^{re.escape(str(file))}: .*{re.escape(way_out)}"):
@@ -285,7 +285,7 @@ def test_describe_run_names_algorithm_loss_and_workers(recipe, options, expected
 
 def test_describe_run_has_changed_options_the_command_and_no_defaults(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.environment.write_text("# python 3.11\n# train.py run.steps=7\ntorch==2\n")
+    folder.installed_packages.write_text("# python 3.11\n# train.py run.steps=7\ntorch==2\n")
     changed = ["schedule.max_staleness=1", "algorithm.kl.coefficient=0.1", "reward=gsm8k"]
     described = describe_run(configured("grpo", "model.path=model", *changed), folder)
     assert described.params["schedule.max_staleness"] == 1 and described.params["algorithm.kl.coefficient"] == 0.1

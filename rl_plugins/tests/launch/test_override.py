@@ -5,7 +5,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.launch.command_line import override
+from rl_plugins.launch.compose import override
 
 # Characters in names of folders, above all characters with a meaning in Hydra's grammar.
 NAMES = st.text(st.sampled_from(" \t\n\"'\\()[]{}#&~=,:$/.-+%@?|*!<>;`^ß語01_aeinult") | st.characters(codec="utf-8"))

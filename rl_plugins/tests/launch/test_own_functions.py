@@ -12,7 +12,7 @@ import pytest
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.recipe import RecipeConfig, parse_config
 from rl_plugins.launch.algorithm_check import check_algorithm
-from rl_plugins.launch.command_line import compose_config, compose_for_command_line
+from rl_plugins.launch.compose import compose_config, compose_for_command_line
 from rl_plugins.launch.instantiation import instantiate_node
 from rl_plugins.tests.launch.configurations import message_of
 from rl_plugins.tests.loops import for_each

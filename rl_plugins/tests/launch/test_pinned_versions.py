@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 from rl_plugins.commands.plan import read_shape
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.hub.names import HubName
-from rl_plugins.launch import hub_fetch, local, pinned_versions, ray_train
+from rl_plugins.launch import fetch as launch_fetch
+from rl_plugins.launch import local, pinned_versions, ray_train
 from rl_plugins.launch.command_line import run_recipe
-from rl_plugins.launch.hub_fetch import fetch_data_files
+from rl_plugins.launch.fetch import fetch_data_files, fetch_models
 from rl_plugins.launch.pinned_versions import PinnedVersions
 from rl_plugins.launch.pipeline import run_pipeline
-from rl_plugins.launch.preflight import fetch_models
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.hub.hub_server import StandIn, serving, use
 from rl_plugins.tests.launch.configurations import configured, message_of
@@ -70,7 +70,10 @@ def test_run_recipe_takes_one_commit_for_a_run_and_all_resumes(hub: StandIn, che
     first, rows = (hub.repositories[name].refs["main"] for name in ("models/own/model", "datasets/own/rows"))
     assert check(*options) == "nothing is refused"
     folder = RunFolder("outputs/grpo")
-    assert json.loads(folder.versions.read_text()) == {"models/own/model@main": first, "datasets/own/rows@main": rows}
+    assert json.loads(folder.pinned_versions.read_text()) == {
+        "models/own/model@main": first,
+        "datasets/own/rows@main": rows,
+    }
     written = OmegaConf.load(folder.config)
     assert written.model.path == written.reference.path == f"own/model@{first}"
     copies = Path(f"outputs/.data/own--rows-{rows[:12]}/data").absolute()
@@ -86,8 +89,8 @@ def test_run_recipe_takes_one_commit_for_a_run_and_all_resumes(hub: StandIn, che
     assert check(*options, "run.resume=auto") == "nothing is refused"
     assert OmegaConf.load(folder.config).model.path == f"own/model@{first}" and hub.requests == []
     assert PinnedVersions().pin("model.path", HubName("own/model")).revision == later
-    folder.versions.write_text("[1]")
-    assert f"{folder.versions.absolute()} is damaged" in check(*options, "run.resume=auto")
+    folder.pinned_versions.write_text("[1]")
+    assert f"{folder.pinned_versions.absolute()} is damaged" in check(*options, "run.resume=auto")
 
 
 def test_pin_model_keeps_the_version_of_an_alias_for_all_resumes(
@@ -98,7 +101,7 @@ def test_pin_model_keeps_the_version_of_an_alias_for_all_resumes(
     folder = RunFolder(tmp_path)
     for _ in range(2):
         assert versions.pin_model("reference.path", "models:/solver@champion", "sqlite:///db") == "models:/solver/2"
-        versions.write(folder.versions)
+        versions.write(folder.pinned_versions)
         versions = PinnedVersions.of_run(folder)
     assert newest.call_count == 1
 
@@ -205,9 +208,9 @@ def test_run_pipeline_takes_one_commit_for_all_stages_and_resumes_on_another_mac
     model, rows = commits["models/own/model"], commits["datasets/own/rows"]
     folder = run_pipeline(OmegaConf.create(pipeline))
     versions = {f"{name}@main": commit for name, commit in commits.items()}
-    assert json.loads(RunFolder(folder).versions.read_text()) == versions
+    assert json.loads(RunFolder(folder).pinned_versions.read_text()) == versions
     for name in "ab":
-        assert json.loads(RunFolder(folder / name).versions.read_text()).items() >= versions.items()
+        assert json.loads(RunFolder(folder / name).pinned_versions.read_text()).items() >= versions.items()
         assert OmegaConf.load(folder / name / "config.yaml").model.path == f"own/model@{model}"
     # Another machine has no folder of the pipeline, and the branch has other rows now.
     (tmp_path / "storage" / "p" / "a" / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
@@ -242,7 +245,7 @@ def test_fetch_data_files_makes_whole_copies_for_two_runs_at_once(hub: StandIn, 
                 assert fetch().read_bytes() == b"whole"
             file.write(b"le")
 
-    monkeypatch.setattr(hub_fetch, "link_or_copy", copy_slowly)
+    monkeypatch.setattr(launch_fetch, "link_or_copy", copy_slowly)
     copy = fetch()
     assert copied and copy.read_bytes() == b"whole" and list(copy.parent.iterdir()) == [copy]
     copy.write_bytes(b"who")

@@ -17,11 +17,12 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from rl_plugins.config.pipeline import PipelineConfig
-from rl_plugins.config.recipe import RecipeConfig, write_config, written
+from rl_plugins.config.recipe import RecipeConfig, public_options, write_config
 from rl_plugins.config.schemas import register_schemas
 from rl_plugins.errors import ConfigError, RunStopped, StorageError
 from rl_plugins.launch import mlflow_run, pipeline
-from rl_plugins.launch.command_line import compose_config, run_recipe
+from rl_plugins.launch.command_line import run_recipe
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.launch.pipeline import (
     ParentRun,
     pipeline_main,
@@ -29,10 +30,11 @@ from rl_plugins.launch.pipeline import (
     stage_configs,
 )
 from rl_plugins.launch.resume import note_end
-from rl_plugins.run_folder import RunFolder
+from rl_plugins.run_folder import RunFolder, append_metrics, read_metrics
 from rl_plugins.run_lock import owned
 from rl_plugins.signals import ending_signals, stop_on_signals
 from rl_plugins.tests.launch.configurations import configured
+from rl_plugins.tracking.store import open_client
 
 DATA = ["model=/no/model", "data.sft=[a]", "data.pairs=[b]", "data.prompts=[c]"]
 
@@ -210,7 +212,7 @@ def test_run_pipeline_writes_no_secret_and_hands_secrets_to_stages(
     ppo = stages[-1]
     assert ppo.reward.functions["judge"] == {"_target_": "json.dumps", "api_key": "sk-1", "same": "sk-1"}
     assert ppo.tracking.uri == "http://me:word@localhost:5000"
-    assert written(ppo)["reward"]["functions"]["judge"]["same"] == "${oc.env:JUDGE_KEY}"
+    assert public_options(ppo)["reward"]["functions"]["judge"]["same"] == "${oc.env:JUDGE_KEY}"
 
 
 def test_run_pipeline_begins_again_if_no_stage_has_begun(
@@ -357,6 +359,23 @@ def test_run_pipeline_continues_a_complete_stage_with_more_steps(
     assert [config.run.name for config in stages] == ["ppo"]
 
 
+def test_run_pipeline_refuses_to_continue_a_stage_whose_model_a_later_stage_has_begun_from(
+    good: list[str], stages: list[RecipeConfig], tmp_path: Path
+) -> None:
+    options = [*good, "name=longer"]
+    run(*options)
+    for config in stages:
+        folder = RunFolder(tmp_path / "longer" / config.run.name)
+        folder.metrics.write_text('{"step": 1, "time": 0, "train/loss": 1}\n')
+        folder.checkpoint(config.run.steps).mkdir(parents=True)
+        note_end(config, folder, config.run.steps)
+    steps = stages[0].run.steps
+    stages.clear()
+    with pytest.raises(ConfigError, match=r"stage sft: the stage would continue .*, and stage .* has results from its"):
+        run(*options, "resume=auto", f"++stages.sft.options.run.steps={steps + 1}")
+    assert stages == []
+
+
 def test_sync_of_a_pipeline_gives_the_status_of_the_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Sender:
         def __init__(self, *_: object) -> None:
@@ -378,15 +397,37 @@ def test_sync_of_a_pipeline_gives_the_status_of_the_stages(tmp_path: Path, monke
     RunFolder(tmp_path).pipeline.write_text(f"experiment: own\ntracking_uri: {store}\nstages: {stages}\n")
     parent = ParentRun(tmp_path)
     first, second = parent.stages.values()
+    note = '{"step": 3, "steps": 3, "target_reward": null}'
     first.export.mkdir(parents=True)
+    first.finished.write_text(note)
     parent.sync(1)
     second.path.mkdir()
     second.error.write_text("out of memory")
     parent.sync(1)
     second.error.unlink()
     second.export.mkdir()
+    # A killed stage that went on with more steps.
     parent.sync(1)
-    assert given == ["KILLED", "FAILED", "FINISHED"]
+    second.finished.write_text(note)
+    parent.sync(1)
+    assert given == ["KILLED", "FAILED", "KILLED", "FINISHED"]
+
+
+def test_log_validation_of_a_continued_stage_replaces_the_numbers(tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path}/a.db"
+    RunFolder(tmp_path).pipeline.write_text(f"experiment: own\ntracking_uri: {store}\nstages: {{ppo: {{}}}}\n")
+    parent = ParentRun(tmp_path)
+    (stage,) = parent.stages.values()
+    stage.path.mkdir()
+    for reward in (0.5, 0.5, 0.8):
+        append_metrics(stage.metrics, {"val/reward": reward}, 10)
+        parent.log_validation("ppo")
+    assert parent.finish("FINISHED", 60)
+    assert read_metrics(RunFolder(tmp_path).metrics)["ppo/val/reward"] == {1: 0.8}
+    assert len(RunFolder(tmp_path).metrics.read_text().splitlines()) == 2
+    client = open_client(store)
+    run_id = RunFolder(tmp_path).tracking_run.read_text().strip()
+    assert client.get_run(run_id).data.metrics["ppo/val/reward"] == 0.8
 
 
 def test_sync_of_a_pipeline_sends_all_stages_and_reports_all_errors(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_plugins.launch import preflight
-from rl_plugins.launch.command_line import override
+from rl_plugins.launch import fetch, preflight
+from rl_plugins.launch.compose import override
 from rl_plugins.launch.mlflow_run import describe_run
 from rl_plugins.launch.pinned_versions import PinnedVersions
 from rl_plugins.launch.preflight import slow_here
@@ -71,21 +71,21 @@ def test_files_that_a_data_set_replaces_are_neither_fetched_nor_checked(
     addresses = ["s3://bucket/a.parquet", "hf://datasets/owner/name/b.parquet", "https://host/c.parquet"]
     fetched = list[str]()
 
-    def fetch(_: object, path: str, *__: object) -> str:
+    def record(_: object, path: str, *__: object) -> str:
         fetched.append(path)
         return path
 
-    monkeypatch.setattr(preflight, "fetch_copy", fetch)
-    monkeypatch.setattr(preflight, "fetch_data_files", lambda _, option, path, __: [fetch(option, path)])
-    monkeypatch.setattr(preflight, "is_data_address", lambda path: path.startswith("hf:"))
+    monkeypatch.setattr(fetch, "fetch_copy", record)
+    monkeypatch.setattr(fetch, "fetch_data_files", lambda _, option, path, __: [record(option, path)])
+    monkeypatch.setattr(fetch, "is_data_address", lambda path: path.startswith("hf:"))
     options = ["model.path=model", f"run.output_dir={tmp_path}", "run.name=one"]
     named = configured("grpo", *options, override("data.train_files", addresses))
-    preflight.fetch_data(named, PinnedVersions())
+    fetch.fetch_data(named, PinnedVersions())
     assert fetched == named.data.training_files == addresses
     fetched.clear()
     own = override("data.dataset", {"path": "rows.py", "name": "rows"})
     replaced = configured("grpo", *options, override("data.train_files", addresses), own)
-    preflight.fetch_data(replaced, PinnedVersions())
+    fetch.fetch_data(replaced, PinnedVersions())
     preflight._check_data_files(replaced, lambda _: False)
     assert fetched == replaced.data.training_files == []
     assert describe_run(replaced, RunFolder(tmp_path)).data["training"] == []

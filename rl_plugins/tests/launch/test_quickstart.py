@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.launch.quickstart import print_outcome
 from rl_plugins.tests.report.handmade_run import handmade_run
 

@@ -54,7 +54,7 @@ def options(tmp_path: Path, *overrides: str) -> RecipeConfig:
 
 def leave_failed_start(run: RunFolder) -> None:
     run.path.mkdir()
-    for file in (run.config, run.environment, run.error, run.stop, run.stopped):
+    for file in (run.config, run.installed_packages, run.error, run.stop, run.stopped):
         file.write_text("")
 
 
@@ -219,7 +219,7 @@ def test_check_resume_refuses_another_scale_of_the_adapter(starts: list[str | No
 def test_check_resume_takes_a_folder_with_versions_alone(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "grpo")
     run.path.mkdir()
-    run.versions.write_text("{}")
+    run.pinned_versions.write_text("{}")
     check_resume(options(tmp_path, "run.resume=auto"), run)
 
 

@@ -15,7 +15,8 @@ from rl_plugins.config.hydra_errors import keys_of
 from rl_plugins.config.recipe import RecipeConfig, parse_config, write_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch import preflight
-from rl_plugins.launch.command_line import compose_config, run_recipe
+from rl_plugins.launch.command_line import run_recipe
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.launch.mlflow_run import describe_run
 from rl_plugins.redaction import is_secret
 from rl_plugins.run_folder import RunFolder, append_metrics

@@ -17,7 +17,7 @@ from rl_plugins.environments.agent import AgentEnvironment
 from rl_plugins.environments.stateful import StatefulEnvironment
 from rl_plugins.environments.tools import ToolEnvironment
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.command_line import override
+from rl_plugins.launch.compose import override
 from rl_plugins.launch.scorer import scorer_of
 from rl_plugins.launch.task_environment import task_environment, try_environment
 from rl_plugins.launch.training import TrainingRun

@@ -40,7 +40,7 @@ def test_after_exception_writes_other_errors_down_while_restarts_are_left(tmp_pa
     # The next error ends the run, and Ray Train raises this error.
     failures.after_exception(None, errors)
     said = "run: training worker 0 failed (OSError: disk). No restart is left: placement.max_restarts=1\n"
-    assert capsys.readouterr().out == said and folder.times_failed() == 1
+    assert capsys.readouterr().out == said and folder.worker_restarts() == 1
 
 
 def test_after_exception_tells_a_preempted_machine_once_without_a_count(tmp_path, capsys):
@@ -54,10 +54,10 @@ def test_after_exception_tells_a_preempted_machine_once_without_a_count(tmp_path
             failures.after_exception(None, errors)
         (line,) = capsys.readouterr().out.splitlines()
         assert "worker 1 ended with its preempted machine. The workers start again, which does not count; " in line
-    assert folder.times_failed() == 2
+    assert folder.worker_restarts() == 2
     failures.after_exception(None, {0: FromWorker(OSError("disk"))})
     assert "(OSError: disk). The workers start again, restart 1 of 1" in capsys.readouterr().out
-    assert folder.times_failed() == 3
+    assert folder.worker_restarts() == 3
 
 
 def test_after_exception_names_the_cause_before_the_workers_that_miss_an_actor(tmp_path, capsys):

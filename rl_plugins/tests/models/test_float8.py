@@ -15,7 +15,7 @@ from rl_plugins import extras
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.models import float8
 from rl_plugins.models.float8 import check_float8, has_float8, plain_products, use_float8
-from rl_plugins.models.loading import load_causal_lm, options_of
+from rl_plugins.models.loading import load_causal_lm, options_for
 from rl_plugins.models.lora import with_adapter
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.models.tiny import build_model, save_tiny_policy
@@ -82,8 +82,8 @@ def test_use_float8_refuses_models_without_fitting_layers_and_adapters() -> None
 
 
 def test_frozen_models_keep_plain_products() -> None:
-    assert options_of("reference", {"float8": "rowwise", "attention": None}) == {"float8": None, "attention": None}
-    assert options_of(None, {"float8": "rowwise"}) == {"float8": "rowwise"}
+    assert options_for("reference", {"float8": "rowwise", "attention": None}) == {"float8": None, "attention": None}
+    assert options_for(None, {"float8": "rowwise"}) == {"float8": "rowwise"}
 
 
 @for_each(

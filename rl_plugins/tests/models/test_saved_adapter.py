@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from benchmarks.tiny_families import save_tiny_family
+from benchmarks.tiny_vision import save_tiny_vision
+from rl_plugins.commands.export import _build_adapted_model, _TrainedModel
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.algorithm_check import check_adapter
@@ -27,6 +29,7 @@ from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.models.lora_worker import CONFIG, EXPERTS
 from rl_plugins.tests.models.random_adapter import with_random_adapter
+from rl_plugins.vision_language import with_frozen_tower
 from rl_plugins.weights.source import ModuleWeightSource
 
 TOKENS = torch.arange(3, 19).reshape(2, 8)
@@ -86,6 +89,31 @@ def test_saved_adapter_of_experts(tmp_path: Path) -> None:
     assert torch.equal(logits(model), logits(with_random_adapter(add_adapter(load(mixture), EXPERTS))))
     with pytest.raises(ConfigError, match=r"and the options leave it out: use target_modules=.* experts=true"):
         add_adapter(load(mixture), replace(CONFIG, path=str(path)))
+
+
+def test_saved_adapter_of_a_run_with_a_frozen_vision_tower_leaves_the_tower_out(tmp_path: Path) -> None:
+    save_tiny_vision("llava", tmp_path / "llava")
+    folder = str(tmp_path / "llava")
+    config = LoraConfig(rank=2)
+    trained = with_frozen_tower(with_random_adapter(add_adapter(load(folder), config)), 0.0)
+    source = MergedWeightSource(ModuleWeightSource(trained), trained)
+    save_adapter(trained, source.adapter(), build_tokenizer(), tmp_path / "adapter", is_writer=True)
+    weights = dict(add_adapter(load(folder), replace(config, path=str(tmp_path / "adapter"))).named_parameters())
+    of_tower = [name for name in weights if "vision_tower" in name and ".lora_B." in name]
+    assert of_tower and not any(weights[name].any() for name in of_tower)
+    for name, parameter in trained.named_parameters():
+        assert name in of_tower or not parameter.requires_grad or torch.equal(weights[name], parameter)
+
+
+def test_export_reads_a_checkpoint_of_an_adapter_with_a_frozen_vision_tower(tmp_path: Path) -> None:
+    save_tiny_vision("llava", tmp_path / "llava")
+    folder, lora = str(tmp_path / "llava"), LoraConfig(rank=2)
+    trained = with_frozen_tower(with_random_adapter(add_adapter(load(folder), lora)), 0.0)
+    saved_weights = {name: p.detach() for name, p in trained.named_parameters() if p.requires_grad}
+    described = _TrainedModel(folder, "32-true", "policy", None, False, lora, exports_adapter=False, vision_lr=0.0)
+    model, _ = _build_adapted_model(described, lora, saved_weights, "checkpoint")
+    for name, parameter in model.named_parameters():
+        assert name not in saved_weights or torch.equal(parameter, saved_weights[name])
 
 
 def test_scalar_head_stays_new_over_a_saved_adapter_of_a_policy(policy: str, adapter: Path) -> None:

@@ -12,7 +12,7 @@ from rl_plugins.config.hydra_errors import CONFIG_FOLDER
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.algorithm_check import check_algorithm
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.launch.pipeline import stage_configs
 from rl_plugins.rewards.calling import Router
 from rl_plugins.rewards.loading import find_callable

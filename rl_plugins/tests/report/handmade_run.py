@@ -41,6 +41,6 @@ def handmade_run(path: Path) -> RunFolder:
     folder.config.write_text(config)
     folder.changes.write_text("# recipe: grpo\noptimizer.lr: 0.001  # recipe: 1.0e-06\n")
     folder.resumes.write_text("went on from checkpoint_00000020\n")
-    folder.environment.write_text("# python 3.11\nnumpy==2\ntorch==2.13.0\nvllm-cpu==0.32.0\n")
+    folder.installed_packages.write_text("# python 3.11\nnumpy==2\ntorch==2.13.0\nvllm-cpu==0.32.0\n")
     folder.tracking_run.write_text("0123abcd")
     return folder

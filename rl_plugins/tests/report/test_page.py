@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from rl_plugins.report.page import reported, write_report
+from rl_plugins.report.page import report_at_end, write_report
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.report.handmade_run import HOSTILE, sample
@@ -185,31 +186,32 @@ def test_write_report_of_a_long_run_is_small(folder: RunFolder) -> None:
     assert write_report(folder).stat().st_size < 60_000
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no <engine>"), KeyboardInterrupt()])
-def test_reported_writes_the_end_of_the_run_into_the_report(folder: RunFolder, error: BaseException) -> None:
-    with pytest.raises(type(error)), reported(folder):
-        raise error
-    assert f"Ended by an error: {type(error).__name__}" in folder.report.read_text()
-    with reported(folder):
-        pass
-    assert "Ended by an error" not in folder.report.read_text()
+def test_report_at_end_writes_the_error_of_the_run_into_the_report(folder: RunFolder) -> None:
+    with pytest.raises(RuntimeError), report_at_end(folder):
+        raise RuntimeError("no <engine>")
+    assert "Ended by an error: RuntimeError" in folder.report.read_text() and folder.failed()
+    for error in (None, KeyboardInterrupt()):
+        with suppress(KeyboardInterrupt), report_at_end(folder):
+            if error is not None:
+                raise error
+        assert "Ended by an error" not in folder.report.read_text() and not folder.failed()
 
 
-def test_reported_prints_the_damaged_file_of_a_report_and_goes_on(
+def test_report_at_end_prints_the_damaged_file_of_a_report_and_goes_on(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder.config.write_text("run: [1")
-    with reported(folder):
+    with report_at_end(folder):
         pass
     said = capsys.readouterr().out
     assert said.startswith(f"{folder.config}: not valid YAML") and said.endswith(": mend or remove the file\n")
-    with pytest.raises(RuntimeError, match="no engine"), reported(folder):
+    with pytest.raises(RuntimeError, match="no engine"), report_at_end(folder):
         raise RuntimeError("no engine")
 
 
-def test_reported_writes_no_report_without_metrics_and_raises_the_error_of_the_run(folder: RunFolder) -> None:
+def test_report_at_end_writes_no_report_without_metrics_and_raises_the_error_of_the_run(folder: RunFolder) -> None:
     folder.metrics.unlink()
     folder.report.unlink(missing_ok=True)
-    with pytest.raises(RuntimeError, match="no engine"), reported(folder):
+    with pytest.raises(RuntimeError, match="no engine"), report_at_end(folder):
         raise RuntimeError("no engine")
     assert not folder.report.exists()

@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rl_plugins.config.recipe import parse_config
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.launch.pipeline import stage_configs
 
 ROOT = Path(__file__).parents[3]

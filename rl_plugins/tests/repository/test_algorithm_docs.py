@@ -26,7 +26,7 @@ from rl_plugins.algorithms.reward_model_losses import REWARD_MODEL_LOSSES
 from rl_plugins.algorithms.reward_shaping import OverlongPenalty
 from rl_plugins.algorithms.rollout_correction import ROLLOUT_CORRECTIONS, RolloutCorrection
 from rl_plugins.config.recipe import parse_config
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 
 RECIPES = (
     "grpo", "ppo", "prime", "safe_rlhf", "preference_optimization", "online_preference_optimization", "reward_modeling",

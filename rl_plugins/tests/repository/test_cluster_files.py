@@ -14,7 +14,7 @@ import yaml
 
 from rl_plugins.config.recipe import parse_config
 from rl_plugins.errors import ConfigError
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.launch.placement import Role, check_fit, roles_of
 from rl_plugins.tests.patience import patient, wait_until
 from rl_plugins.tests.repository.documentation import ROOT, check_command

@@ -28,6 +28,15 @@ def test_failure_rate_names_the_most_frequent_reason() -> None:
         FailureRate(0.0).add([SLOW, BAD, GOOD, BAD])
 
 
+def test_failure_rate_logs_the_first_failure_of_each_kind(caplog: pytest.LogCaptureFixture) -> None:
+    rate = FailureRate(0.5)
+    for _ in range(2):
+        rate.add([SLOW, BAD, BAD, *[GOOD] * 9])
+    assert [record.message for record in caplog.records] == [
+        f"a reward failed ({score.failure}): {score.message}" for score in (SLOW, BAD)
+    ]
+
+
 def test_failure_rate_allows_single_failures_in_small_calls() -> None:
     rate = FailureRate(0.1)
     for _ in range(50):

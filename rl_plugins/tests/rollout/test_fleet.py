@@ -83,9 +83,9 @@ def test_engines_on_gpus_may_be_silent_for_longer_before_their_first_samples(mon
     fleet = fleet_of("cuda", "nccl")
     rollout, source = VLLMRollout(fleet.config), ModuleWeightSource(torch.nn.Linear(1, 1))
     monkeypatch.setattr(rollout, "_fleet", fleet)
-    monkeypatch.setattr(rollout, "_send", lambda version: None)
+    monkeypatch.setattr(rollout, "_sender", SimpleNamespace(send=lambda version: None))
     assert timeouts(0) == timeouts(1) == [900, 900]
-    fleet.note_samples(0)
+    fleet.mark_warm(0)
     # Engine 1 samples for rank 1 alone. Rank 0 calls the engine in a weight update.
     assert (timeouts(0), timeouts(1)) == ([120, 120], [900, 900])
     with monkeypatch.context() as patch:
@@ -95,13 +95,13 @@ def test_engines_on_gpus_may_be_silent_for_longer_before_their_first_samples(mon
     # Engine 1 is lost and starts again, and engine 0 samples for both ranks meanwhile.
     fleet.mark_lost(1, silent=False)
     fleet.drop_lost()
-    fleet.note_samples(0)
+    fleet.mark_warm(0)
     fleet.returning.clear()
     fleet.living.append(1)
     assert (timeouts(0), timeouts(1)) == ([120, 120], [900, 900])
     rollout.update_weights(source, version=2)
     assert timeouts(1) == [900, 900]
-    fleet.note_samples(1)
+    fleet.mark_warm(1)
     assert timeouts(1) == [120, 120]
 
 

@@ -27,7 +27,7 @@ class Fleet:
         self.rank, self.engines_of_rank, self.busy_s, self.on_lost = 0, [0], [4.0, 60.0], None
         self.submitted: list[GroupRequest] = []
         self.warm: list[int] = []
-        self.note_samples = self.warm.append
+        self.mark_warm = self.warm.append
         actor = SimpleNamespace(
             generate=SimpleNamespace(remote=lambda *_: object()),
             submit=SimpleNamespace(remote=lambda rank, ranks, requests, sampling: self.submitted.extend(requests)),

@@ -25,7 +25,7 @@ from rl_plugins.config.models import CriticConfig, OptimizerConfig, TeacherConfi
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.experience import Experience
 from rl_plugins.data.prompts import PromptBatch
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.memory import MemoryChange
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
 from rl_plugins.owned_folder import owned_folder

@@ -15,8 +15,8 @@ def recorder() -> Any:
     return figures().record_step()
 
 
-def test_rooms_figure_has_the_imports_of_the_source() -> None:
-    assert figures().rooms_figure() in figures().PAGE.read_text(encoding="utf-8"), "run python docs/figures.py"
+def test_packages_figure_has_the_imports_of_the_source() -> None:
+    assert figures().packages_figure() in figures().PAGE.read_text(encoding="utf-8"), "run python docs/figures.py"
 
 
 def test_step_figure_has_the_calls_of_a_step(recorder: Any) -> None:

@@ -219,6 +219,9 @@ def test_vision_lr_freezes_or_slows_the_vision_tower(name: str, folders: dict[st
     expected = {rate: trained("llava", folder, single_device(), **options(rate)) for rate in (None, 0.0, 0.002)}
     assert change(expected[0.0]) == 0 and change(expected[None]) > 1e-3
     assert change(expected[0.002]) == pytest.approx(0.1 * change(expected[None]), rel=0.2)
+    outside = LoraConfig(rank=2, target_modules=r"model\.language_model.*q_proj")
+    with pytest.raises(ConfigError, match="no parameter of the vision tower is trained, because the adapter leaves"):
+        trained("llava", folder, single_device(), **options(0.002), lora=outside)
     for rate in (0.0, 0.002):
         for weights, _ in run_ranks(trained_rank, "llava", folder, name, options(rate), world_size=2):
             assert_alike(weights, expected[rate])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import (
     EarlyStopping,
@@ -23,10 +24,13 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from rl_plugins.config.models import OptimizerConfig
+from rl_plugins.algorithms.algorithm import Algorithm
+from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
+from rl_plugins.config.models import CriticConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.datamodule import PromptDataModule
 from rl_plugins.data.preferences import PreferenceDataModule
@@ -242,11 +246,12 @@ def test_finders_of_the_tuner_are_refused(tmp_path: Path) -> None:
 @for_each("runs", [True, 2])
 def test_fast_dev_run_takes_the_given_steps_and_writes_no_file(tmp_path: Path, runs: Any) -> None:
     module = stage()
-    saved = ModelCheckpoint(tmp_path, every_n_train_steps=1)
-    fit(
-        make_trainer(tmp_path, fast_dev_run=runs, callbacks=[saved, TQDMProgressBar()], enable_progress_bar=True),
-        module,
-    )
+    callbacks = [
+        ModelCheckpoint(tmp_path, every_n_train_steps=1),
+        PolicyCheckpoint(tmp_path, every=1),
+        TQDMProgressBar(),
+    ]
+    fit(make_trainer(tmp_path, fast_dev_run=runs, callbacks=callbacks, enable_progress_bar=True), module)
     assert module.step == int(runs)
     assert not list(tmp_path.iterdir())
 
@@ -307,14 +312,115 @@ def test_gradient_clip_val_of_the_trainer_is_in_force_after_a_failed_fit(
         ({"accumulate_grad_batches": 2}, "tokens_per_micro_batch"),
         ({"precision": "16-true"}, "use 16-mixed or bf16-true"),
         ({"callbacks": [EarlyStopping("val/reward")]}, "looks for the smallest reward: set mode='max'"),
+        ({"overfit_batches": 1}, r"Trainer\(overfit_batches=1\).*max_train_rows"),
     ],
-    ids=["clipping by value", "accumulated batches", "16-true", "smallest reward"],
+    ids=["clipping by value", "accumulated batches", "16-true", "smallest reward", "overfit"],
 )
 def test_trainer_flags_that_a_stage_cannot_follow_are_refused(
     tmp_path: Path, flags: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         fit(make_trainer(tmp_path, logger=False, **flags), stage())
+
+
+def test_model_checkpoint_that_would_not_save_as_asked_is_refused(tmp_path: Path) -> None:
+    gae: dict[str, Any] = {"algorithm": Algorithm(advantage="gae")}
+    warm_up = CriticConfig(canned.other_model(), warmup_steps=1)
+    for arguments, options, message in (
+        ({"train_time_interval": timedelta(minutes=1)}, {}, "saves nothing in manual optimization"),
+        (
+            {"every_n_train_steps": 1, "monitor": "val/reward", "mode": "max"},
+            {},
+            "saves before the validation of the same step.*BestCheckpoints",
+        ),
+        (
+            {"every_n_train_steps": 3},
+            {"updates_per_step": 2},
+            r"a step of this stage takes 2: use a multiple, or rl\.P",
+        ),
+        (
+            {"every_n_train_steps": 3},
+            {**gae, "critic": CriticConfig(canned.other_model()), "updates_per_step": 2},
+            "a step of this stage takes 4: use a multiple",
+        ),
+        (
+            {"every_n_train_steps": 2},
+            {**gae, "critic": warm_up},
+            r"may take fewer \(warm-up of a critic.*: use rl\.PolicyCheckpoint",
+        ),
+    ):
+        trainer = make_trainer(tmp_path, logger=False, callbacks=[ModelCheckpoint(tmp_path, **arguments)])
+        with pytest.raises(ConfigError, match=message):
+            fit(trainer, stage(**options))
+
+
+def test_callbacks_are_checked_in_a_fit_after_a_validation(tmp_path: Path) -> None:
+    callbacks = [EarlyStopping("val/reward")]
+    trainer = make_trainer(tmp_path, logger=False, enable_checkpointing=False, callbacks=callbacks)
+    module = stage()
+    trainer.validate(module, canned.loader([BATCH]), verbose=False)
+    with pytest.raises(ConfigError, match="looks for the smallest reward"):
+        fit(trainer, module)
+
+
+def test_save_checkpoint_refuses_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer(tmp_path, logger=False, enable_checkpointing=False, max_steps=1)
+    fit(trainer, stage())
+    with pytest.raises(ConfigError, match=r"folder of the checkpoint=s3://bucket.*cannot be used here"):
+        trainer.save_checkpoint("s3://bucket/state.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+class OwnSchedule(PolicyOptimization):
+    """A stage with an optimizer and a schedule of its own."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.policy.parameters(), lr=1.0)
+        return [optimizer], [{"scheduler": LambdaLR(optimizer, lambda step: 0.5**step), "interval": "step"}]
+
+
+def test_subclass_with_an_own_schedule_trains_and_resumes(tmp_path: Path) -> None:
+    def one() -> OwnSchedule:
+        model = build_model(hidden_size=32, intermediate_size=48, seed=5)
+        sampling = SamplingConfig(max_tokens=8, num_samples=3)
+        return OwnSchedule(model, tokenizer=canned.tokenizer, scorer=canned.CannedScorer(), sampling=sampling)
+
+    whole = one()
+    saved = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=3)
+    fit(make_trainer(tmp_path, callbacks=[saved], logger=False), whole)
+    assert whole.trainer.optimizers[0].param_groups[0]["lr"] == 0.5**6
+    resumed = one()
+    trainer = make_trainer(tmp_path, logger=False, enable_checkpointing=False)
+    fit(trainer, resumed, ckpt_path=tmp_path / "step=3.ckpt", weights_only=True)
+    assert resumed.step == 6
+    for given, expected in zip(weights(resumed), weights(whole), strict=True):
+        assert torch.equal(given, expected)
+
+
+def test_csv_logger_has_the_row_of_a_step_at_the_end_of_the_step(tmp_path: Path) -> None:
+    class Reader(Callback):
+        def __init__(self) -> None:
+            self.rows: list[int] = []
+
+        @override
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.rows.append(len(logged(tmp_path)))
+
+    logger = CSVLogger(tmp_path, "logs")
+    fit(make_trainer(tmp_path, logger=logger, callbacks=[reader := Reader()], enable_checkpointing=False), stage())
+    # The first row is the validation before training.
+    assert reader.rows[:3] == [2, 3, 4]
+
+
+def test_sanity_check_of_a_part_of_the_rows_is_not_logged(tmp_path: Path) -> None:
+    for checked, expected in ((2, [3]), (-1, [0, 3])):
+        folder = tmp_path / str(checked)
+        options = {"logger": CSVLogger(folder, "logs"), "num_sanity_val_steps": checked, "enable_checkpointing": False}
+        trainer = make_trainer(folder, max_epochs=1, **options)
+        trainer.fit(stage(), canned.loader([BATCH] * 3), canned.loader([BATCH] * 3))
+        assert [int(row["step"]) for row in logged(folder) if row["val/reward"]] == expected
 
 
 def test_fit_without_training_data_is_refused(tmp_path: Path) -> None:
@@ -454,8 +560,17 @@ def test_single_device_strategy_refuses_a_gpu_that_torch_does_not_find(
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "64-true"])
 def test_precision_flag_sets_the_dtype_of_the_policy(tmp_path: Path, precision: str) -> None:
     module = stage(str(save_tiny_policy(tmp_path / "policy")))
+    frequencies = dict(build_model().named_buffers())["model.rotary_emb.inv_freq"]
     trainer = make_trainer(tmp_path, precision=precision, max_steps=2, logger=False, enable_checkpointing=False)
     fit(trainer, module)
+    assert torch.equal(module.policy.model.rotary_emb.inv_freq.float(), frequencies)
     held = {"32-true": torch.float32, "bf16-mixed": torch.float32, "64-true": torch.float64}
     assert {parameter.dtype for parameter in module.policy.parameters()} == {held.get(precision, torch.bfloat16)}
     assert float(trainer.callback_metrics["train/gradient_norm"]) > 0
+
+
+def test_scores_are_not_rounded_in_bf16_true(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, precision="bf16-true", max_steps=1, logger=False, enable_checkpointing=False)
+    fit(trainer, stage(scorer=lambda solution_str: 0.7))
+    # 0.7 is 0.6992 in bfloat16.
+    assert float(trainer.callback_metrics["train/reward"]) == pytest.approx(0.7, rel=1e-6)

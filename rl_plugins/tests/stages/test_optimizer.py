@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LinearLR, LRScheduler, SequentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +15,7 @@ from rl_plugins.config.models import OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.models.tiny import build_model
-from rl_plugins.stages.optimizer import announce, build_optimizer, try_optimizer
+from rl_plugins.stages.optimizer import build_optimizer, print_rates, try_optimizer
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.tests.cases import case
@@ -159,11 +159,11 @@ def announced(caplog: pytest.LogCaptureFixture, config: OptimizerConfig, name: s
     caplog.clear()
     optimizer = build_optimizer(config, torch.nn.Linear(2, 2))["optimizer"]
     with caplog.at_level("INFO"):
-        announce(optimizer, name, arguments.pop("owner", None), **arguments)
+        print_rates(optimizer, name, arguments.pop("owner", None), **arguments)
     return caplog.text
 
 
-def test_announce_names_optimizer_rate_and_the_option_of_the_rate(caplog: pytest.LogCaptureFixture) -> None:
+def test_print_rates_names_optimizer_rate_and_the_option_of_the_rate(caplog: pytest.LogCaptureFixture) -> None:
     text = announced(caplog, OptimizerConfig(), "policy", trained=True)
     assert "policy: AdamW, lr=1e-06 (change the rate with optimizer=OptimizerConfig(lr=...)" in text
     assert "1e-06 suits models of billions of parameters, and a small model needs more, such as 1e-4" in text
@@ -175,9 +175,9 @@ def test_announce_names_optimizer_rate_and_the_option_of_the_rate(caplog: pytest
     assert "in a recipe critic.optimizer.lr" in text
 
 
-def test_announce_names_the_module_that_made_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
-    text = announced(caplog, OptimizerConfig(), "policy", owner="Own", trained=True)
-    assert "policy: AdamW, lr=1e-06 (from Own.configure_optimizers)" in text
+def test_print_rates_names_the_module_that_made_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
+    text = announced(caplog, OptimizerConfig(), "policy", owner=LightningModule(), trained=True)
+    assert "policy: AdamW, lr=1e-06 (from LightningModule.configure_optimizers)" in text
 
 
 # Resumed runs ---------------------------------------------------------------------------------------------------------

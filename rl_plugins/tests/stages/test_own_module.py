@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -18,6 +18,7 @@ from rl_plugins.data.prepare.tasks import addition_rows
 from rl_plugins.errors import CheckpointError, ConfigError
 from rl_plugins.models.tiny import build_model, build_tokenizer, save_tiny_policy
 from rl_plugins.rollout.transformers_engine import TransformersRollout
+from rl_plugins.stages.own_module import call_hooks_of
 from rl_plugins.stages.policy_optimization import PolicyOptimization
 from rl_plugins.stages.preference_optimization import OnlinePreferenceOptimization, PreferenceOptimization
 from rl_plugins.stages.sft import SFT
@@ -135,6 +136,43 @@ def test_configure_callbacks_of_a_lightning_module_adds_callbacks(path):
 
     trainer = fit(PolicyOptimization(WithCallback(path), scorer=length, sampling=SAMPLING), path, steps=1)
     assert any(isinstance(callback, Timer) for callback in trainer.callbacks)
+
+
+def test_configure_callbacks_of_a_lightning_module_is_checked(path):
+    class WithCallback(Own):
+        def configure_callbacks(self):
+            return [EarlyStopping("val/reward")]
+
+    with pytest.raises(ConfigError, match="looks for the smallest reward"):
+        fit(PolicyOptimization(WithCallback(path), scorer=length, sampling=SAMPLING), path, steps=1)
+
+
+def test_configure_optimizers_of_a_lightning_module_reads_the_steps_of_each_trainer(path):
+    own = Own(path)
+    stage = PolicyOptimization(own, scorer=length, sampling=SAMPLING)
+    fit(stage, path, steps=1)
+    assert own.steps == 1
+    fit(stage, path, steps=2)
+    assert own.steps == 2
+
+
+def test_own_schedule_and_max_steps_of_the_trainer_with_several_updates_get_a_warning(path):
+    stage = PolicyOptimization(Own(path), scorer=length, sampling=SAMPLING, updates_per_step=2)
+    with pytest.warns(UserWarning, match=r"moves once in a step of the stage.*Trainer\(max_steps=2\) counts"):
+        fit(stage, path, steps=2)
+
+
+def test_hooks_of_a_lightning_module_see_the_device_of_the_stage(path):
+    class Asks(Own):
+        def on_train_start(self):
+            self.asked = self.device
+
+    own, trainer = Asks(path), Trainer(logger=False, accelerator="cpu", enable_checkpointing=False)
+    holder = LightningModule()
+    call_hooks_of(own, holder)
+    holder.trainer, holder._device = trainer, torch.device("cuda", 1)
+    holder.on_train_start()
+    assert own.asked == torch.device("cuda", 1)
 
 
 @for_each("name", ["backward", "optimizer_step", "optimizer_zero_grad", "on_before_zero_grad", "lr_scheduler_step"])

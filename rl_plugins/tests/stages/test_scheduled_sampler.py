@@ -301,9 +301,9 @@ def test_load_state_samples_groups_of_another_schedule_or_size_again() -> None:
         }
     )
     share = scheduled.state()
-    assert scheduled.load_state([share], own=True) == "2 groups of each worker's queue, 1 of them sampled"
+    assert scheduled.load_state([share], same_world_size=True) == "2 groups of each worker's queue, 1 of them sampled"
     scheduled._schedule = Schedule()
-    assert scheduled.load_state([share], own=True) == "2 groups of each worker's queue, 0 of them sampled"
+    assert scheduled.load_state([share], same_world_size=True) == "2 groups of each worker's queue, 0 of them sampled"
     # The prompts are in no later batch of the data.
     rest = scheduled.state()
     assert rest is not None and len(rest) == 2

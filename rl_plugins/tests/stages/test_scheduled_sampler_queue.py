@@ -125,7 +125,7 @@ def test_load_keeps_sampled_groups_and_starts_other_groups_again() -> None:
     queue.start(4, version=5)
     queue.finish({1: answer(1)})
     again = GroupQueue(Schedule(1))
-    again.load([queue.state()], rank=0, world_size=1, own=True)
+    again.load([queue.state()], rank=0, world_size=1, same_world_size=True)
     assert (len(again), again.num_finished) == (6, 1)
     assert again.start(6, version=6) == [0, 2, 3, 4, 5]
     assert again.due(6, 2) == [0, 1]
@@ -150,6 +150,6 @@ def test_load_on_another_number_of_ranks_distributes_all_groups_once(earlier: in
     shares = [queue.state() for queue in held]
     new = [GroupQueue(Schedule(1)) for _ in range(world_size)]
     for rank, queue in enumerate(new):
-        queue.load(shares, rank, world_size, own=False)
+        queue.load(shares, rank, world_size, same_world_size=False)
     dealt = [queue[ticket].prompt.rows[0] for queue in new for ticket in range(len(queue))]
     assert sorted(dealt) == sorted(row for share in shares for group in share for row in group["prompt"]["rows"])

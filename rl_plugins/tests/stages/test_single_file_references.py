@@ -23,7 +23,7 @@ from typing_extensions import override
 from rl_plugins.config.models import CriticConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.data.experience import Experience
-from rl_plugins.launch.command_line import compose_config
+from rl_plugins.launch.compose import compose_config
 from rl_plugins.models.loading import load_causal_lm
 from rl_plugins.models.scalar_head import load_scalar_head
 from rl_plugins.stages.policy_optimization import PolicyOptimization

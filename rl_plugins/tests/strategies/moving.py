@@ -72,9 +72,9 @@ class LateHostMemory(HostMemory):
         self._late: list[tuple[Tensor, Tensor]] = []
 
     @override
-    def give_back(self) -> None:
+    def move_back(self) -> None:
         storages = [storage for storage, _, _ in self._taken]
-        super().give_back()
+        super().move_back()
         for storage in storages:
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)
             self._late.append((whole, whole.clone()))

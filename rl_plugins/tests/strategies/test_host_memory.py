@@ -22,13 +22,13 @@ def test_host_memory_gives_tensors_back_in_place(chunk_bytes: int) -> None:
     part = whole[2:4]
     memory = HostMemory("cpu", chunk_bytes=chunk_bytes)
     assert memory.nbytes([part, whole, part]) == 24
-    memory.take([part, whole])
+    memory.move_to_host([part, whole])
     assert whole.untyped_storage().nbytes() == 0
-    memory.give_back()
+    memory.move_back()
     assert whole.tolist() == [0, 1, 2, 3, 4, 5]
     part.zero_()
     assert whole.tolist() == [0, 1, 0, 0, 4, 5]
-    memory.give_back()
+    memory.move_back()
     assert whole.tolist() == [0, 1, 0, 0, 4, 5]
 
 
@@ -36,9 +36,9 @@ def test_host_memory_frees_tensors_of_zeros_without_a_copy() -> None:
     weights, gradients = torch.arange(4.0), torch.zeros(6)
     memory = HostMemory("cpu", chunk_bytes=16)
     for _ in range(2):
-        memory.take([weights], zeros=[gradients])
+        memory.move_to_host([weights], zeros=[gradients])
         assert weights.untyped_storage().nbytes() == gradients.untyped_storage().nbytes() == 0
-        memory.give_back()
+        memory.move_back()
         assert weights.tolist() == [0, 1, 2, 3] and gradients.tolist() == [0] * 6
         assert len(memory._chunks) == 1
 
@@ -47,9 +47,9 @@ def test_host_memory_takes_the_parts_of_quantised_tensors() -> None:
     """Codes and scales of an 8-bit optimizer state are in a tensor without storage."""
     codes, scales = torch.arange(4.0), torch.ones(4)
     memory = HostMemory("cpu")
-    memory.take([TwoTensor(codes, scales)])
+    memory.move_to_host([TwoTensor(codes, scales)])
     assert codes.untyped_storage().nbytes() == scales.untyped_storage().nbytes() == 0
-    memory.give_back()
+    memory.move_back()
     assert codes.tolist() == [0, 1, 2, 3] and scales.tolist() == [1, 1, 1, 1]
 
 
@@ -59,9 +59,9 @@ def test_host_memory_leaves_tensors_of_memory_mapped_files_in_place(tmp_path: Pa
     mapped = load_file(tmp_path / "model.safetensors")["weight"]
     own, memory = torch.arange(3.0), HostMemory("cpu")
     assert memory.nbytes([mapped, own]) == own.nbytes
-    memory.take([mapped, own])
+    memory.move_to_host([mapped, own])
     assert mapped.tolist() == [0, 1, 2, 3] and own.untyped_storage().nbytes() == 0
-    memory.give_back()
+    memory.move_back()
     assert own.tolist() == [0, 1, 2]
 
 
@@ -79,10 +79,10 @@ def test_host_memory_uses_chunks_of_one_size_again(monkeypatch: pytest.MonkeyPat
     states, weights = [torch.ones(3), torch.arange(7.0)], [torch.arange(2.0)]
     monkeypatch.setattr(torch, "empty", counted)
     for steps in range(3):
-        memory.take(states)
-        memory.take(weights)
+        memory.move_to_host(states)
+        memory.move_to_host(weights)
         assert memory.nbytes([*states, *weights]) == 0
-        memory.give_back()
+        memory.move_back()
         assert states[1].tolist() == [steps, 1, 2, 3, 4, 5, 6] and weights[0].tolist() == [0, 1]
         states[1][0] += 1
     # 48 bytes.
@@ -103,7 +103,7 @@ def test_host_memory_is_pinned_for_a_gpu(monkeypatch: pytest.MonkeyPatch, device
     memory = HostMemory(device, chunk_bytes=16)
     # The storages of a GPU.
     monkeypatch.setattr(memory, "_storages", lambda tensors: [tensor.untyped_storage() for tensor in tensors])
-    memory.take([torch.ones(3)])
+    memory.move_to_host([torch.ones(3)])
     assert asked == [pinned]
 
 
@@ -182,11 +182,11 @@ def test_host_memory_comes_back_on_a_separate_stream_after_the_present_work(monk
     memory = HostMemory("cuda")
     monkeypatch.setattr(memory, "_storages", lambda tensors: [tensor.untyped_storage() for tensor in tensors])
     states = torch.arange(3.0)
-    memory.take([states])
-    memory.give_back()
+    memory.move_to_host([states])
+    memory.move_back()
     assert calls == ["copy on current", "synchronize", "copies wait for current", "copy on copies"]
     calls.clear()
     memory.wait()
     assert calls == ["current wait for copies"] and states.tolist() == [0, 1, 2]
-    memory.take([states])
+    memory.move_to_host([states])
     assert calls == ["current wait for copies"] * 2 + ["copy on current", "synchronize"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from torch import nn
 
 from rl_plugins.callbacks.checkpoint import PolicyCheckpoint
@@ -27,7 +27,6 @@ from rl_plugins.strategies.loss_scale import (
     GOOD_STEPS,
     EngineScale,
     LossScale,
-    precision_of_deepspeed,
 )
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
 from rl_plugins.strategies.zero import ZeroStrategy
@@ -175,22 +174,6 @@ def test_smallest_scale_is_allowed_for_engines_of_float16_alone() -> None:
         one = engine(float16=float16)
         EngineScale(one)
         assert one.optimizer.loss_scaler.raise_error_at_min_scale is not float16
-
-
-def test_precision_of_deepspeed_keeps_the_precision_of_another_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = DeepSpeedPrecision("bf16-mixed")
-    assert precision_of_deepspeed(own) is own
-    from deepspeed.accelerator import get_accelerator
-
-    for is_supported in (True, False):
-        monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self, known=is_supported: known)
-        if is_supported:
-            assert precision_of_deepspeed(MixedPrecision("16-mixed", "cpu")).precision == "16-mixed"
-            continue
-        with pytest.raises(
-            ConfigError, match=r"precision=16-mixed: DeepSpeed has no float16 .*: use FSDPStrategy \(in"
-        ):
-            precision_of_deepspeed(MixedPrecision("16-mixed", "cpu"))
 
 
 def test_zero_strategy_gives_deepspeed_the_steps_of_the_scale() -> None:

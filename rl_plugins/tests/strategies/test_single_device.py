@@ -13,22 +13,25 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import nn
 
 from rl_plugins.algorithms.algorithm import Algorithm
-from rl_plugins.config.models import CriticConfig
+from rl_plugins.config.models import CriticConfig, OptimizerConfig
 from rl_plugins.config.sampling import SamplingConfig
 from rl_plugins.errors import CheckpointError, ConfigError, StorageError
-from rl_plugins.models.tiny import build_model
+from rl_plugins.models.tiny import build_model, save_tiny_policy
 from rl_plugins.ranks import Ranks
 from rl_plugins.rollout.transformers_engine import TransformersRollout
 from rl_plugins.rollout.vllm.config import VLLMConfig
 from rl_plugins.stages.policy_optimization import PolicyOptimization
+from rl_plugins.strategies.blending import BlendedModels
+from rl_plugins.strategies.checkpoint_folder import read_lightning
 from rl_plugins.strategies.single_device import SingleDeviceRolloutStrategy
+from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.stages import canned
 
 UPDATE = ["wake_up weights", "update_weights {}", "wake_up kv_cache", "generate", "sleep"]
 NO_UPDATE = [UPDATE[0], *UPDATE[2:]]
 
 
-def stage(model: nn.Module | None = None, **options: Any) -> PolicyOptimization:
+def stage(model: nn.Module | str | None = None, **options: Any) -> PolicyOptimization:
     return PolicyOptimization(
         model or build_model(),
         tokenizer=canned.tokenizer,
@@ -116,6 +119,42 @@ def test_load_checkpoint_refuses_a_checkpoint_of_another_model_or_algorithm(tmp_
     for other, message in others:
         with pytest.raises(CheckpointError, match=f"{differs}{message}.* resume with the models and the"):
             trainer_and_calls()[0].fit(other, loader(2), ckpt_path=tmp_path / "state.ckpt", weights_only=True)
+
+
+def test_load_checkpoint_of_another_kind_of_strategy_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    shards = tmp_path / "state"
+    shards.mkdir()
+    (shards / "lightning.ckpt").touch()
+    with pytest.raises(CheckpointError, match=r"state is a folder, which ZeroStrategy or FSDPStrategy has"):
+        SingleDeviceRolloutStrategy().load_checkpoint(shards)
+    (file := tmp_path / "state.ckpt").touch()
+    with pytest.raises(CheckpointError, match=r"state\.ckpt is a file, which SingleDeviceRolloutStrategy or"):
+        read_lightning(file, {}, BlendedModels(lambda name: iter(())))
+
+
+@for_each("precision", ["bf16-mixed", "bf16-true"])
+def test_resume_in_low_precision_continues_with_the_same_bits(tmp_path: Path, precision: str) -> None:
+    """The steps are smaller than the rounding of bfloat16."""
+    path = save_tiny_policy(tmp_path / "policy")
+
+    def one(**options: Any) -> PolicyOptimization:
+        trainer, _ = trainer_and_calls(precision=precision, max_epochs=2)
+        module = stage(str(path), optimizer=OptimizerConfig(lr=1e-6), max_steps=2)
+        trainer.fit(module, loader(1), **options)
+        if not options:
+            trainer.save_checkpoint(tmp_path / f"{precision}.ckpt")
+        return module
+
+    trainer, _ = trainer_and_calls(precision=precision, max_epochs=1)
+    first = stage(str(path), optimizer=OptimizerConfig(lr=1e-6), max_steps=2)
+    trainer.fit(first, loader(1))
+    trainer.save_checkpoint(tmp_path / f"{precision}-1.ckpt")
+    whole = one()
+    resumed = one(ckpt_path=tmp_path / f"{precision}-1.ckpt", weights_only=True)
+    assert resumed.step == whole.step == 2
+    expected = whole.policy.state_dict()
+    for name, weight in resumed.policy.state_dict().items():
+        assert torch.equal(weight, expected[name]), name
 
 
 def test_save_checkpoint_makes_the_folder(tmp_path: Path) -> None:

@@ -91,6 +91,11 @@ class Record(Callback):
             for name in pl_module.optimizer_configs():
                 optimizer: Any = source.model_engine(name).optimizer
                 assert not sums_in_float32 or optimizer.gradient_accumulation_dtype == torch.float32
+        for name, model in pl_module.named_models().items():
+            buffers = {key: buffer.dtype for key, buffer in model.named_buffers() if buffer.is_floating_point()}
+            assert set(buffers.values()) == {torch.float32}, (name, buffers)
+            for rotary in (one for one in model.modules() if hasattr(one, "compute_default_rope_parameters")):
+                assert torch.equal(rotary.inv_freq, rotary.compute_default_rope_parameters(rotary.config)[0])
         for engine in pl_module.named_models():
             self.weights[engine] = {name: tensor.clone() for name, tensor in source.weight_source(engine)}
 

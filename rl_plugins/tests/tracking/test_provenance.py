@@ -17,7 +17,7 @@ def test_write_provenance_writes_the_versions_and_the_state_of_git(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     folder = RunFolder(tmp_path / "outputs")
     write_provenance(folder)
-    assert "\ntorch==" in folder.environment.read_text()
+    assert "\ntorch==" in folder.installed_packages.read_text()
     assert "-old\n+new\n" in folder.git_diff.read_text()
     write_provenance(folder, code=False)
     assert folder.git_state.is_file() and not folder.git_diff.exists()
@@ -30,4 +30,7 @@ def test_write_provenance_outside_of_git_writes_the_versions(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     folder = RunFolder(tmp_path)
     write_provenance(folder)
-    assert folder.environment.is_file() and source_tags(folder).keys() == {"mlflow.source.name", "mlflow.source.type"}
+    assert folder.installed_packages.is_file() and source_tags(folder).keys() == {
+        "mlflow.source.name",
+        "mlflow.source.type",
+    }

@@ -113,7 +113,7 @@ def test_a_resume_takes_the_first_of_two_policies_of_a_run(store, experiment, ru
         register_policy(run, tmp_path / "policy", experiment, GOOD, "1+1=")
         versions = PinnedVersions.of_run(resumed)
         pinned = versions.pin_model("reference.path", named, store)
-        versions.write(resumed.versions)
+        versions.write(resumed.pinned_versions)
         fetched.append(fetch_model("reference.path", pinned, store, tmp_path / "cache"))
     assert fetched[0] == fetched[1] != fetch_model("reference.path", named, store, tmp_path / "cache")
     weights = "model.safetensors"

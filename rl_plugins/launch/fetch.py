@@ -1,7 +1,7 @@
-"""Files of the Hugging Face hub for a run: data in a folder of the run, and weights on each machine.
+"""Downloads of a run: data and models from the Hugging Face hub, from storage and from MLflow.
 
-On a Ray cluster, all machines download before any role starts. A machine that joins later downloads when its first
-process needs the model.
+On a Ray cluster, all machines download the models of the hub before any role starts. A machine that joins later
+downloads when its first process needs the model.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from urllib.parse import unquote
 
 from rl_plugins.config.recipe import RecipeConfig
 from rl_plugins.errors import ConfigError, DeadlineExceeded, config_errors, user_errors_of_tasks
-from rl_plugins.hub.files import adapter_folder, download, repository_files
+from rl_plugins.hub.files import adapter_folder, download, model_folder, repository_files
 from rl_plugins.hub.names import HubName, model_name
-from rl_plugins.launch.pinned_versions import SCHEME, PinnedVersions
+from rl_plugins.launch.pinned_versions import SCHEME, PinnedVersions, pinned_model
+from rl_plugins.redaction import without_password
+from rl_plugins.storage import fetch_copy, is_address
+from rl_plugins.tracking.registry import fetch_model, is_in_mlflow
 from rl_plugins.whole_file import link_or_copy, write_whole
 
 _DATA = re.compile(
@@ -34,6 +37,28 @@ _SAY_EVERY_S = 10.0
 _DEADLINE_S = 6 * 3600.0
 
 # Data ----------------------------------------------------------------------------------------------------
+
+
+def fetch_data(config: RecipeConfig, versions: PinnedVersions) -> None:
+    """Download the data files in storage and on the hub, replace their addresses by paths, and print each path.
+
+    Args:
+        config: configuration of the run.
+        versions: versions of the run.
+
+    Raises:
+        ConfigError: there is no such file, or the storage does not answer.
+    """
+
+    def fetched(option: str, path: str) -> list[str]:
+        if not is_data_address(path):
+            return [_copy_of(config, option, path, "data")]
+        files = fetch_data_files(versions, option, path, _cache(config, "data"))
+        for file in files:
+            print(f"{config.run.name}: {path} is {file}", flush=True)
+        return files
+
+    config.data.replace_files(fetched)
 
 
 def is_data_address(path: str) -> bool:
@@ -94,7 +119,38 @@ def _copied(file: Path, copy: Path) -> Path:
     return copy
 
 
-# Weights ----------------------------------------------------------------------------------------------------
+# Models ----------------------------------------------------------------------------------------------------
+
+
+def fetch_models(config: RecipeConfig, versions: PinnedVersions) -> None:
+    """Download the models in MLflow and in storage, replace their paths by the folders, and print each folder.
+
+    A name on the Hugging Face hub is replaced by the name with its commit. `check_models` fetches the files.
+
+    Args:
+        config: configuration of the run.
+        versions: versions of the run.
+
+    Raises:
+        ConfigError: there is no such model, the store does not answer, or the model is in another format.
+    """
+
+    def fetched(option: str, path: str) -> str:
+        if is_in_mlflow(path):
+            store = config.store_uri
+            found = str(fetch_model(option, versions.pin_model(option, path, store), store, _cache(config, "models")))
+        else:
+            found = pinned_model(versions, option, path)
+        if found != path:
+            print(f"{config.run.name}: {path} is {found}", flush=True)
+            return found
+        return _copy_of(config, option, path, "models")
+
+    config.replace_model_paths(fetched)
+    for option, node in reward_models(config):
+        node["path"] = pinned_model(versions, option, node["path"])
+        # The trial of the reward loads the model, and has a short deadline for the load.
+        model_folder(node["path"], option=option, trust_remote_code=bool(node.get("trust_remote_code")))
 
 
 class _HubModel(NamedTuple):
@@ -179,3 +235,15 @@ def fetch_on_machines(config: RecipeConfig, nodes: Sequence[Mapping[str, Any]]) 
             raise DeadlineExceeded(f"the run waited {waited:.0f} s for {machines} to download {names}")
         if waiting and not done:
             print(f"{config.run.name}: waiting for {names} on {machines}, {waited:.0f} s", flush=True)
+
+
+def _copy_of(config: RecipeConfig, option: str, path: str, kind: str) -> str:
+    if not is_address(path):
+        return path
+    copy = fetch_copy(option, path, _cache(config, kind))
+    print(f"{config.run.name}: {without_password(path)} is {copy}", flush=True)
+    return str(copy)
+
+
+def _cache(config: RecipeConfig, kind: str) -> Path:
+    return Path(config.run.output_dir) / f".{kind}"

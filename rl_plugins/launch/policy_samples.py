@@ -1,4 +1,4 @@
-"""Environment of a recipe: tools, a stateful environment, an agent, or a reward function that replies."""
+"""Samples of a policy without training: options of its run for `generate` and `evaluate`, and conversations."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl_plugins.config.data import DataConfig
 from rl_plugins.config.hydra_errors import explain
-from rl_plugins.config.recipe import RecipeConfig, read_config, written
-from rl_plugins.config.sampling import EnvironmentConfig, SamplingOptions
+from rl_plugins.config.recipe import RecipeConfig, public_options, read_config
+from rl_plugins.config.sampling import SamplingOptions
 from rl_plugins.errors import ConfigError, config_errors
-from rl_plugins.launch.task_environment import task_environment
 from rl_plugins.redaction import REMOVED
 from rl_plugins.run_folder import RunFolder
 from rl_plugins.text_file import read_yaml
@@ -31,30 +30,6 @@ if TYPE_CHECKING:
     from rl_plugins.rewards.conversations import Conversations
     from rl_plugins.rollout.engine import Generations, GroupRequest, GroupSampler
     from rl_plugins.stages.sampling import AnyEnvironment
-
-
-@contextmanager
-def open_environment(config: RecipeConfig) -> Iterator[AnyEnvironment]:
-    """Start the environment of a recipe, and end its processes at the end.
-
-    Raises:
-        ConfigError: the environment cannot be used; see `ToolEnvironment`, `StatefulEnvironment` and
-            `AgentEnvironment`.
-    """
-    environment = task_environment(config)
-    if environment is None:
-        options = config.environment
-        yield EnvironmentConfig(
-            options.max_turns, options.max_observation_tokens, template_options=config.data.chat_template_kwargs
-        )
-        return
-    try:
-        yield environment
-    finally:
-        environment.close()
-
-
-# Samples without training ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -141,7 +116,7 @@ def digest(config: RecipeConfig) -> str:
 
 
 def _used(config: RecipeConfig) -> Mapping[str, Any]:
-    options = written(config)
+    options = public_options(config)
     template = options["data"]["chat_template"]
     return {
         "environment": options["environment"],

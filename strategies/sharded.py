@@ -19,7 +19,7 @@ from rl_plugins.ranks import barrier, broadcast
 T = TypeVar("T")
 
 
-class HostWaits(LightningStrategy):
+class ShardedStrategy(LightningStrategy):
     """Waits of a strategy between the hosts of the ranks, and no states of model engines in Lightning's checkpoint.
 
     Lightning's waits are those of `rl_plugins.ranks`. `save_checkpoint` of a subclass saves the shards of the model
