@@ -52,10 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wrong_option_of_the_last_stage_is_found_before_the_first_stage(folder: Path, workplace: Path) -> None:
-    result = run(folder, workplace, "++stages.ppo.options.batch.updates_per_step=5")
+    result = run(folder, workplace, "++stages.ppo.options.batch.updates_per_step=5", "name=refused")
     assert result.returncode == 2
     assert "stage ppo: batch.updates_per_step=5 does not divide the 16 prompts" in result.stderr
-    assert not (folder / "sft_rm_ppo").exists()
+    assert not (folder / "refused").exists()
 
 
 def test_pipeline_trains_three_stages_under_one_mlflow_run_and_resumes(folder: Path, workplace: Path) -> None:

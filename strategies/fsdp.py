@@ -59,6 +59,7 @@ from rl_plugins.strategies.memory import TrainingMemory
 from rl_plugins.strategies.offload import HOST, STAY, WHILE_SAMPLING, Offload
 from rl_plugins.strategies.optimizers import check_optimizer_of_fsdp, optimizer_states, optimizers_of
 from rl_plugins.strategies.phase_log import PhaseLog
+from rl_plugins.strategies.precision import with_parameters_in
 from rl_plugins.strategies.rank_groups import check_divides
 from rl_plugins.strategies.rollout_phases import RolloutPhases
 from rl_plugins.strategies.sequence_parallel import SequenceShards, share_sequences, stop_sharing
@@ -197,6 +198,9 @@ class FSDPStrategy(ShardedStrategy, AutogradSteps, ModelParallelStrategy):
 
     def _shard(self, name: str, model: nn.Module) -> None:
         """Shard a model with the weights of rank 0: an adapter is random, and other ranks may have no weights."""
+        if self.precision_plugin.precision == "bf16-true":
+            # FSDP2 refuses parameters of two dtypes in one block, such as a router in float32.
+            with_parameters_in(model, "bfloat16")
         whole = take_tensors(model)
         if not self.is_global_zero:
             whole.clear()

@@ -1,4 +1,4 @@
-"""Conversion of parameters to the dtype of the passes, without the buffers.
+"""Conversion of parameters to the dtype of the passes, without the buffers of models of transformers.
 
 Lightning's plugins for `bf16-true` convert buffers, too, and so does `zero.Init` of DeepSpeed. Rotary frequencies in
 bfloat16 are other positions: the policy would differ from the model that the rollout engine runs.
@@ -18,9 +18,11 @@ from typing_extensions import override
 from rl_plugins.config.precision import dtype_of_passes
 from rl_plugins.errors import ConfigError
 
+_CASTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 class ParameterPrecision(Precision):
-    """Precision of models whose parameters have the dtype of the passes. Other tensors keep their dtype."""
+    """Precision of models whose parameters have the dtype of the passes; see `with_parameters_in`."""
 
     def __init__(self, precision: str) -> None:
         self.precision = precision  # type: ignore[assignment]
@@ -39,16 +41,27 @@ class _DeepSpeedParameterPrecision(DeepSpeedPrecision):
 
 
 def with_parameters_in(module: nn.Module, dtype_name: str) -> nn.Module:
-    """Convert the parameters of a module with floating point numbers to a dtype in place; return the module."""
+    """Convert the parameters of a module with floating point numbers to a dtype in place; return the module.
+
+    Buffers outside models of transformers are converted, too: code of a user adds such a buffer to the activations.
+    """
+    from transformers import PreTrainedModel
+
     dtype: torch.dtype = getattr(torch, dtype_name)
-    for parameter in module.parameters():
-        if parameter.is_floating_point() and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
+    of_transformers = [child for child in module.modules() if isinstance(child, PreTrainedModel)]
+    kept = {id(buffer) for model in of_transformers for buffer in model.buffers()}
+    for tensor in [*module.parameters(), *(buffer for buffer in module.buffers() if id(buffer) not in kept)]:
+        if tensor.dtype in _CASTABLE and tensor.dtype != dtype:
+            tensor.data = tensor.data.to(dtype)
     return module
 
 
-def precision_of_deepspeed(plugin: Precision) -> DeepSpeedPrecision:
+def precision_of_deepspeed(plugin: Precision, *, keeps_buffers: bool) -> DeepSpeedPrecision:
     """Return the precision plugin for DeepSpeed with the precision of a plugin. A class of the user stays.
+
+    Args:
+        plugin: plugin with the precision.
+        keeps_buffers: False to convert all tensors of the module, as Lightning does.
 
     Raises:
         ConfigError: DeepSpeed has no float16 on this device.
@@ -64,7 +77,8 @@ def precision_of_deepspeed(plugin: Precision) -> DeepSpeedPrecision:
             )
     if isinstance(plugin, DeepSpeedPrecision) and type(plugin) is not DeepSpeedPrecision:
         return plugin
-    return _DeepSpeedParameterPrecision(cast(Any, plugin.precision))
+    kind = _DeepSpeedParameterPrecision if keeps_buffers else DeepSpeedPrecision
+    return kind(cast(Any, plugin.precision))
 
 
 @contextmanager

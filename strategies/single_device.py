@@ -198,8 +198,11 @@ class SingleDeviceRolloutStrategy(AutogradSteps, SingleDeviceStrategy):
                 )
             if self.precision_plugin.precision in MIXED and module.trainer.state.fn == TrainerFn.FITTING:
                 # The checkpoint has trained weights in 32 bits, and `setup`, which converts the models, comes later.
+                weights: Mapping[str, Tensor] = checkpoint["state_dict"]
                 for name, parameter in module.named_parameters():
-                    parameter.data = parameter.data.to(checkpoint["state_dict"][name].dtype)
+                    # The checkpoint has no 4-bit weights.
+                    if name in weights:
+                        parameter.data = parameter.data.to(weights[name].dtype)
         super().load_model_state_dict(checkpoint, strict)
 
     @override

@@ -114,7 +114,9 @@ class ZeroStrategy(ShardedStrategy, DeepSpeedStrategy):
     @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None
-        self.precision_plugin = precision_of_deepspeed(self.precision_plugin)
+        self.precision_plugin = precision_of_deepspeed(
+            self.precision_plugin, keeps_buffers=isinstance(self.lightning_module, HasNamedModels)
+        )
         set_default_deadline(self._timeout)
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()

@@ -29,7 +29,7 @@ from rl_plugins.config.settings import AT_LEAST_1, NOT_NEGATIVE
 from rl_plugins.errors import ConfigError
 from rl_plugins.model_json import read_model_config
 from rl_plugins.planning.devices import CPU_FILE, DEVICES, GIB, device_named
-from rl_plugins.planning.search import Candidate, Cluster, advice, overrides, search
+from rl_plugins.planning.search import Candidate, Cluster, advice, options_of, search
 from rl_plugins.planning.shape import ModelShape, shape_of
 from rl_plugins.planning.workload import PlannedCritic, Workload, trained_of
 
@@ -134,10 +134,9 @@ def run(arguments: Namespace) -> int:
         accumulate_shards=config.strategy.accumulate_shards,
         given=given,
     )
-    candidates = _allowed_candidates(config, candidates, cluster)
+    candidates = _allowed_candidates(config, candidates, cluster, given)
     print(_describe_workload(work, cluster))
-    for line in table(candidates[: arguments.rows]):
-        print(line)
+    print(*table(candidates[: arguments.rows]), sep="\n")
     too_large = [candidate for candidate in candidates if not candidate.fits]
     if not candidates[0].fits:
         nearest = too_large[0]
@@ -147,7 +146,7 @@ def run(arguments: Namespace) -> int:
             f"(GiB: {parts}): {advice(nearest)}"
         )
     note = f"; {len(too_large)} of {len(candidates)} placements do not fit" if too_large else ""
-    options = overrides(candidates[0].work, candidates[0].plan, cluster)
+    options = options_of(candidates[0], cluster, given)
     print(f"\nbest{note}:\n  {command_line(arguments.recipe, arguments.overrides, options)}")
     return 0
 
@@ -198,7 +197,9 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
     return [f"{name}={str(value).lower()}" for name, value in options.items()]
 
 
-def _allowed_candidates(config: RecipeConfig, candidates: Sequence[Candidate], cluster: Cluster) -> list[Candidate]:
+def _allowed_candidates(
+    config: RecipeConfig, candidates: Sequence[Candidate], cluster: Cluster, given: Mapping[str, Any]
+) -> list[Candidate]:
     """Return the placements that a run accepts.
 
     Raises:
@@ -210,9 +211,7 @@ def _allowed_candidates(config: RecipeConfig, candidates: Sequence[Candidate], c
             "placement, strategy, schedule (plan supports max_staleness 0, and 1 for engines on GPUs of their own) and "
             "rollout, or make batch.prompts_per_step a multiple of the workers times batch.updates_per_step"
         )
-    refusals = [
-        refusal(config, overrides(candidate.work, candidate.plan, cluster), cluster) for candidate in candidates
-    ]
+    refusals = [refusal(config, options_of(candidate, cluster, given), cluster) for candidate in candidates]
     if all(refusals):
         raise ConfigError(f"a run would refuse every placement, the first with the message: {refusals[0]}")
     return [candidate for candidate, reason in zip(candidates, refusals, strict=True) if not reason]

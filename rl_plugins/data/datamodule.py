@@ -41,6 +41,7 @@ from rl_plugins.data.tokenization import (
     check_end_of_sequence,
     check_round_trip,
     tokenize_responses,
+    tokenizer_threads,
     within_limit,
 )
 from rl_plugins.errors import ConfigError, RowError
@@ -193,7 +194,8 @@ class StepDataModule(LightningDataModule, Generic[Batch]):
             check_round_trip(tokenizer, (row["prompt"] for row in rows))
             bad_images = [] if self.images is None else self.images.dropped
             bad_images.clear()
-            self.sources[split] = self.build(rows, tokenizer, split)
+            with tokenizer_threads():
+                self.sources[split] = self.build(rows, tokenizer, split)
             kept = len(self.sources[split])
             self.dropped_images[split] = len(bad_images)
             too_long = self.dropped_prompts[split] = len(rows) - kept - len(bad_images)

@@ -40,12 +40,12 @@ class _EndOfTurn:
     Attributes:
         word: last placeholder of the turn.
         count: number of times that the turn has the word.
-        has_token: True if an end-of-sequence token follows the word in the turn.
+        token: special token at the end of the turn; empty if the turn ends with the word.
     """
 
     word: str
     count: int
-    has_token: bool
+    token: str
 
 
 class FollowingMessages:
@@ -83,10 +83,10 @@ class FollowingMessages:
         end = self.end_of(calls)
         hidden = [self._texts.hide(dict(message)) for message in messages]
         *turns, text = self._render(calls, hidden).split(end.word, end.count)
-        if len(turns) < end.count or (end.has_token and self._end not in text):
+        if len(turns) < end.count or end.token not in text:
             raise self._refused(calls, "its text leaves the policy's turn out")
-        if end.has_token:
-            text = text[text.index(self._end) :]
+        if end.token:
+            text = text[text.index(end.token) :]
         return self._texts.encode(self._texts.following(last_token, text))
 
     def end_of(self, calls: Sequence[ToolUse]) -> _EndOfTurn:
@@ -131,9 +131,13 @@ class FollowingMessages:
             raise self._refused(calls, "its text leaves the result of a tool out")
         word = _ARGUMENT if _ARGUMENT in before else _SAID
         _, found, after = before.rpartition(word)
-        if not found or (word == _ARGUMENT and self._end not in after):
+        token = self._end if self._end in after else ""
+        if word == _ARGUMENT and not token:
+            # The end of a turn may be another token than the end of the sequence, as in base models of Qwen.
+            token = self._texts.first_special(after)
+        if not found or (word == _ARGUMENT and not token):
             raise self._refused(calls, "its text does not end the policy's turn before the result of a tool")
-        return _EndOfTurn(word, before.count(word), self._end in after)
+        return _EndOfTurn(word, before.count(word), token)
 
     def _render(self, calls: Sequence[ToolUse], messages: Sequence[Mapping[str, Any]]) -> str:
         turn: dict[str, Any] = {"role": "assistant", "content": _SAID}

@@ -21,7 +21,7 @@ from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import UNSCORED_COLUMNS, Paths, PromptRows, RowSource
 from rl_plugins.data.prompts import TokenizedColumns, TokenizedPrompts
 from rl_plugins.data.reasoning import without_second_think
-from rl_plugins.data.tokenization import TokenizerRefusal, encode_texts, with_end
+from rl_plugins.data.tokenization import ResponseEnd, TokenizerRefusal, encode_texts
 from rl_plugins.errors import RowError
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
         self, rows: PromptRows, tokenizer: PreTrainedTokenizerBase, prompts: TokenizedPrompts
     ) -> Iterator[tuple[list[int], list[float]]]:
         """Yield the token ids and the token labels of each row's response."""
+        end = ResponseEnd.of(tokenizer)
         for number, row in enumerate(rows):
             steps, labels = read_steps(row, self.steps_key, self.labels_key, rows.location(number))
             texts = separated_steps(steps, self.step_separator)
@@ -106,7 +107,7 @@ class ProcessRewardDataModule(StepDataModule[ProcessRewardBatch]):
                 ids_of_steps = encode_texts(texts, tokenizer)
             except TokenizerRefusal as refusal:
                 raise RowError(rows.location(number), self.steps_key, str(refusal)) from None
-            ids_of_steps[-1] = with_end(ids_of_steps[-1], tokenizer)
+            ids_of_steps[-1] = end.added_to(ids_of_steps[-1])
             response: list[int] = []
             labels_of_tokens: list[float] = []
             for ids, label in zip(ids_of_steps, labels, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
@@ -25,10 +24,8 @@ from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.orders import Source
 from rl_plugins.data.parquet import COLUMNS, UNSCORED_COLUMNS, Paths, PromptRows, RowForm, RowSource
 from rl_plugins.data.prompts import TokenizedColumns, TokenizedPrompts
-from rl_plugins.data.tokenization import within_limit
+from rl_plugins.data.tokenization import ending_tokens, within_limit
 from rl_plugins.errors import ConfigError
-from rl_plugins.model_json import AGAIN
-from rl_plugins.text_file import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +37,8 @@ _CHUNK = 64
 class SFTDataModule(StepDataModule[SFTBatch]):
     """Data module of responses: `{"prompt_ids": ..., "response_ids": ...}`, lists of token ids, for every step.
 
-    A response ends with the end-of-sequence token. If rows have images, there is also `image_inputs`, the inputs of
+    A response ends with the token behind a response in the chat template, or with the end-of-sequence token (see
+    `ResponseEnd`). If rows have images, there is also `image_inputs`, the inputs of
     the images of each prompt.
 
     With `messages_key`, a row is a whole conversation. The response is everything from the first reply of the policy
@@ -59,6 +57,9 @@ class SFTDataModule(StepDataModule[SFTBatch]):
         max_response_tokens: longest response, in tokens, end of sequence included; of a conversation, all tokens from
             the first reply on.
         options: further options of `StepDataModule`.
+
+    Attributes:
+        further_ends: ends of learned turns at which sampling from the model goes on. `SFT.export` names them.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class SFTDataModule(StepDataModule[SFTBatch]):
         self.split_conversations, self.validate_on = split_conversations, validate_on
         check_ranges(int, AT_LEAST_1, max_response_tokens=max_response_tokens)
         self.max_response_tokens = max_response_tokens
+        self.further_ends = set[int]()
 
     def _has_prompts(self, split: str) -> bool:
         return split == "validation" and self.validate_on == "prompts"
@@ -137,7 +139,8 @@ class SFTDataModule(StepDataModule[SFTBatch]):
                     yield packed_samples(samples)
 
         conversations = MappedLists(packed())
-        _announce_ends(ends, tokenizer)
+        self.further_ends |= ends - ending_tokens(tokenizer)
+        _announce_ends(self.further_ends, tokenizer)
         prompts, responses = np.asarray(lengths, dtype=np.int64).T
         kept = within_limit(
             rows,
@@ -152,14 +155,11 @@ class SFTDataModule(StepDataModule[SFTBatch]):
 
 def _announce_ends(ends: set[int], tokenizer: PreTrainedTokenizerBase) -> None:
     """Print ends of learned turns at which sampling from the model goes on."""
-    file = Path(tokenizer.name_or_path) / "generation_config.json"
-    named = read_json_object(file, AGAIN).get("eos_token_id") if file.is_file() else None
-    known = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
-    for end in sorted(ends - known):
+    for end in sorted(ends):
         rank_zero_info(
             f"the policy learns to end a turn with {tokenizer.convert_ids_to_tokens(end)!r} ({end}), and sampling ends "
-            f"at {tokenizer.eos_token!r}: for stages that sample, set stop_token_ids=[{end}] of the sampling settings "
-            f"(in a recipe: sampling.stop_token_ids=[{end}])"
+            f"at {tokenizer.eos_token!r}: set stop_token_ids=[{end}] of the sampling settings for a validation by "
+            f"rewards (in a recipe: sampling.stop_token_ids=[{end}]). The policy that the run exports names the end"
         )
 
 

@@ -7,24 +7,29 @@ sampled tokens need not give the same tokens.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from rl_plugins.control_characters import whole_characters
-from rl_plugins.data.chat_template import Messages, render
+from rl_plugins.data.chat_template import Messages, TemplateRefusal, render
 from rl_plugins.data.on_disk import MappedLists
 from rl_plugins.data.parquet import PromptRows
 from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
+from rl_plugins.model_json import AGAIN
+from rl_plugins.text_file import read_json_object
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 FilterOrError = Literal["filter", "error"]
 """Rows that cannot be used are left out, or refused."""
@@ -35,6 +40,8 @@ _VOCABULARIES = ("tokenizer*", "vocab*", "*.model")
 _PROBES, _SHOWN = 32, 40
 # Characters that Unicode keeps out of texts, around the number of a special token.
 _MARK = "\ufdd0{}\ufdd1"
+# Text of a response without a meaning for a chat template.
+_RESPONSE = "text-of-the-policy"
 _MARKS = re.compile("\ufdd0(\\d{1,9})\ufdd1", re.ASCII)
 _Item = TypeVar("_Item")
 
@@ -69,14 +76,19 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         ConfigError: there is no tokenizer in the folder, the tokenizer cannot be loaded, or the tokenizer has no
             end-of-sequence token.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = model_folder(path, weights=False, trust_remote_code=trust_remote_code)
     if not Path(folder).is_dir():
         raise ConfigError(f"{path}: there is no such folder to load a tokenizer from: name the folder of a model")
     missing = f"{path}: there is no tokenizer in the folder: save the model's tokenizer there"
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        # The tokenizers of mistral_common, a package of vLLM, have no chat template. The tokenizer.json beside its file
+        # may have a wrong pattern.
+        fixed: dict[str, Any] = {"fix_mistral_regex": True} if (Path(folder) / "tekken.json").is_file() else {}
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, mistral_format=False, **fixed
+        )
     except (OSError, ValueError) as error:
         if not any(found for pattern in _VOCABULARIES for found in Path(folder).glob(pattern)):
             raise ConfigError(missing) from None
@@ -84,7 +96,22 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     # Without a vocabulary, transformers makes a tokenizer of special tokens alone, such as <unk>, by the model type.
     if all(token[:1] + token[-1:] in ("<>", "[]") for token in tokenizer.get_vocab()):
         raise ConfigError(missing)
+    if isinstance(tokenizer, PreTrainedTokenizerFast) and _has_another_decoder(Path(folder), tokenizer):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, **fixed)
     return completed(tokenizer, path)
+
+
+def _has_another_decoder(folder: Path, tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Return True if transformers has built a tokenizer of another kind than the tokenizer.json of the folder.
+
+    For some repositories, such as DeepSeek-R1-Distill-Llama, transformers knows the right class by the name on the hub
+    alone. The class of their tokenizer_config.json loses spaces.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        return False
+    saved = read_json_object(folder / "tokenizer.json", AGAIN).get("decoder")
+    built = tokenizer.backend_tokenizer.decoder
+    return (saved and saved.get("type")) != (built and type(built).__name__)
 
 
 def completed(tokenizer: PreTrainedTokenizerBase, path: str | None = None) -> PreTrainedTokenizerBase:
@@ -162,6 +189,25 @@ def check_end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> None:
         raise ConfigError(f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token: set one")
 
 
+@contextmanager
+def tokenizer_threads() -> Iterator[None]:
+    """Let the library tokenizers use the processors of this machine, divided among its training workers.
+
+    Other code of training workers runs without these threads: a process that a worker forks could wait for them.
+    """
+    variables = ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in variables}
+    workers = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+
+
 # Prompts ----------------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +238,11 @@ class PlainTexts:
         if isinstance(value, Mapping):
             return {key: self.hide(item) for key, item in value.items()}
         return [self.hide(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def first_special(self, text: str) -> str:
+        """Return the first special token in a text of the chat template; an empty text without one."""
+        found = self._pattern.search(text)
+        return found.group() if found else ""
 
     def following(self, last_token: int, text: str) -> str:
         """Return the text after a response, without the response's last token if this special token would come twice.
@@ -308,18 +359,71 @@ def tokenize_prompts(
 
 
 def tokenize_responses(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> MappedLists:
-    """Return the token ids of each response with one end-of-sequence token, which the text may have already."""
+    """Return the token ids of each response with one end, which the text may have already."""
+    end = ResponseEnd.of(tokenizer)
 
     def tokenize(chunk: list[str]) -> list[list[int]]:
-        return [with_end(ids, tokenizer) for ids in encode_texts(chunk, tokenizer)]
+        return [end.added_to(ids) for ids in encode_texts(chunk, tokenizer)]
 
     return _tokenize_in_chunks(texts, tokenize)
 
 
-def with_end(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of a response with one end-of-sequence token."""
-    end = [tokenizer.eos_token_id]
-    return [*ids] if ids[-1:] == end else [*ids, *end]
+class ResponseEnd(NamedTuple):
+    """End of a response as the policy writes it.
+
+    Attributes:
+        token: token that the chat template writes behind a response, if sampling from the model ends there; else the
+            end of the sequence. The templates of Gemma end a turn with another token.
+        known: all tokens at which sampling ends.
+    """
+
+    token: int
+    known: frozenset[int]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> ResponseEnd:
+        """Return the end of responses of the tokenizer's model."""
+        known = ending_tokens(tokenizer)
+        token = _token_behind_a_response(tokenizer)
+        return cls(token if token in known else int(tokenizer.eos_token_id), known)
+
+    def added_to(self, ids: Sequence[int]) -> list[int]:
+        """Return the token ids of a response with one end."""
+        return [*ids] if ids and ids[-1] in self.known else [*ids, self.token]
+
+
+def ending_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens at which sampling from the tokenizer's model ends: in generation_config.json, and the eos."""
+    named = _ends_named_at(str(tokenizer.name_or_path)) if tokenizer.name_or_path else []
+    return frozenset(end for end in (tokenizer.eos_token_id, *named) if isinstance(end, int))
+
+
+@cache
+def _ends_named_at(name: str) -> list[Any]:
+    # A tokenizer of the user need not have a folder.
+    with suppress(ConfigError):
+        file = Path(model_folder(name, weights=False)) / "generation_config.json"
+        named = read_json_object(file, AGAIN).get("eos_token_id") if file.is_file() else None
+        return named if isinstance(named, list) else [named]
+    return []
+
+
+def _token_behind_a_response(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    question = {"role": "user", "content": "?"}
+    messages = [question, {"role": "assistant", "content": _RESPONSE}]
+    # The template of GLM-4 writes the end of a turn as the beginning of the next turn.
+    for following in ([], [question]):
+        try:
+            conversation = [*messages, *following]
+            text = render(tokenizer, conversation, {}, begins_answer=False) if tokenizer.chat_template else ""
+        except TemplateRefusal:
+            continue
+        behind = text.rpartition(_RESPONSE)[2].lstrip() if _RESPONSE in text else ""
+        word = PlainTexts(tokenizer).first_special(behind)
+        if word and behind.startswith(word):
+            found: Any = tokenizer.convert_tokens_to_ids(word)
+            return found if isinstance(found, int) else None
+    return None
 
 
 def _tokenize_in_chunks(items: Iterable[_Item], tokenize: Callable[[list[_Item]], Iterable[list[int]]]) -> MappedLists:

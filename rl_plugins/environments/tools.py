@@ -23,7 +23,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.rewards.limits import WorkerLimits
 from rl_plugins.rewards.loading import load_callable
 from rl_plugins.rewards.records import Score, failed
-from rl_plugins.rewards.replies import ReplyingScorer, TurnRewards, replying
+from rl_plugins.rewards.replies import ReplyingScorer, TurnRewards, TurnScoring, replying
 from rl_plugins.rewards.trajectory import Reply, Turn
 from rl_plugins.rollout.tool_calls import FunctionParser, ResponseParser, ToolCall
 
@@ -35,6 +35,8 @@ KINDS = tuple(f"tools/{kind}" for kind in ("calls", "malformed", "unknown", "lat
 _NAMES_SHOWN = 20
 _NAME_SHOWN = 80
 """Characters of an unknown name."""
+# A wait for tools ends early while scores are computed.
+_POLL_S = 0.005
 _MOST_CALLS = 32
 """Calls of a response that run. A response in a loop would keep the calls of all other conversations waiting."""
 
@@ -212,11 +214,11 @@ class ToolConversations:
         scorer: ReplyingScorer,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        self._host, self._parser, self._messages, self._scorer = host, parser, messages, scorer
+        self._host, self._parser, self._messages = host, parser, messages
         self._tokenizer = tokenizer
         self.max_failure_rate = scorer.max_failure_rate
         self._names = [str(schema["function"]["name"]) for schema in host.schemas]
-        self._ended: dict[int, Turn] = {}
+        self._scoring = TurnScoring(scorer)
         self._open: dict[int, _Calls] = {}
         # Key of the response, and place of the call in the response, by the number of the call.
         self._places: dict[int, tuple[int, int]] = {}
@@ -229,7 +231,8 @@ class ToolConversations:
             self._check_prompt(turn)
         calls = self._parser.calls(turn.response, turn.before) if turn.request.turns_left else []
         if not calls:
-            self._ended[key] = turn
+            # The reward function has the last word, so it may not reply.
+            self._scoring.add(key, turn, replace(turn.request, turns_left=0))
             return
         self._open[key] = opened = _Calls(turn, calls)
         for place, call in enumerate(calls):
@@ -240,9 +243,12 @@ class ToolConversations:
 
     def answers(self, wait_s: float) -> Mapping[int, Reply | Score]:
         """Return scores of answers without a call, and replies with the results of calls."""
-        answers: dict[int, Reply | Score] = dict(self._scores())
         faulty = any(len(opened.results) == len(opened.calls) for opened in self._open.values())
+        finished = self._scoring.take(0.0 if self._places or faulty else wait_s)
+        answers: dict[int, Reply | Score] = {key: self._rewards.ended(key, score) for key, _, score in finished}
         if self._places:
+            if self._scoring.is_running:
+                wait_s = min(wait_s, _POLL_S)
             for number, result in self._host.results(0.0 if answers or faulty else wait_s).items():
                 # The calls of a forgotten response have no place.
                 if (found := self._places.pop(number, None)) and found[0] in self._open:
@@ -259,15 +265,8 @@ class ToolConversations:
             del self._places[number]
         for key in gone:
             self._open.pop(key, None)
-            self._ended.pop(key, None)
+        self._scoring.forget(keys)
         self._rewards.forget(keys)
-
-    def _scores(self) -> Mapping[int, Score]:
-        turns, self._ended = self._ended, {}
-        # The reward function has the last word, so it may not reply.
-        requests = [replace(turn.request, turns_left=0) for turn in turns.values()]
-        scores = self._scorer.answer(requests) if requests else []
-        return {key: self._rewards.ended(key, score) for key, score in zip(turns, scores, strict=True)}
 
     def _fault(self, place: int, call: ToolCall) -> Result | None:
         if place >= _MOST_CALLS:

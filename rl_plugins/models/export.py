@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -94,6 +94,16 @@ def write_policy(model: SavesPretrained, weights: dict[str, Tensor], processor: 
         model.config.dtype = dtype
         model.config.save_pretrained(partial)
         processor.save_pretrained(partial)
+
+
+def add_ends(model: Any, ends: Iterable[int]) -> None:
+    """Add tokens to the ends of responses in the generation config of a model, which an export writes."""
+    inner = model.get_base_model() if has_adapter(model) else model
+    generation: Any = getattr(inner, "generation_config", None)
+    known = getattr(generation, "eos_token_id", None)
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    if generation is not None and (new := [end for end in ends if end not in known]):
+        generation.eos_token_id = [*known, *new]
 
 
 @contextmanager

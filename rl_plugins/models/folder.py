@@ -14,7 +14,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import check_hub_weights, model_folder
 from rl_plugins.hub.names import model_name
 from rl_plugins.model_json import AGAIN, read_model_config
-from rl_plugins.text_file import read_json_object
+from rl_plugins.text_file import read_json_object, read_text
 
 _WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
@@ -270,16 +270,32 @@ def _check_shapes(file: Path, shapes: Mapping[str, Sequence[int]], text: Mapping
 # Tokenizer --------------------------------------------------------------------------------------------------------
 
 
+def _is_used(token: str, folder: Path) -> bool:
+    """Return True if a special token is in the chat template of a tokenizer, or has a part in each text."""
+    file, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    settings = read_json_object(file, AGAIN) if file.is_file() else {}
+    named = (settings.get(f"{kind}_token") for kind in ("bos", "eos", "pad", "unk"))
+    texts = [str(settings.get("chat_template") or ""), read_text(template, AGAIN) if template.is_file() else ""]
+    return token in [one.get("content") if isinstance(one, dict) else one for one in named] or any(
+        token in text for text in texts
+    )
+
+
 def _last_token(file: Path) -> int:
-    """Return the largest token id of a tokenizer.json; -1 if there is none."""
+    """Return the largest token id of a tokenizer.json, without unused special tokens; -1 if there is none.
+
+    Text models of Gemma 3 have no embedding for the token of an image.
+    """
     content = read_json_object(file, AGAIN)
     model, added = content.get("model"), content.get("added_tokens") or []
     vocab = (model.get("vocab") or {}) if isinstance(model, dict) else None
     if not isinstance(vocab, dict | list) or not isinstance(added, list):
         raise ConfigError(f"{file}: not a tokenizer of the library tokenizers: {AGAIN}")
+    special = [token for token in added if isinstance(token, dict) and token.get("special") is True]
+    unused = {one.get("id") for one in special if not _is_used(str(one.get("content")), file.parent)}
     ids: list[Any] = [token.get("id") if isinstance(token, dict) else None for token in added]
     ids += list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
     if not all(type(number) is int for number in ids):
         raise ConfigError(f"{file}: a token has no whole number as its id: {AGAIN}")
-    last: int = max(ids, default=-1)
+    last: int = max(set(ids) - unused, default=-1)
     return last

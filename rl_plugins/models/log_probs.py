@@ -254,7 +254,7 @@ def last_linear_head(
 
     Args:
         model: causal language model, or a model engine with the `get_output_embeddings` of its module.
-        inputs: arguments of a forward pass. The test uses the first row.
+        inputs: arguments of a forward pass. The test uses the first two tokens of the first row.
         device: device of the model, by default the device of the arguments.
     """
     get_output_embeddings = getattr(model, "get_output_embeddings", None)
@@ -263,7 +263,10 @@ def last_linear_head(
     if type(head) is not nn.Linear or "forward" in head.__dict__:
         return None
     if head not in _RETURNS_HEAD_OUTPUT:
-        first = {name: to_device(tensor[:1], device or tensor.device) for name, tensor in inputs.items()}
+        ids = inputs["input_ids"]
+        ids = to_device(ids[:1, :2], device or ids.device)
+        places = torch.arange(ids.shape[1], device=ids.device)[None]
+        first = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": places}
         _RETURNS_HEAD_OUTPUT[head] = _returns_head_output(model, head, first)
     return head if _RETURNS_HEAD_OUTPUT[head] else None
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_plugins.data.images import ImageInputs
 from rl_plugins.device_copies import to_device
@@ -25,6 +27,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.hub.files import model_folder
 from rl_plugins.models.folder import check_folder
 from rl_plugins.models.loading import LoadingOptions, check_loading, device_map, prepared
+from rl_plugins.models.log_probs import replaced_forward
 from rl_plugins.models.packing import check_positions, pack
 from rl_plugins.models.remote import RemoteModel
 from rl_plugins.models.token_distributions import accumulation_dtype
@@ -32,6 +35,9 @@ from rl_plugins.vision_language import ModelInputs, padded_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+_HEADS: WeakKeyDictionary[nn.Module, list[nn.Linear]] = WeakKeyDictionary()
+"""Linear layers of the head of each model so far."""
 
 
 def load_scalar_head(
@@ -233,7 +239,8 @@ def position_scores(
     check_positions(model, position_ids_BS)
 
     def scores(inputs: ModelInputs) -> Tensor:
-        found: Tensor = inputs.run(model, use_cache=False).logits.squeeze(-1)
+        with _head_in_32_bits(model):
+            found: Tensor = inputs.run(model, use_cache=False).logits.squeeze(-1)
         return found.to(accumulation_dtype(found.dtype))
 
     samples: dict[str, Any] = {
@@ -252,6 +259,39 @@ def position_scores(
     scores_BS = scores_M.new_zeros(attention_mask_BS.shape)
     scores_BS[tuple(to_device(index_N, device) for index_N in real_tokens)] = scores_M[places_N]
     return scores_BS
+
+
+@contextmanager
+def _head_in_32_bits(model: Callable[..., Any]) -> Iterator[None]:
+    """Compute the products of the scalar head in float32 inside the block. In bfloat16, 20.03 and 20.05 are equal."""
+    with ExitStack() as replaced:
+        for head in _linear_layers_of_head(model):
+            replaced.enter_context(replaced_forward(head, partial(_linear_in_32_bits, head)))
+        yield
+
+
+def _linear_in_32_bits(head: nn.Linear, hidden: Tensor) -> Tensor:
+    dtype = accumulation_dtype(hidden.dtype)
+    bias = None if head.bias is None else head.bias.to(dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return nn.functional.linear(hidden.to(dtype), head.weight.to(dtype), bias)
+
+
+def _linear_layers_of_head(model: Callable[..., Any]) -> list[nn.Linear]:
+    """Return the linear layers of the head of a model, also inside a model engine and beside an adapter."""
+    inner: Any = getattr(model, "module", model)
+    if not isinstance(inner, nn.Module):
+        return []
+    if inner not in _HEADS:
+        get_base_model: Any = getattr(inner, "get_base_model", None)
+        base = inner if get_base_model is None else get_base_model()
+        # FSDP2 gives a layer a class of its own.
+        _HEADS[inner] = [
+            layer
+            for name, layer in base.named_modules()
+            if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward and _is_head(name)
+        ]
+    return _HEADS[inner]
 
 
 def response_values(model: Callable[..., Any], *, response_width: int, **forward: Any) -> Tensor:

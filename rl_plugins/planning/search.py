@@ -7,11 +7,13 @@ each phase returns the time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_plugins.config.rollout import SPLIT_GPU_SHARE, default_sleep
+from rl_plugins.config.placement import StrategyConfig
+from rl_plugins.config.rollout import SPLIT_GPU_SHARE, EngineOptions, default_sleep
 from rl_plugins.planning.devices import GIB, Device
 from rl_plugins.planning.memory import engine_memory, kv_cache_needed, largest_sample_cache, total, trainer_memory
 from rl_plugins.planning.step_time import StepTime, step_time
@@ -21,6 +23,9 @@ _KEPT_FREE = 0.05
 """Share of an accelerator's memory for fragmentation of the allocators."""
 KEPT_BYTES = 4 * GIB
 """Memory beside a colocated engine for NCCL's communicators and buffers of training, which never leave the GPU."""
+_DEADLINE_FACTOR, _LONGER_S = 3, 600
+"""Planned seconds of sampling times this factor is the deadline; the deadline of collectives is longer."""
+_GENERATE, _COLLECTIVE = "rollout.generate_timeout_s", "strategy.collective_timeout_s"
 _ENGINE_SHARE = "rollout.gpu_memory_utilization"
 _SLEEP = "rollout.sleep"
 _OFFLOAD = "strategy.offload.policy"
@@ -267,6 +272,31 @@ def overrides(work: Workload, plan: Plan, cluster: Cluster) -> dict[str, Any]:
     trained = ("policy", *(critic.name for critic in work.critics))
     places = {f"strategy.offload.{model}": plan.offload for model in trained}
     return {**options, **places, _ENGINE_SHARE: plan.engine_share}
+
+
+def options_of(candidate: Candidate, cluster: Cluster, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the option of the recipe for each value of a placement, and longer deadlines for long sampling.
+
+    Args:
+        candidate: placement with its time.
+        cluster: devices of the run.
+        given: options of the user.
+    """
+    return {**overrides(candidate.work, candidate.plan, cluster), **deadlines(candidate, given)}
+
+
+def deadlines(candidate: Candidate, given: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values of the options for deadlines, if the defaults are short for the sampling of a step.
+
+    Args:
+        candidate: placement with its time.
+        given: options of the user, which stay.
+    """
+    default = {_GENERATE: EngineOptions.generate_timeout_s, _COLLECTIVE: StrategyConfig.collective_timeout_s}
+    wait = given.get(_GENERATE, max(math.ceil(_DEADLINE_FACTOR * candidate.time.rollout), default[_GENERATE]))
+    longest = given.get(_COLLECTIVE, max(wait + _LONGER_S, default[_COLLECTIVE]))
+    options = {_GENERATE: min(wait, longest - _LONGER_S), _COLLECTIVE: longest}
+    return {name: value for name, value in options.items() if name not in given and value > default[name]}
 
 
 def advice(candidate: Candidate) -> str:

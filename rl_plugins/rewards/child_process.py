@@ -10,7 +10,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 
@@ -20,6 +23,8 @@ START_S = 60.0
 """Seconds for the start of Python and of its imports, beside the time for the code of the user."""
 _END_S = 10.0
 """Seconds for the end of all processes."""
+_STARTER = ThreadPoolExecutor(1, thread_name_prefix="starts of processes")
+"""Thread for starts by other threads than the main thread, which may end before the child process."""
 _IMPORT = "from rl_plugins.rewards.child_process import enter"
 
 
@@ -40,13 +45,16 @@ class ChildProcess:
         self.connection, child_connection = Pipe()
         with child_connection:
             start = f"enter({module!r}, {child_connection.fileno()}, {os.getpid()})"
-            self._process = subprocess.Popen(
+            started = partial(
+                subprocess.Popen,
                 [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {_IMPORT}; {start}"],
                 env=environment,
                 pass_fds=[child_connection.fileno()],
                 # Not a session, which Linux would schedule as a group of its own: the process could wait for long.
                 process_group=0,
             )
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            self._process = started() if in_main_thread else _STARTER.submit(started).result()
         self.pid = self._process.pid
         self.ended = os.pidfd_open(self.pid)
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _POLL_S = 0.005
 # Time between two reports of tokens.
 _REPORT_S = 0.02
+# Reports of tokens take at most a tenth of the time.
+_REPORTS_APART = 9
 # Environments have deadlines of their own.
 _LONG_S = 1.0
 
@@ -141,6 +143,7 @@ class Conversations:
         # Conversations that the environment answers, by key.
         self._answering: dict[int, tuple[Trajectory, _Asked]] = {}
         self._tickets = self._keys = 0
+        self._next_report = 0.0
 
     @property
     def starts_itself(self) -> bool:
@@ -308,10 +311,16 @@ class Conversations:
     def _show_tokens(self, reporting: Sequence[int]) -> None:
         """Let the environment see the tokens of responses in progress."""
         assert isinstance(self._engine, ReportingSampler) and isinstance(self._environment, WatchingEnvironment)
+        start = time.monotonic()
+        if start < self._next_report:
+            return
         for own, responses in self._engine.tokens_so_far(reporting).items():
             # The responses may be finished.
             if turn := self._asked.get(own):
                 self._environment.take_tokens(turn.trajectories[0].key, responses)
+        # A report has all tokens of a response so far: many long streams must not fill the time.
+        end = time.monotonic()
+        self._next_report = end + min(_REPORTS_APART * (end - start), _LONG_S)
 
     def _begin(self, trajectory: Trajectory, asked: _Asked, turn: Turn) -> None:
         self._answering[trajectory.key] = (trajectory, asked)

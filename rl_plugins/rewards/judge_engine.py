@@ -86,6 +86,8 @@ class JudgeEngineConfig:
         """Arguments of vLLM's server."""
         return {
             **({"enforce_eager": True} if self.device == "cpu" else {"tensor_parallel_size": self.gpus}),
+            # The model's own settings of sampling, such as a penalty of repetitions, would change scores.
+            "generation_config": "vllm",
             **self.vllm,
             "model": model_folder(self.model, trust_remote_code=self.trust_remote_code),
             "served_model_name": [self.model],

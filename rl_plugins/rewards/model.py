@@ -112,7 +112,7 @@ class ModelReward:
     def _sequences(self, solution_strs: Sequence[str], prompts: Sequence[Messages | None]) -> list[list[int]]:
         if any(not prompt for prompt in prompts):
             raise ValueError("ModelReward reads the prompt's messages, and a sample has no prompt")
-        from rl_plugins.data.tokenization import check_round_trip, encode_prompts
+        from rl_plugins.data.tokenization import ResponseEnd, check_round_trip, encode_prompts
 
         if not self._tried:
             check_round_trip(self.tokenizer, [prompt or () for prompt in prompts])
@@ -122,7 +122,7 @@ class ModelReward:
         response_ids = self.tokenizer(list(solution_strs), add_special_tokens=False, split_special_tokens=True)[
             "input_ids"
         ]
-        end = [self.tokenizer.eos_token_id]
+        end = [ResponseEnd.of(self.tokenizer).token]
         return [[*prompt, *response, *end] for prompt, response in zip(prompt_ids, response_ids, strict=True)]
 
     def _padded(self, sequences: Sequence[Sequence[int]]) -> tuple[dict[str, Any], torch.Tensor]:

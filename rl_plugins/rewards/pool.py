@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -86,6 +87,7 @@ class RewardPool:
         check_routes(self.reward_config, ())
         self.deadline_s, self.max_failure_rate, self.chunk_size = deadline_s, max_failure_rate, chunk_size
         self._failure_rate = FailureRate(max_failure_rate)
+        self._lock, self._is_closed = threading.Lock(), False
         self.hard_deadline_s = CHUNK_BUDGET_S + deadline_s + REPEAT_S + grace_s
         limits = WorkerLimits.of(pass_env, memory_mb, keys=key_variables(self.reward_config))
         task = WorkerTask(self.reward_config, limits, gpus_per_worker)
@@ -116,6 +118,11 @@ class RewardPool:
         return self._scores(requests, FailureRate(1.0))
 
     def _scores(self, requests: Sequence[ScoringRequest], failure_rate: FailureRate) -> list[Score]:
+        # Another thread may have a call whose turns are dropped.
+        with self._lock:
+            return self._scores_of_call(requests, failure_rate)
+
+    def _scores_of_call(self, requests: Sequence[ScoringRequest], failure_rate: FailureRate) -> list[Score]:
         if not self._workers:
             raise RuntimeError("the reward pool is closed")
         check_requests(self.reward_config, requests)
@@ -142,6 +149,7 @@ class RewardPool:
 
     def close(self) -> None:
         """Kill the workers. A closed pool cannot score."""
+        self._is_closed = True
         for worker in self._workers:
             worker.kill()
         self._workers = []
@@ -160,7 +168,7 @@ class RewardPool:
         try:
             results = worker.receive()
         except WorkerLost as lost:
-            if lost.machine_lost and not rows and worker.try_again():
+            if lost.machine_lost and not rows and not self._is_closed and worker.try_again():
                 logger.warning("Reward worker started again: %s", without_controls(lost.reason))
                 return []
             return self._replace(worker, "died", lost.reason, scores, suspects)
@@ -178,6 +186,8 @@ class RewardPool:
         self, worker: RewardWorker, failure: Failure, reason: str, scores: list[Score | None], suspects: set[int]
     ) -> list[int]:
         rows = worker.rows
+        if self._is_closed:
+            raise RuntimeError("the reward pool is closed")
         if not rows and failure == "timeout":
             raise DeadlineExceeded(
                 f"a reward worker did not start and load its rewards within {worker.start_timeout_s:g} s"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rl_plugins.config.sampling import EnvironmentConfig
 from rl_plugins.data.following_messages import TurnTokenizer
 from rl_plugins.errors import ConfigError
+from rl_plugins.rewards.pool import RewardPool
 from rl_plugins.rewards.records import Score, ScoringRequest, failed, finite_score
 from rl_plugins.rewards.trajectory import Reply, Turn
 
@@ -38,6 +42,77 @@ def replying(scorer: Any, max_turns: int) -> ReplyingScorer:
     return scorer
 
 
+class TurnScoring:
+    """Answers of a scorer to turns, while the environment goes on with other conversations.
+
+    A pool of workers answers in a thread. Any other scorer answers at once: the deadlines of `InlineScorer` need the
+    main thread. Turns that come during a call are answered together in the next call.
+
+    Args:
+        scorer: scorer of the turns.
+    """
+
+    def __init__(self, scorer: ReplyingScorer) -> None:
+        self._scorer = scorer
+        self._waiting: dict[int, tuple[Turn, ScoringRequest]] = {}
+        # Turns of the running call, and the keys among them that are not dropped.
+        self._asked: dict[int, Turn] = {}
+        self._wanted = set[int]()
+        self._call: Future[list[Score]] | None = None
+
+    def add(self, key: int, turn: Turn, request: ScoringRequest) -> None:
+        """Ask for the answer to a turn."""
+        self._waiting[key] = (turn, request)
+
+    @property
+    def is_running(self) -> bool:
+        """True while the scorer answers."""
+        return self._call is not None
+
+    def take(self, wait_s: float) -> list[tuple[int, Turn, Score]]:
+        """Return finished answers; wait for some up to `wait_s` seconds."""
+        if self._call is None and self._waiting:
+            self._start()
+        if self._call is None:
+            return []
+        with suppress(TimeoutError):
+            self._call.exception(wait_s)
+        if not self._call.done():
+            return []
+        call, self._call = self._call, None
+        answers = zip(self._asked.items(), call.result(), strict=True)
+        found = [(key, turn, score) for (key, turn), score in answers if key in self._wanted]
+        if self._waiting:
+            self._start()
+        return found
+
+    def forget(self, keys: Sequence[int]) -> None:
+        """Drop turns. The answer of a running call to a dropped turn is left out."""
+        self._wanted.difference_update(keys)
+        for key in keys:
+            self._waiting.pop(key, None)
+
+    def _start(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        self._asked = {key: turn for key, (turn, _) in waiting.items()}
+        self._wanted = set(waiting)
+        requests = [request for _, request in waiting.values()]
+        self._call = call = Future[list[Score]]()
+
+        def answer() -> None:
+            try:
+                call.set_result(self._scorer.answer(requests))
+            # The main thread raises the error.
+            except BaseException as error:
+                call.set_exception(error)
+
+        if isinstance(self._scorer, RewardPool):
+            # The end of the process does not wait for a reward.
+            Thread(target=answer, daemon=True, name="scores of turns").start()
+        else:
+            answer()
+
+
 class TurnRewards:
     """Rewards of the turns of conversations whose scores come from a reward function."""
 
@@ -62,7 +137,7 @@ class TurnRewards:
 
 
 class ReplyingReward:
-    """The `Environment` of a reward function. All responses that wait are answered in one call of the scorer.
+    """The `Environment` of a reward function. Responses that wait are answered together (`TurnScoring`).
 
     Args:
         scorer: scorer that can reply to responses.
@@ -79,18 +154,15 @@ class ReplyingReward:
         self._scorer, self._max_tokens = replying(scorer, config.max_turns), config.max_observation_tokens
         self.max_failure_rate = self._scorer.max_failure_rate
         self._tokenizer = TurnTokenizer(tokenizer, config.template_options)
-        self._turns: dict[int, Turn] = {}
-        self._rewards = TurnRewards()
+        self._scoring, self._rewards = TurnScoring(self._scorer), TurnRewards()
 
     def begin(self, key: int, turn: Turn) -> None:
-        """Let the next call of `answers` answer a response."""
-        self._turns[key] = turn
+        """Ask for the answer to a response."""
+        self._scoring.add(key, turn, turn.request)
 
     def answers(self, wait_s: float) -> Mapping[int, Reply | Score]:
-        """Return the answers to all responses."""
-        turns, self._turns = self._turns, {}
-        scores = self._scorer.answer([turn.request for turn in turns.values()])
-        return {key: self._answer(key, turn, score) for (key, turn), score in zip(turns.items(), scores, strict=True)}
+        """Return finished answers."""
+        return {key: self._answer(key, turn, score) for key, turn, score in self._scoring.take(wait_s)}
 
     def _answer(self, key: int, turn: Turn, score: Score) -> Reply | Score:
         if score.reply is None:
@@ -104,6 +176,5 @@ class ReplyingReward:
 
     def forget(self, keys: Sequence[int]) -> None:
         """Drop responses without an answer."""
-        for key in keys:
-            self._turns.pop(key, None)
+        self._scoring.forget(keys)
         self._rewards.forget(keys)

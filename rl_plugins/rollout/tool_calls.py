@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_plugins.control_characters import whole_characters
 from rl_plugins.data.reasoning import END_OF_THOUGHT, THINK
+from rl_plugins.data.tokenization import ending_tokens
 from rl_plugins.json_text import read_foreign_json
 
 if TYPE_CHECKING:
@@ -143,8 +144,8 @@ def without_mark(text: str, mark: str) -> str:
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, response: Sequence[int], *, skip_special_tokens: bool) -> str:
-    """Return the text of a response without the end-of-sequence token."""
+    """Return the text of a response without its end."""
     ids = list(response)
-    if ids and ids[-1] == tokenizer.eos_token_id:
+    if ids and ids[-1] in ending_tokens(tokenizer):
         ids.pop()
     return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from rl_plugins.data.experience import Experience
 from rl_plugins.data.images import IMAGE_INPUTS
 from rl_plugins.data.prompts import foreign_batch
 from rl_plugins.device_copies import to_device
+from rl_plugins.models.export import add_ends
 from rl_plugins.rewards.inline import Reward
 from rl_plugins.stages.arguments import StageArguments
 from rl_plugins.stages.optimizer import MicroBatchLoss
@@ -99,6 +101,14 @@ class SFT(Stage):
             micro.response_mask = torch.zeros_like(micro.response_mask)
         log_probs_BT = self.passes.log_probs(POLICY, micro, entropy=False).log_probs_BT
         return log_probs_BT, to_device(micro.response_mask, self.passes.device)
+
+    @override
+    def export(self, folder: str | Path, *, adapter: bool = False) -> None:
+        if self._strategy_of_parts is not None:
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            # Conversations may teach another end than the end of the sequence.
+            add_ends(self.policy, sorted(getattr(data, "further_ends", ())))
+        super().export(folder, adapter=adapter)
 
     # Validation -------------------------------------------------------------------------------------------------
 

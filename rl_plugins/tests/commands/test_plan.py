@@ -15,6 +15,7 @@ import pytest
 from rl_plugins.algorithms.advantages import ADVANTAGES
 from rl_plugins.commands.main import main
 from rl_plugins.commands.plan import WITH_VALUES, given_values, read_shape, words_of, workload_of
+from rl_plugins.config.checks import check_options
 from rl_plugins.errors import ConfigError
 from rl_plugins.launch.compose import compose_config
 from rl_plugins.launch.placement import check_fit, roles_of
@@ -61,6 +62,29 @@ def test_plan_prints_the_placements_and_the_options_of_the_best(model, capsys):
     assert {"strategy.zero_stage=3", "placement.rollout=split"} <= set(options)
     config = configured("grpo", "placement.device=cuda", *options)
     check_fit(roles_of(config), [{"CPU": 64.0, "GPU": 8.0}], "the machine")
+
+
+def test_plan_names_the_deadlines_of_long_responses_unless_given(model, capsys):
+    words = ["plan", "grpo", f"model.path={model}", "--device", "h200", "--devices", "8", "model.precision=bf16-true"]
+    words += ["batch.prompts_per_step=512", "batch.samples_per_prompt=16", "sampling.max_tokens=30000"]
+    assert main([*words, "--response-tokens", "16000"]) == 0
+
+    def printed() -> tuple[float, float]:
+        command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+        options = dict(word.split("=", 1) for word in command if "=" in word)
+        config = configured("grpo", "placement.device=cuda", *(word for word in command[3:] if "=" in word))
+        check_options(config)
+        assert int(options["placement.num_workers"]) > 1
+        return config.rollout.generate_timeout_s, config.strategy.collective_timeout_s
+
+    wait, longer = printed()
+    assert longer > wait > 1800
+    for given in ("rollout.generate_timeout_s=20000", "strategy.collective_timeout_s=7200"):
+        assert main([*words, "--response-tokens", "16000", given]) == 0
+        wait, longer = printed()
+        assert longer > wait and float(given.partition("=")[2]) in (wait, longer)
+    assert main([*words[:-1], "sampling.max_tokens=256"]) == 0
+    assert "timeout_s" not in capsys.readouterr().out
 
 
 def test_plan_chooses_the_number_of_workers_for_expert_parallelism(tmp_path, capsys):

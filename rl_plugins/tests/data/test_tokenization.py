@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, Split
 from transformers import PreTrainedTokenizerFast
 
 from rl_plugins.data.datamodule import PromptDataModule
@@ -20,14 +23,17 @@ from rl_plugins.data.prompts import tokenize_rows
 from rl_plugins.data.sft import SFTDataModule
 from rl_plugins.data.tokenization import (
     PlainTexts,
+    ResponseEnd,
     check_round_trip,
     encode_prompts,
     encode_texts,
     load_tokenizer,
     tokenize_responses,
+    tokenizer_threads,
 )
 from rl_plugins.errors import ConfigError, RowError
 from rl_plugins.models.tiny import build_tokenizer, save_tiny_policy
+from rl_plugins.rollout.tool_calls import decoded
 from rl_plugins.tests.loops import for_each
 from rl_plugins.tests.pictures import row
 
@@ -158,6 +164,61 @@ def test_tokenizer_that_lacks_only_unused_characters_is_accepted(tmp_path: Path)
     check_round_trip(tokenizer, [[{"role": "user", "content": "17+25="}]])
     # One unchanged message is enough.
     check_round_trip(tokenizer, [[{"role": "system", "content": "Add."}, {"role": "user", "content": "17+25="}]])
+
+
+def test_tokenizer_threads_are_on_inside_the_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with tokenizer_threads():
+        assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+        assert int(os.environ["RAYON_NUM_THREADS"]) == max(1, (os.cpu_count() or 1) // 2)
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "false" and "RAYON_NUM_THREADS" not in os.environ
+
+
+def byte_level_folder(folder: Path, **config: Any) -> Path:
+    """A folder with a byte-level tokenizer.json, as of Llama 3."""
+    tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+    fast.chat_template = "{{ messages[0].content }}"
+    fast.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+    return folder
+
+
+def test_load_tokenizer_follows_tokenizer_json_where_the_named_class_loses_spaces(tmp_path: Path) -> None:
+    """As the copies of DeepSeek-R1-Distill-Llama, whose class transformers knows by the name on the hub alone."""
+    folder = byte_level_folder(tmp_path, tokenizer_class="LlamaTokenizerFast")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    loaded: Any = load_tokenizer(str(folder))
+    assert loaded.decode(loaded.encode("a b")) == "a b" and loaded.chat_template
+
+
+def test_load_tokenizer_keeps_the_chat_template_beside_a_file_of_mistral_common(tmp_path: Path) -> None:
+    folder = byte_level_folder(tmp_path)
+    (folder / "config.json").write_text('{"model_type": "mistral"}')
+    (folder / "tekken.json").write_text("{}")
+    assert load_tokenizer(str(folder)).chat_template == "{{ messages[0].content }}"
+
+
+def test_responses_end_as_in_the_chat_template_if_sampling_ends_there(tmp_path: Path) -> None:
+    """As in Gemma, whose turns end with another token than the sequence."""
+    folder = save_tiny_policy(tmp_path)
+    tokenizer: Any = load_tokenizer(str(folder))
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    tokenizer.chat_template = LINES
+    tokenizer.eos_token = tokenizer.pad_token
+    assert ResponseEnd.of(tokenizer).token == end
+    assert list(tokenize_responses(["2"], tokenizer)[0])[-1] == end
+    assert decoded(tokenizer, [*tokenizer.encode("2"), end], skip_special_tokens=False) == "2"
+    # The model samples past the end of its template, as base models do.
+    other = tmp_path / "base"
+    shutil.copytree(folder, other)
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": pad}))
+    tokenizer.name_or_path = str(other)
+    assert ResponseEnd.of(tokenizer) == (pad, {pad})
 
 
 def test_load_tokenizer_refuses_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

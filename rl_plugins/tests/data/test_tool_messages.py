@@ -60,6 +60,16 @@ def test_tokens_are_the_text_of_the_template_after_the_response(template: str, r
     assert tokenizer.decode(messages.tokens(["f"] * len(results), results, tokenizer.eos_token_id)) == text
 
 
+def test_turns_with_calls_may_end_with_another_token_than_the_sequence() -> None:
+    """As in base models of Qwen."""
+    tokenizer = tokenizer_of(THOUGHTS)
+    end = tokenizer.eos_token_id
+    expected = ToolMessages(tokenizer, {"tools": [SCHEMA]}).tokens(["f"], ["1"], end)
+    tokenizer.eos_token = tokenizer.pad_token
+    assert tokenizer.eos_token_id != end
+    assert ToolMessages(tokenizer, {"tools": [SCHEMA]}).tokens(["f"], ["1"], end) == expected
+
+
 def test_tokens_treat_special_tokens_in_results_as_plain_text() -> None:
     tokenizer = tokenizer_of(TOOL_CHAT_TEMPLATE)
     messages = ToolMessages(tokenizer, {"tools": [SCHEMA]})

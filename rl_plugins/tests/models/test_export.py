@@ -16,7 +16,7 @@ from benchmarks.tiny_families import save_tiny_family
 from rl_plugins.commands.export import export_checkpoint
 from rl_plugins.config.models import LoraConfig
 from rl_plugins.errors import ConfigError
-from rl_plugins.models.export import save_adapter, save_policy
+from rl_plugins.models.export import add_ends, save_adapter, save_policy
 from rl_plugins.models.lora import add_adapter, plain_weights
 from rl_plugins.models.tiny import build_model, build_tokenizer
 from rl_plugins.tests.files import rewrite_manifest
@@ -113,3 +113,12 @@ def test_export_to_an_address_is_refused_on_every_rank() -> None:
             save_policy(model, ModuleWeightSource(model), tokenizer, folder, is_writer)
         with pytest.raises(ConfigError, match="folder=s3://bucket/policy: an address cannot be used here"):
             save_adapter(model, {}, tokenizer, folder, is_writer)
+
+
+def test_add_ends_names_further_ends_of_responses() -> None:
+    model = build_model()
+    own = model.generation_config.eos_token_id
+    add_ends(model, [own])
+    assert model.generation_config.eos_token_id == own
+    add_ends(model, [7, own])
+    assert model.generation_config.eos_token_id == [own, 7]

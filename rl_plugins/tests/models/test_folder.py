@@ -80,6 +80,25 @@ def test_check_model_folder_accepts_whole_folders(folder: Path) -> None:
     check_model_folder("model.path", str(folder))
 
 
+def test_check_model_folder_accepts_a_special_token_without_an_embedding(folder: Path) -> None:
+    """As in text models of Gemma 3, whose tokenizer has the token of an image."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    last = len(content["model"]["vocab"]) + 100
+    content["added_tokens"].append({"id": last, "content": "<image>", "special": True})
+    file.write_text(json.dumps(content))
+    check_model_folder("model.path", str(folder))
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({"pad_token": "<image>"}))
+    with pytest.raises(ConfigError, match=f"the tokenizer has ids up to {last}, but the model has only"):
+        check_model_folder("model.path", str(folder))
+    settings.unlink()
+    content["added_tokens"][-1]["special"] = False
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=f"the tokenizer has ids up to {last}, but the model has only"):
+        check_model_folder("model.path", str(folder))
+
+
 def test_check_model_folder_names_a_folder_with_the_name_of_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)

@@ -110,13 +110,17 @@ def test_last_linear_head_leaves_a_replaced_forward_alone() -> None:
 
 def test_last_linear_head_runs_the_model_once_and_keeps_the_random_state() -> None:
     model, inputs = tiny("Qwen2", attention_dropout=0.5).train(), inputs_of(batch_of(random_samples(*LENGTHS)))
-    passes = []
-    model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    passes: list[tuple[bool, tuple[int, ...]]] = []
+    model.register_forward_pre_hook(
+        lambda _, __, arguments: passes.append((torch.is_grad_enabled(), (*arguments["input_ids"].shape,))),
+        with_kwargs=True,
+    )
     torch.manual_seed(5)
     before = torch.get_rng_state()
     for _ in range(3):
         last_linear_head(model, inputs)
-    assert passes == [False]
+    # A mask of all pairs of tokens of a long row would not fit.
+    assert passes == [(False, (1, 2))]
     assert torch.equal(torch.get_rng_state(), before)
 
 

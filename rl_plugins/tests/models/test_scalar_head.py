@@ -138,6 +138,20 @@ def test_response_scores_and_values_are_at_their_positions(policy: str) -> None:
         torch.testing.assert_close(last_B[row], plain[-1], **close)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_scores_of_a_model_in_bfloat16_are_not_rounded_to_bfloat16(policy: str, packed: bool) -> None:
+    """A group whose scores differ by 0.02 would be a group of equal scores."""
+    model = with_random_head(policy, torch.bfloat16)
+    with torch.no_grad():
+        model.score.bias.fill_(20.0)
+    hidden: list[Tensor] = []
+    model.score.register_forward_pre_hook(lambda _, arguments: hidden.append(arguments[0].detach()))
+    scores = response_scores(model, **inputs_of(SAMPLES), packed=packed)
+    products = hidden[-1].float() @ model.score.weight.float().T + 20.0
+    assert scores.dtype == torch.float32 and float((products - scores[0, 3]).abs().min()) < 1e-5
+    assert scores[0, 3] != scores[0, 3].bfloat16()
+
+
 def test_last_token_scores_of_empty_responses_are_scores_of_prompts(policy: str) -> None:
     model = with_random_head(policy)
     empty: list[tuple[list[int], list[int]]] = [(prompt, []) for prompt, _ in SAMPLES]

@@ -301,3 +301,10 @@ def range_of(items: Sequence[object]) -> list[float]:
 def everything_per_token(**sample: Any) -> dict[str, Any]:
     """Number the characters of the response."""
     return {"token_rewards": range_of(sample["solution_str"])}
+
+
+def die_on_bad(solution_str: str) -> float:
+    """End this process for the answer "bad"."""
+    if solution_str == "bad":
+        os._exit(1)
+    return 1.0

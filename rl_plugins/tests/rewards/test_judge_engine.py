@@ -48,6 +48,8 @@ def test_judge_engine_config_has_the_options_of_the_recipe(monkeypatch: pytest.M
     assert engine.threads == 2 and "secret" not in repr(engine)
     arguments = engine.arguments
     assert arguments["model"] == "/models/judge/snapshot" and arguments["served_model_name"] == ["/models/judge"]
+    # The repository of the model has no part in the settings of sampling.
+    assert arguments["generation_config"] == "vllm"
     assert arguments["max_model_len"] == 256 and arguments["enforce_eager"] and arguments["api_key"] == ["secret"]
     module, _, name = arguments["middleware"][0].rpartition(".")
     assert getattr(import_module(module), name) is OnlyJudgePaths

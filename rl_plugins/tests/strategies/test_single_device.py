@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import nn
+from typing_extensions import override
 
 from rl_plugins.algorithms.algorithm import Algorithm
 from rl_plugins.config.models import CriticConfig, OptimizerConfig
@@ -155,6 +156,34 @@ def test_resume_in_low_precision_continues_with_the_same_bits(tmp_path: Path, pr
     expected = whole.policy.state_dict()
     for name, weight in resumed.policy.state_dict().items():
         assert torch.equal(weight, expected[name]), name
+
+
+class Unsaved(nn.Linear):
+    """A layer whose weight is not in the state, such as a layer with 4-bit weights."""
+
+    @override
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        pass
+
+    @override
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        pass
+
+
+def test_resume_in_mixed_precision_leaves_weights_outside_the_state_alone(tmp_path: Path) -> None:
+    def one() -> PolicyOptimization:
+        model: Any = build_model()
+        layer = model.model.layers[0].mlp
+        layer.up_proj = Unsaved(layer.up_proj.in_features, layer.up_proj.out_features, bias=False)
+        return stage(model)
+
+    trainer, _ = trainer_and_calls(precision="bf16-mixed", max_epochs=1)
+    trainer.fit(one(), loader(1))
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    resumed = one()
+    trainer, _ = trainer_and_calls(precision="bf16-mixed", max_epochs=2)
+    trainer.fit(resumed, loader(1), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+    assert resumed.step == 2
 
 
 def test_save_checkpoint_makes_the_folder(tmp_path: Path) -> None:
