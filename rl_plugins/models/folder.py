@@ -6,7 +6,7 @@ Of the weights, only the headers are read, so the check takes as long for a larg
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -270,15 +270,14 @@ def _check_shapes(file: Path, shapes: Mapping[str, Sequence[int]], text: Mapping
 # Tokenizer --------------------------------------------------------------------------------------------------------
 
 
-def _is_used(token: str, folder: Path) -> bool:
-    """Return True if a special token is in the chat template of a tokenizer, or has a part in each text."""
+def _unused_tokens(tokens: Iterable[str], folder: Path) -> set[str]:
+    """Return the special tokens outside the chat template of a tokenizer, without a part in each text."""
     file, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     settings = read_json_object(file, AGAIN) if file.is_file() else {}
     named = (settings.get(f"{kind}_token") for kind in ("bos", "eos", "pad", "unk"))
+    contents = [one.get("content") if isinstance(one, dict) else one for one in named]
     texts = [str(settings.get("chat_template") or ""), read_text(template, AGAIN) if template.is_file() else ""]
-    return token in [one.get("content") if isinstance(one, dict) else one for one in named] or any(
-        token in text for text in texts
-    )
+    return {token for token in tokens if token not in contents and not any(token in text for text in texts)}
 
 
 def _last_token(file: Path) -> int:
@@ -291,8 +290,12 @@ def _last_token(file: Path) -> int:
     vocab = (model.get("vocab") or {}) if isinstance(model, dict) else None
     if not isinstance(vocab, dict | list) or not isinstance(added, list):
         raise ConfigError(f"{file}: not a tokenizer of the library tokenizers: {AGAIN}")
-    special = [token for token in added if isinstance(token, dict) and token.get("special") is True]
-    unused = {one.get("id") for one in special if not _is_used(str(one.get("content")), file.parent)}
+    special = {
+        str(token.get("content")): token.get("id")
+        for token in added
+        if isinstance(token, dict) and token.get("special") is True
+    }
+    unused = {special[token] for token in _unused_tokens(special, file.parent)}
     ids: list[Any] = [token.get("id") if isinstance(token, dict) else None for token in added]
     ids += list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
     if not all(type(number) is int for number in ids):

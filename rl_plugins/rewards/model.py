@@ -53,7 +53,7 @@ class ModelReward:
         import torch
 
         from rl_plugins.data.chat_template import check_chat_template
-        from rl_plugins.data.tokenization import load_tokenizer
+        from rl_plugins.data.tokenization import ResponseEnd, load_tokenizer
         from rl_plugins.models.folder import check_model_folder
         from rl_plugins.models.scalar_head import load_scalar_head
         from rl_plugins.vision_language import is_vision_language
@@ -72,6 +72,7 @@ class ModelReward:
         self.tokenizer: Any = load_tokenizer(path, trust_remote_code=trust_remote_code)
         self._tried = False
         check_chat_template(self.tokenizer)
+        self._end = ResponseEnd.of(self.tokenizer).token
         with _one_thread():
             model: Any = load_scalar_head(
                 path, dtype=parameter_type, new_head=False, trust_remote_code=trust_remote_code
@@ -112,7 +113,7 @@ class ModelReward:
     def _sequences(self, solution_strs: Sequence[str], prompts: Sequence[Messages | None]) -> list[list[int]]:
         if any(not prompt for prompt in prompts):
             raise ValueError("ModelReward reads the prompt's messages, and a sample has no prompt")
-        from rl_plugins.data.tokenization import ResponseEnd, check_round_trip, encode_prompts
+        from rl_plugins.data.tokenization import check_round_trip, encode_prompts
 
         if not self._tried:
             check_round_trip(self.tokenizer, [prompt or () for prompt in prompts])
@@ -122,8 +123,7 @@ class ModelReward:
         response_ids = self.tokenizer(list(solution_strs), add_special_tokens=False, split_special_tokens=True)[
             "input_ids"
         ]
-        end = [ResponseEnd.of(self.tokenizer).token]
-        return [[*prompt, *response, *end] for prompt, response in zip(prompt_ids, response_ids, strict=True)]
+        return [[*prompt, *response, self._end] for prompt, response in zip(prompt_ids, response_ids, strict=True)]
 
     def _padded(self, sequences: Sequence[Sequence[int]]) -> tuple[dict[str, Any], torch.Tensor]:
         """Return the arguments of a forward pass, and the index of each sequence's last token [B]."""
